@@ -1,0 +1,271 @@
+"""KL estimators and controllers, per-token rewards, generalised advantage estimation.
+
+Tensors are [R, C] as in types.py: column t belongs to the t-th completion token, values[t] is the value of the state
+that predicts it, the score of a completion arrives at its last counted token. Entries outside a mask do not count
+wherever they stand, and come out as 0. Knows no model and no config. Math from Schulman et al. 2016 (GAE, 1506.02438),
+Schulman 2020 "Approximating KL Divergence", and Ziegler et al. 2019 (1909.08593) for the adaptive coefficient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from onetrunk.ops.masking import at_least_float32
+
+KL_ERROR_LIMIT = 0.2
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Return an estimate of KL(policy || reference) at every sampled token.
+
+    Args:
+        logprobs: any shape, of the policy that sampled the tokens.
+        ref_logprobs: the same shape, of the reference.
+        estimator: with d = logprobs - ref_logprobs, "k1": d, "k2": d^2 / 2, "k3": exp(-d) - 1 + d.
+
+    Returns:
+        The shape of logprobs.
+
+    Raises:
+        ValueError: the estimator is unknown.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    """
+    log_ratio = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
+    if estimator == "k1":
+        kl = log_ratio
+    elif estimator == "k2":
+        kl = log_ratio**2 / 2
+    elif estimator == "k3":
+        kl = torch.expm1(-log_ratio) + log_ratio
+    else:
+        raise ValueError(f"kl_estimator is {estimator!r}; expected k1, k2 or k3")
+    return kl.to(logprobs.dtype)
+
+
+def token_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    beta: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """Return r_t = -beta * kl_t + [t = last counted token] * score.
+
+    Args:
+        scores: [R], one per completion; that of a row whose mask is empty is not used.
+        logprobs: [R, C] of the policy at rollout time.
+        ref_logprobs: [R, C] of the reference; None leaves the KL term out.
+        mask: [R, C] bool.
+        beta: coefficient of the KL term; 0 leaves it out.
+        estimator: see `kl_estimate`.
+
+    Returns:
+        [R, C], 0 outside the mask.
+
+    Source: Ziegler et al. 2019, equation 2, spread over tokens as in Huang et al. 2023.
+    """
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    rewards = torch.where(is_last, at_least_float32(scores)[:, None], 0.0)
+    if ref_logprobs is not None and beta != 0:
+        kl = kl_estimate(at_least_float32(logprobs), ref_logprobs, estimator)
+        rewards = rewards - beta * torch.where(mask, kl, 0.0)
+    return rewards.to(logprobs.dtype)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return generalised advantages and the returns that they imply.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t, A_t = delta_t + gamma * lam * A_{t+1}, R_t = A_t + V_t, where t + 1 is the
+    next COUNTED token: a masked gap inside a completion (tool output) is as if cut out. Computed as a scan in
+    log2(C) steps and in float64 where the device has it: at lam near 1 the rounding of lam alone to float32 would
+    show in the fifth digit.
+
+    Args:
+        rewards: [R, C], the score included.
+        values: [R, C], values[t] is V of the state that predicts token t.
+        mask: [R, C] bool.
+        gamma: discount, 0..1.
+        lam: 0..1, one number or a tensor [R] (see `length_adaptive_lam`).
+        bootstrap_values: [R], V after the last counted token, of completions that were cut off; 0 where None.
+
+    Returns:
+        advantages [R, C] and returns [R, C], both 0 outside the mask.
+
+    Source: Schulman et al. 2016, equations 11 to 16; scan: Hillis and Steele 1986, "Data parallel algorithms".
+    """
+    dtype, work = rewards.dtype, _scan_dtype(rewards)
+    rewards, values = (torch.where(mask, x.to(work), 0.0) for x in (rewards, values))
+    following = _next_counted(values, mask, bootstrap_values)
+    deltas = torch.where(mask, rewards + gamma * following - values, 0.0)
+    # An entry that does not count hands the advantage behind it through unchanged.
+    decay = gamma * torch.as_tensor(lam, dtype=work, device=values.device).reshape(-1, 1)
+    decays = torch.where(mask, decay, 1.0)
+    advantages = torch.where(mask, _suffix_scan(decays, deltas), 0.0)
+    return advantages.to(dtype), (advantages + values).to(dtype)
+
+
+def gae_reference(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `gae` returns, by the recursion token after token: the reference that it is tested against.
+
+    Args:
+        rewards: [R, C].
+        values: [R, C].
+        mask: [R, C] bool.
+        gamma: discount.
+        lam: one number or a tensor [R].
+        bootstrap_values: [R] or None.
+
+    Returns:
+        advantages [R, C] and returns [R, C].
+    """
+    rows = len(rewards)
+    lams = lam.tolist() if isinstance(lam, Tensor) else [lam] * rows
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for row in range(rows):
+        advantage = 0.0
+        following = 0.0 if bootstrap_values is None else bootstrap_values[row].item()
+        for t in reversed(mask[row].nonzero().flatten().tolist()):
+            value = values[row, t].item()
+            delta = rewards[row, t].item() + gamma * following - value
+            advantage = delta + gamma * lams[row] * advantage
+            following = value
+            advantages[row, t], returns[row, t] = advantage, advantage + value
+    return advantages, returns
+
+
+def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
+    """Return lam = 1 - 1 / (alpha * length) of every row, at least 0.
+
+    Args:
+        lengths: [R], counted tokens of each completion; 0 gives 0.
+        alpha: above 0; the paper takes .05.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ValueError: alpha is not above 0.
+
+    Source: VAPO, 2504.05118, length-adaptive GAE: 1 / (1 - lam), the sum of the weights, grows as alpha * length.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha of the length-adaptive lambda is {alpha}; set a number above 0, such as .05")
+    return (1 - 1 / (alpha * lengths.float())).clamp(min=0)
+
+
+class FixedKLController:
+    """A KL coefficient that stays where it was set.
+
+    Args:
+        beta: the coefficient, at least 0.
+    """
+
+    def __init__(self, beta: float) -> None:
+        self.value = _checked_beta(beta)
+
+    def update(self, kl: float, n: int) -> None:
+        """Change nothing; the twin of `AdaptiveKLController.update`."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient, ready for JSON."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient from a `state_dict`."""
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController:
+    """A KL coefficient that is steered towards a target KL.
+
+    Args:
+        init: the coefficient at the start, at least 0.
+        target: KL per completion, in nats: the sum over tokens, averaged over rows.
+        horizon: completions over which an error of 1 would double the coefficient.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Source: Ziegler et al. 2019, section 2.2.
+    """
+
+    def __init__(self, init: float, target: float, horizon: float) -> None:
+        if not (target > 0 and horizon > 0):
+            raise ValueError(f"kl_target is {target} and kl_horizon {horizon}; set both above 0")
+        self.value = _checked_beta(init)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, n: int) -> None:
+        """Move the coefficient by 1 + clip(kl / target - 1, +-.2) * n / horizon.
+
+        Args:
+            kl: mean over the completions of the KL summed over their tokens, in nats.
+            n: completions that kl was measured on.
+
+        Raises:
+            RuntimeError: kl is not finite.
+        """
+        kl = float(kl)
+        if not math.isfinite(kl):
+            raise RuntimeError(f"the KL to the reference is {kl}, so the KL coefficient has nothing to follow")
+        error = max(-KL_ERROR_LIMIT, min(KL_ERROR_LIMIT, kl / self.target - 1))
+        self.value *= 1 + error * n / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient, ready for JSON; target and horizon belong to the config."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient from a `state_dict`."""
+        self.value = float(state["value"])
+
+
+def _checked_beta(beta: float) -> float:
+    if not beta >= 0:
+        raise ValueError(f"beta is {beta}; the KL coefficient must be 0 or above")
+    return float(beta)
+
+
+def _scan_dtype(x: Tensor) -> torch.dtype:
+    # Apple's backend has no float64.
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def _next_counted(values: Tensor, mask: Tensor, bootstrap_values: Tensor | None) -> Tensor:
+    rows, width = values.shape
+    end = values.new_zeros(rows) if bootstrap_values is None else bootstrap_values.to(values.dtype)
+    positions = torch.where(mask, torch.arange(width, device=values.device), width)
+    positions = torch.cat([positions, positions.new_full((rows, 1), width)], dim=1)
+    at_or_after = positions.flip(1).cummin(1).values.flip(1)
+    return torch.cat([values, end[:, None]], dim=1).gather(1, at_or_after[:, 1:])
+
+
+def _suffix_scan(decays: Tensor, deltas: Tensor) -> Tensor:
+    # After a pass with span s, deltas[t] is the recursion over t..t+2s-1, decays[t] the product over the same.
+    span = 1
+    while span < deltas.shape[1]:
+        joined = deltas[:, :-span] + decays[:, :-span] * deltas[:, span:]
+        deltas = torch.cat([joined, deltas[:, -span:]], dim=1)
+        decays = torch.cat([decays[:, :-span] * decays[:, span:], decays[:, -span:]], dim=1)
+        span *= 2
+    return deltas

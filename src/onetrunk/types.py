@@ -1,0 +1,131 @@
+"""What is carried between the rooms: frozen dataclasses with a shape on every field.
+
+Conventions, stated once. R rows of a pack, T padded tokens of a row (prompt, then completion, then padding), C padded
+tokens of a completion. Rows are padded on the RIGHT, so that token t stands at the same index padded or not. Column t of
+a [R, C] tensor belongs to the t-th completion token: its logprob, and the value of the state that predicts it. Masks are
+True where an entry counts; an entry that does not count holds 0. Knows no model, no tokenizer and no trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Message = dict[str, str]
+Conversation = list[Message]
+Prompt = str | Conversation
+RowKey = tuple[int, ...]
+
+T = TypeVar("T")
+
+
+def to_device(item: T, device: torch.device | str) -> T:
+    """Return a copy of a dataclass of this module with every tensor (nested ones too) on `device`."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=True)
+        if isinstance(value, (Pack, Experience)):
+            return to_device(value, device)
+        if isinstance(value, tuple):
+            return tuple(move(entry) for entry in value)
+        return value
+
+    return replace(item, **{f.name: move(getattr(item, f.name)) for f in fields(item)})
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions that one rank sampled under one policy version; n rows.
+
+    Args:
+        prompt_ids: n lists of token ids.
+        completion_ids: n lists of token ids, none empty; the first stop token, if one came, is the last id.
+        sampler_logprobs: n float32 tensors [len(completion)]: logprob of each token after temperature, as sampled.
+        stopped: n booleans, True where the completion ended at a stop token rather than at the length limit.
+        policy_version: number of optimizer steps that the sampling policy had seen.
+    """
+
+    prompt_ids: Sequence[list[int]]
+    completion_ids: Sequence[list[int]]
+    sampler_logprobs: Sequence[Tensor]
+    stopped: Sequence[bool]
+    policy_version: int = 0
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows that go through the model in one forward: the unit of scoring, of the trunk cache and of training.
+
+    A pack is formed once per rollout and keeps its width, so that old and new logprobs come from equal shapes.
+
+    Args:
+        input_ids: [R, T] int64, prompt then completion, padded on the right.
+        attention_mask: [R, T] int64, 1 at real tokens.
+        prompt_lengths: [R] int64, tokens.
+        completion_ids: [R, C] int64, padded on the right.
+        completion_mask: [R, C] bool, True at completion tokens, the stop token included.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    prompt_lengths: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A pack with everything that the loss needs; all but the pack are float32 [R, C] unless said otherwise.
+
+    Args:
+        pack: the rows.
+        loss_mask: [R, C] bool, True at the tokens that train (completion_mask less the rows left out of the update).
+        old_logprobs: logprobs of the policy at rollout time, from the training forward.
+        old_values: values at rollout time.
+        advantages: whitened if the config says so.
+        returns: targets of the value head.
+        ref_logprobs: logprobs of the reference, or None where no KL is used.
+        weights: importance weights of the policy loss, or None.
+    """
+
+    pack: Pack
+    loss_mask: Tensor
+    old_logprobs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    ref_logprobs: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step: the packs of this rank, and the count that normalises the loss over all ranks.
+
+    Args:
+        experiences: at least one; a rank with nothing to train still carries one pack whose `loss_mask` is all False.
+        num_tokens: tokens that train in this step, over all ranks (float, at least 1).
+        trains_policy: False during value pretraining, when the policy loss is left out.
+        first_pass: True in the first PPO epoch of a rollout.
+        slot: number of this step within its rollout, from 0.
+        is_empty_slot: True where the step must leave the weights alone (after a `target_kl` stop).
+    """
+
+    experiences: tuple[Experience, ...]
+    num_tokens: float
+    trains_policy: bool = True
+    first_pass: bool = True
+    slot: int = 0
+    is_empty_slot: bool = False

@@ -1,0 +1,260 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops import (
+    AdaptiveKLController,
+    FixedKLController,
+    gae,
+    gae_reference,
+    kl_estimate,
+    length_adaptive_lam,
+    token_rewards,
+)
+
+ORACLE = {"rtol": 0, "atol": 1e-6}  # the oracle is printed with six digits
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
+LAMS = st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])
+GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
+quick = settings(max_examples=50, deadline=None)
+
+
+@st.composite
+def episodes(draw):
+    """Rewards, values, a mask with any gaps (empty rows too) and bootstrap values, in float64."""
+    rows, width, seed = draw(st.integers(1, 4)), draw(st.integers(1, 33)), draw(st.integers(0, 9999))
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, rows, width, generator=generator, dtype=torch.float64)
+    mask = torch.rand(rows, width, generator=generator) < draw(st.sampled_from([0.1, 0.6, 1.0]))
+    return rewards, values, mask, torch.randn(rows, generator=generator, dtype=torch.float64)
+
+
+def explicit_sum(rewards, values, gamma, lam, bootstrap):
+    """A_t = sum over l of (gamma * lam)^l * delta_{t+l}, of one row without gaps."""
+    following = torch.cat([values[1:], bootstrap[None]])
+    deltas = rewards + gamma * following - values
+    steps = range(len(deltas))
+    return torch.tensor(
+        [sum((gamma * lam) ** (s - t) * deltas[s].item() for s in steps if s >= t) for t in steps], dtype=torch.float64
+    )
+
+
+def test_kl_estimates_agree_with_the_oracle(oracle):
+    for estimator, expected in oracle.expected["kl_row_3"].items():
+        kl = kl_estimate(oracle.old_logprobs[2, :2], oracle.ref_logprobs[2, :2], estimator)
+        assert_close(kl, torch.tensor(expected, dtype=torch.float64), **ORACLE)
+
+
+def test_token_rewards_agree_with_the_oracle(oracle):
+    rewards = token_rewards(oracle.scores, oracle.old_logprobs, oracle.ref_logprobs, oracle.mask, 0.1)
+    assert_close(rewards, oracle.padded(oracle.expected["token_rewards_k1"]), **ORACLE)
+
+
+@pytest.mark.parametrize("function", [gae, gae_reference])
+def test_advantages_and_returns_agree_with_the_oracle(oracle, function):
+    rewards = oracle.padded(oracle.expected["token_rewards_k1"])
+    advantages, returns = function(rewards, oracle.old_values, oracle.mask, 1.0, 0.95)
+    assert_close(advantages, oracle.padded(oracle.expected["advantages"]), **ORACLE)
+    assert_close(returns, oracle.padded(oracle.expected["returns"]), **ORACLE)
+
+
+@quick
+@given(first=st.floats(-30, 0), second=st.floats(-30, 0))
+def test_k2_and_k3_are_never_negative_and_all_are_zero_at_equal_logprobs(first, second):
+    policy, reference = torch.tensor([first, second, first]).double(), torch.tensor([second, first, first]).double()
+    for estimator in ("k1", "k2", "k3"):
+        assert kl_estimate(policy, reference, estimator)[2] == 0
+    assert (kl_estimate(policy, reference, "k2") >= 0).all()
+    # exp(-d) - 1 + d cancels down to the rounding of d
+    assert (kl_estimate(policy, reference, "k3") >= -1e-14).all()
+
+
+def test_every_estimator_has_its_sign_and_its_size():
+    # d = log 2: k1 = .693147, k2 = .693147^2 / 2 = .240227, k3 = 1/2 - 1 + .693147 = .193147
+    policy, reference = torch.zeros(1).double(), -torch.tensor([2.0]).double().log()
+    for estimator, expected in {"k1": 0.693147, "k2": 0.240227, "k3": 0.193147}.items():
+        assert kl_estimate(policy, reference, estimator).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="expected k1, k2 or k3"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@quick
+@given(episode=episodes())
+def test_the_score_lands_once_on_the_last_counted_token(episode):
+    logprobs, ref_logprobs, mask, scores = episode
+    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, beta=0.0)
+    for row in range(len(mask)):
+        counted = mask[row].nonzero().flatten().tolist()
+        expected = torch.zeros_like(rewards[row])
+        if counted:
+            expected[counted[-1]] = scores[row]
+        assert torch.equal(rewards[row], expected)
+
+
+def test_without_reference_or_beta_there_is_no_kl_term_even_where_the_kl_is_infinite():
+    scores, logprobs, mask = torch.tensor([3.0]), torch.zeros(1, 2), torch.ones(1, 2).bool()
+    assert token_rewards(scores, logprobs, None, mask, 0.1).tolist() == [[0, 3]]
+    assert token_rewards(scores, logprobs, torch.full((1, 2), -torch.inf), mask, 0.0).tolist() == [[0, 3]]
+
+
+def test_garbage_outside_the_mask_reaches_neither_rewards_nor_advantages():
+    nan = float("nan")
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    rewards = token_rewards(
+        torch.tensor([3.0, nan]), torch.tensor([[1.0, nan, 2.0]] * 2), torch.tensor([[0.0, 0.0, 0.0]] * 2), mask, 1.0
+    )
+    assert rewards.tolist() == [[-1, 0, 1], [0, 0, 0]]  # -1 * 1 and 3 - 1 * 2
+    advantages, returns = gae(torch.tensor([[1.0, nan, 1.0]] * 2), torch.tensor([[0.0, nan, 0.0]] * 2), mask, 1.0, 1.0)
+    assert advantages.tolist() == returns.tolist() == [[2, 0, 1], [0, 0, 0]]
+
+
+def test_advantages_of_three_tokens_by_hand_with_a_gap_and_a_bootstrap_value():
+    # gamma .5, lam .5; the second column is cut out. delta_2 = 1 + .5 * 8 - 2 = 3, delta_1 = 0 + .5 * 2 - 4 = -3,
+    # delta_0 = 1 + .5 * 4 - 1 = 2; A_2 = 3, A_1 = -3 + .25 * 3 = -2.25, A_0 = 2 + .25 * -2.25 = 1.4375.
+    rewards, values = torch.tensor([[1.0, 9.0, 0.0, 1.0]]), torch.tensor([[1.0, 9.0, 4.0, 2.0]])
+    mask = torch.tensor([[True, False, True, True]])
+    advantages, returns = gae(rewards, values, mask, 0.5, 0.5, bootstrap_values=torch.tensor([8.0]))
+    assert advantages.tolist() == [[1.4375, 0, -2.25, 3]]
+    assert returns.tolist() == [[2.4375, 0, 1.75, 5]]  # A + V
+
+
+@quick
+@given(episode=episodes(), gamma=GAMMAS, lam=LAMS)
+def test_advantages_are_the_explicit_sum_over_the_counted_tokens(episode, gamma, lam):
+    rewards, values, mask, bootstrap = episode
+    advantages, returns = gae(rewards, values, mask, gamma, lam, bootstrap)
+    for row, kept in enumerate(mask):
+        expected = explicit_sum(rewards[row, kept], values[row, kept], gamma, lam, bootstrap[row])
+        assert_close(advantages[row, kept], expected, **EXACT)
+        assert_close(returns[row, kept], expected + values[row, kept], **EXACT)
+        assert advantages[row, ~kept].eq(0).all() and returns[row, ~kept].eq(0).all()
+
+
+@quick
+@given(episode=episodes(), gamma=GAMMAS, data=st.data())
+def test_the_scan_is_the_loop_also_with_a_lambda_per_row(episode, gamma, data):
+    rewards, values, mask, bootstrap = episode
+    lam = torch.tensor([data.draw(LAMS) for _ in mask], dtype=torch.float64)
+    for ours, loop in zip(
+        gae(rewards, values, mask, gamma, lam, bootstrap),
+        gae_reference(rewards, values, mask, gamma, lam, bootstrap),
+        strict=True,
+    ):
+        assert_close(ours, loop, **EXACT)
+
+
+@pytest.mark.parametrize("gamma", [0.99, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 0.999, 1.0])
+def test_float32_advantages_of_4096_tokens_are_within_1e_5_of_the_float64_loop(gamma, lam):
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = 0.1 * torch.randn(2, 4096, generator=generator), torch.randn(2, 4096, generator=generator)
+    rewards[:, -1] += 1
+    mask = torch.rand(2, 4096, generator=generator) < 0.95
+    loop = gae_reference(rewards.double(), values.double(), mask, gamma, lam)
+    for ours, expected in zip(gae(rewards, values, mask, gamma, lam), loop, strict=True):
+        assert ours.dtype == torch.float32
+        assert_close(ours.double(), expected, rtol=0, atol=1e-5)
+
+
+@quick
+@given(episode=episodes(), gamma=GAMMAS)
+def test_lambda_one_gives_discounted_returns_and_lambda_zero_one_step_errors(episode, gamma):
+    rewards, values, mask, bootstrap = episode
+    _, monte_carlo = gae(rewards, values, mask, gamma, 1.0, bootstrap)
+    one_step, _ = gae(rewards, values, mask, gamma, 0.0, bootstrap)
+    for row, kept in enumerate(mask):
+        r, v = rewards[row, kept], values[row, kept]
+        following = torch.cat([v[1:], bootstrap[row][None]])
+        assert_close(one_step[row, kept], r + gamma * following - v, **EXACT)
+        with_end = torch.cat([r, bootstrap[row][None]])
+        discounted = [sum(gamma**s * x.item() for s, x in enumerate(with_end[t:])) for t in range(len(r))]
+        assert_close(monte_carlo[row, kept], torch.tensor(discounted, dtype=torch.float64), **EXACT)
+
+
+@quick
+@given(episode=episodes(), padding=st.integers(1, 40), lam=LAMS)
+def test_padding_does_not_change_rewards_or_advantages(episode, padding, lam):
+    rewards, values, mask, bootstrap = episode
+    wide = [torch.cat([x, torch.full((len(x), padding), 7.0)], 1) for x in (rewards, values)]
+    wide_mask = torch.cat([mask, torch.zeros(len(mask), padding).bool()], 1)
+    width = rewards.shape[1]
+    plain = gae(rewards, values, mask, 1.0, lam, bootstrap)
+    for padded, unpadded in zip(gae(*wide, wide_mask, 1.0, lam, bootstrap), plain, strict=True):
+        assert_close(padded[:, :width], unpadded, **EXACT)
+        assert padded[:, width:].eq(0).all()
+    shaped = token_rewards(bootstrap, *wide, wide_mask, 0.1)
+    assert torch.equal(shaped[:, :width], token_rewards(bootstrap, rewards, values, mask, 0.1))
+
+
+def test_the_dtype_of_the_rewards_is_that_of_the_result_and_arguments_stay_as_they_were():
+    rewards, values = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(1, 4, dtype=torch.bfloat16)
+    mask = torch.tensor([[True, True, False, False]])
+    advantages, returns = gae(rewards, values, mask, 1.0, 0.95)
+    assert advantages.dtype == returns.dtype == torch.bfloat16
+    assert token_rewards(torch.ones(1), rewards, values, mask, 0.1).dtype == torch.bfloat16
+    assert rewards.eq(1).all() and values.eq(1).all()
+
+
+def test_a_completion_buffer_of_no_tokens_has_no_advantages():
+    empty = torch.zeros(2, 0)
+    advantages, returns = gae(empty, empty, empty.bool(), 1.0, 0.95)
+    assert advantages.shape == returns.shape == (2, 0)
+
+
+def test_length_adaptive_lambda_by_hand():
+    # alpha .05: 1 - 1 / (.05 * 400) = .95; 1 - 1 / (.05 * 40) = .5; 1 - 1 / (.05 * 10) = -1, clamped to 0; 0 for none
+    lam = length_adaptive_lam(torch.tensor([400, 40, 10, 0]), 0.05)
+    assert_close(lam, torch.tensor([0.95, 0.5, 0.0, 0.0]))
+    with pytest.raises(ValueError, match="above 0"):
+        length_adaptive_lam(torch.tensor([4]), 0.0)
+
+
+def test_the_adaptive_controller_agrees_with_the_oracle(oracle):
+    for kl, expected in oracle.expected["adaptive_kl_beta_0.2_target_6_horizon_10000_n_64"].items():
+        controller = AdaptiveKLController(0.2, target=6, horizon=10_000)
+        controller.update(float(kl), 64)
+        assert controller.value == pytest.approx(expected, abs=1e-9)
+
+
+@quick
+@given(kl=st.floats(-1e6, 1e6), n=st.integers(1, 100))
+def test_one_update_moves_the_coefficient_by_at_most_a_fifth_of_n_over_horizon(kl, n):
+    controller = AdaptiveKLController(1.0, target=2.0, horizon=100)
+    controller.update(kl, n)
+    assert abs(controller.value - 1) <= 0.2 * n / 100 + 1e-12
+    assert (controller.value > 1) == (kl > 2) or kl == pytest.approx(2)
+
+
+def test_a_controller_restored_through_json_goes_on_as_if_never_stopped():
+    first, second = (AdaptiveKLController(0.2, target=6, horizon=100) for _ in range(2))
+    first.update(9, 64)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for controller in (first, second):
+        controller.update(torch.tensor(3.0), 32)
+    # .2 * (1 + .2 * 64 / 100) * (1 - .2 * 32 / 100)
+    assert first.value == second.value == pytest.approx(0.2 * 1.128 * 0.936)
+
+
+def test_a_fixed_controller_stays_and_is_restored():
+    controller = FixedKLController(0.3)
+    controller.update(100, 64)
+    assert controller.value == 0.3
+    other = FixedKLController(0.1)
+    other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    assert other.value == 0.3
+
+
+def test_controllers_refuse_what_they_cannot_follow():
+    with pytest.raises(RuntimeError, match="is nan"):
+        AdaptiveKLController(0.2, target=6, horizon=100).update(float("nan"), 1)
+    with pytest.raises(ValueError, match="set both above 0"):
+        AdaptiveKLController(0.2, target=0, horizon=100)
+    with pytest.raises(ValueError, match="beta is -1"):
+        FixedKLController(-1)

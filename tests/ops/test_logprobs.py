@@ -1,0 +1,287 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onetrunk.ops import fused_token_logprobs, token_logprobs
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64
+WAYS = [
+    {},
+    {"temperature": 0.7},
+    {"softcap": 2.0},
+    {"logit_scale": 0.25},
+    {"bias": True},
+    {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "bias": True},
+]
+
+
+def case(n=7, width=5, vocab=11, dtype=torch.float64, seed=0, bias=False, **options):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(vocab, (n,), generator=generator)
+    if bias:
+        options["bias"] = torch.randn(vocab, generator=generator, dtype=torch.float64).to(dtype)
+    return hidden, weight, targets, options
+
+
+def gradient(function, hidden, *args, upstream, entropy_upstream=None, **options):
+    logprobs, entropy = function(hidden, *args, **options)
+    objective = (upstream * logprobs).sum()
+    if entropy_upstream is not None:
+        objective = objective + (entropy_upstream * entropy).sum()
+    return torch.autograd.grad(objective, hidden)[0]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remember the most elements that any operation put out."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+class CastsOf(TorchDispatchMode):
+    """Count the copies of one tensor into another dtype."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and args[0] is self.tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", [token_logprobs, fused_token_logprobs])
+def test_logprobs_and_entropy_of_two_tokens_by_hand(function):
+    # Logits log 1, log 3: probabilities 1/4 and 3/4.
+    hidden, weight = torch.ones(2, 1, dtype=torch.float64), torch.tensor([[1.0], [3.0]], dtype=torch.float64).log()
+    logprobs, entropy = function(hidden, weight, torch.tensor([0, 1]))
+    assert_close(logprobs, torch.tensor([0.25, 0.75], dtype=torch.float64).log(), **EXACT)
+    # -(.25 * log .25 + .75 * log .75) = .562335
+    assert_close(entropy, torch.full((2,), 0.562335, dtype=torch.float64), rtol=0, atol=1e-6)
+    # Temperature .5 doubles the logits: probabilities 1/10 and 9/10.
+    cooler, _ = function(hidden, weight, torch.tensor([0, 1]), temperature=0.5)
+    assert_close(cooler.exp(), torch.tensor([0.1, 0.9], dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize("function", [token_logprobs, fused_token_logprobs])
+def test_scale_comes_before_the_cap_and_temperature_after_it(function):
+    hidden, weight = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[0.0], [3.0]], dtype=torch.float64)
+    bias = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    logprobs, _ = function(hidden, weight, torch.tensor([1]), temperature=4.0, bias=bias, softcap=2.0, logit_scale=0.5)
+    # (3 + 1) * .5 = 2; 2 * tanh(2 / 2) = 1.523188; / 4 = .380797; against logit 0: sigmoid
+    expected = torch.tensor([1.5231883119115297 / 4], dtype=torch.float64).sigmoid().log()
+    assert_close(logprobs, expected, **EXACT)
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+def test_fused_is_naive_in_values_and_gradients(options, chunk_size):
+    hidden, weight, targets, options = case(**options)
+    upstream, entropy_upstream = torch.randn(2, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    naive = token_logprobs(hidden, weight, targets, **options)
+    fused = fused_token_logprobs(hidden, weight, targets, **options, chunk_size=chunk_size)
+    assert_close(fused, naive, **EXACT)
+    args = (hidden, weight, targets)
+    assert_close(
+        gradient(fused_token_logprobs, *args, upstream=upstream, chunk_size=chunk_size, **options),
+        gradient(token_logprobs, *args, upstream=upstream, **options),
+        **EXACT,
+    )
+    both = {"upstream": upstream, "entropy_upstream": entropy_upstream, **options}
+    assert_close(
+        gradient(fused_token_logprobs, *args, chunk_size=chunk_size, entropy_grad=True, **both),
+        gradient(token_logprobs, *args, **both),
+        **EXACT,
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(0, 9),
+    vocab=st.integers(1, 9),
+    chunk_size=st.integers(1, 10),
+    seed=st.integers(0, 99),
+    softcap=st.sampled_from([None, 1.0, 30.0]),
+    temperature=st.floats(0.3, 3),
+)
+def test_fused_is_naive_for_any_shape_and_chunk(n, vocab, chunk_size, seed, softcap, temperature):
+    hidden, weight, targets, options = case(n, 4, vocab, seed=seed, softcap=softcap, temperature=temperature)
+    upstream = torch.linspace(-1, 1, n, dtype=torch.float64)
+    fused = fused_token_logprobs(hidden, weight, targets, **options, chunk_size=chunk_size)
+    assert_close(fused, token_logprobs(hidden, weight, targets, **options), **EXACT)
+    assert_close(
+        gradient(fused_token_logprobs, hidden, weight, targets, upstream=upstream, chunk_size=chunk_size, **options),
+        gradient(token_logprobs, hidden, weight, targets, upstream=upstream, **options),
+        **EXACT,
+    )
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_the_gradient_agrees_with_finite_differences(options, entropy_grad):
+    hidden, weight, targets, options = case(4, 3, 6, **options)
+
+    def differentiable(states):
+        logprobs, entropy = fused_token_logprobs(
+            states, weight, targets, **options, chunk_size=3, entropy_grad=entropy_grad
+        )
+        return (logprobs, entropy) if entropy_grad else logprobs
+
+    assert torch.autograd.gradcheck(differentiable, (hidden,))
+
+
+def test_no_operation_puts_out_more_than_one_chunk_of_logits():
+    n, vocab, chunk_size = 40, 50, 4
+    hidden, weight, targets, _ = case(n, 3, vocab)
+    with LargestTensor() as fused:
+        logprobs, entropy = fused_token_logprobs(hidden, weight, targets, chunk_size=chunk_size, entropy_grad=True)
+        (logprobs + entropy).sum().backward()
+    assert fused.numel == chunk_size * vocab
+    with LargestTensor() as naive:
+        token_logprobs(hidden, weight, targets)
+    assert naive.numel == n * vocab
+
+
+def test_chunk_bytes_bounds_the_float32_logits_of_a_chunk():
+    hidden, weight, targets, _ = case(8, 1, 50, dtype=torch.bfloat16)
+    for chunk_bytes, tokens in ((4 * 50 * 6 + 3, 6), (1, 1)):  # at least one token, however small the budget
+        with LargestTensor() as largest:
+            fused_token_logprobs(hidden, weight, targets, chunk_bytes=chunk_bytes)
+        assert largest.numel == tokens * 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 5, 16, 33])
+def test_the_forward_is_bitwise_the_same_with_and_without_grad(dtype, entropy_grad, chunk_size):
+    hidden, weight, targets, options = case(33, 24, 301, dtype=dtype, temperature=0.9, softcap=30.0)
+    options["chunk_size"] = chunk_size
+    trained = fused_token_logprobs(hidden, weight, targets, **options, entropy_grad=entropy_grad)
+    with torch.no_grad():
+        scored = fused_token_logprobs(hidden, weight, targets, **options)
+    frozen = fused_token_logprobs(hidden.detach(), weight, targets, **options, entropy_grad=entropy_grad)
+    for with_grad, without, detached in zip(trained, scored, frozen, strict=True):
+        assert torch.equal(with_grad, without) and torch.equal(with_grad, detached)
+    assert trained[0].requires_grad and not scored[0].requires_grad and not frozen[0].requires_grad
+
+
+def test_no_gradient_vectors_are_formed_where_nobody_asks_for_them():
+    hidden, weight, targets, _ = case(8, 3, 50)
+
+    def products(states):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            fused_token_logprobs(states, weight, targets, chunk_size=4)
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+
+    with torch.no_grad():
+        assert products(hidden) == 2  # two chunks, one product each
+    assert products(hidden.detach()) == 2
+    assert products(hidden) == 4
+
+
+def test_entropy_is_a_metric_without_gradient_unless_asked_for():
+    hidden, weight, targets, _ = case()
+    assert not fused_token_logprobs(hidden, weight, targets)[1].requires_grad
+    assert fused_token_logprobs(hidden, weight, targets, entropy_grad=True)[1].requires_grad
+
+
+def test_bfloat16_runs_the_arithmetic_of_the_naive_twin_and_returns_float32():
+    hidden, weight, targets, options = case(33, 24, 301, dtype=torch.bfloat16, temperature=0.9, softcap=30.0)
+    naive = token_logprobs(hidden, weight, targets, **options)
+    fused = fused_token_logprobs(hidden, weight, targets, **options, chunk_size=8)
+    upstream = torch.randn(33, generator=torch.Generator().manual_seed(1))
+    for ours, theirs in zip(fused, naive, strict=True):
+        assert ours.dtype == theirs.dtype == torch.float32
+        # bfloat16 products of other heights may round a logit of about 16 by one unit, .06
+        assert_close(ours, theirs, rtol=0, atol=0.1)
+    exact = gradient(
+        token_logprobs,
+        hidden.detach().double().requires_grad_(),
+        weight.double(),
+        targets,
+        upstream=upstream,
+        **options,
+    )
+    ours = gradient(fused_token_logprobs, hidden, weight, targets, upstream=upstream, chunk_size=8, **options)
+    assert ours.dtype == torch.bfloat16
+    # Two roundings to bfloat16 of relative size 2^-8, the logits and the gradient of the logits
+    assert (ours.double() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_autocast_acts_as_on_the_head_of_a_model_and_casts_the_weight_once():
+    hidden, weight, targets, options = case(33, 24, 301, dtype=torch.float32, bias=True)
+    low = {"bias": options["bias"].bfloat16(), "chunk_size": 8}
+    with torch.autocast("cpu", torch.bfloat16), CastsOf(weight) as casts:
+        fused = fused_token_logprobs(hidden, weight, targets, **options, chunk_size=8)
+        with torch.no_grad():
+            scored = fused_token_logprobs(hidden, weight, targets, **options, chunk_size=8)
+    assert casts.count == 2  # one in each of the two calls, whatever the number of chunks
+    expected = fused_token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, **low)
+    for ours, without_grad, theirs in zip(fused, scored, expected, strict=True):
+        assert torch.equal(ours, theirs) and torch.equal(ours, without_grad)
+    fused[0].sum().backward()
+    assert hidden.grad.dtype == torch.float32
+
+
+def test_float32_logprobs_are_close_to_float64():
+    hidden, weight, targets, _ = case(16, 24, 301, dtype=torch.float32)
+    ours, _ = fused_token_logprobs(hidden, weight, targets)
+    exact, _ = token_logprobs(hidden.double(), weight.double(), targets)
+    # Logits reach 20, whose spacing in float32 is 2e-6
+    assert_close(ours.double(), exact, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("function", [token_logprobs, fused_token_logprobs])
+def test_no_tokens_give_no_logprobs_and_an_empty_gradient(function):
+    hidden, weight, targets, _ = case(n=0)
+    logprobs, entropy = function(hidden, weight, targets)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert hidden.grad.shape == (0, 5)
+
+
+def test_a_head_that_trains_is_refused():
+    hidden, weight, targets, options = case(bias=True)
+    with pytest.raises(ValueError, match="the weight of the head requires grad.*freeze the head"):
+        fused_token_logprobs(hidden, weight.requires_grad_(), targets)
+    with pytest.raises(ValueError, match="the bias of the head requires grad"):
+        fused_token_logprobs(hidden, weight.detach(), targets, bias=options["bias"].requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, sentence):
+    hidden, weight, targets, _ = case()
+    with pytest.raises(ValueError, match=sentence):
+        fused_token_logprobs(hidden, weight, targets, **options)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    hidden, weight, targets, _ = case()
+    with pytest.raises(ValueError, match=r"targets \[3\]; expected \[N, H\], \[V, H\] and \[N\]"):
+        fused_token_logprobs(hidden, weight, targets[:3])
+
+
+def test_arguments_stay_as_they_were():
+    hidden, weight, targets, _ = case()
+    before = [x.detach().clone() for x in (hidden, weight, targets)]
+    fused_token_logprobs(hidden, weight, targets, entropy_grad=True)[0].sum().backward()
+    for argument, copy in zip((hidden, weight, targets), before, strict=True):
+        assert torch.equal(argument, copy)

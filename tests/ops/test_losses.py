@@ -1,0 +1,257 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops import (
+    bradley_terry_loss,
+    explained_variance,
+    explained_variance_from_stats,
+    masked_whiten,
+    policy_loss,
+    value_loss,
+)
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
+quick = settings(max_examples=50, deadline=None)
+
+
+def one_token(ratio, advantage, **options):
+    """Loss, gradient with respect to the logprob, and stats of a single token."""
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    options = {"clip_low": 0.2, **options}
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    loss, stats = policy_loss(logprobs, torch.zeros(1, 1), advantages, torch.ones(1, 1).bool(), **options)
+    loss.backward()
+    return loss.item(), logprobs.grad.item(), stats
+
+
+def random_step(seed, rows=6, width=5):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = torch.randn(4, rows, width, generator=generator, dtype=torch.float64)
+    return (*tensors, torch.rand(rows, width, generator=generator) < 0.6)
+
+
+def test_losses_and_clip_fractions_agree_with_the_oracle(oracle):
+    expected = oracle.expected
+    # The oracle prints advantages with six digits; whitening and averaging keep the error below 1e-6.
+    advantages = masked_whiten(oracle.padded(expected["advantages"]), oracle.mask)
+    policy, policy_stats = policy_loss(oracle.logprobs, oracle.old_logprobs, advantages, oracle.mask, 0.2)
+    returns = oracle.padded(expected["returns"])
+    value, value_stats = value_loss(oracle.values, oracle.old_values, returns, oracle.mask, clip=0.2)
+    assert policy.item() == pytest.approx(expected["policy_loss_eps_0.2_whitened_token_mean"], abs=1e-6)
+    assert policy_stats["clip_fraction"].item() == pytest.approx(expected["policy_clip_fraction"], abs=1e-8)
+    assert value.item() == pytest.approx(expected["value_loss_clip_0.2"], abs=1e-6)
+    assert value_stats["clip_fraction"].item() == expected["value_clip_fraction"]
+    assert (policy + 0.1 * value).item() == pytest.approx(expected["total_loss_value_coef_0.1"], abs=1e-6)
+
+
+def test_bradley_terry_agrees_with_the_oracle(oracle):
+    case = oracle.expected["bradley_terry"]
+    chosen, rejected = (torch.tensor(case[name], dtype=torch.float64) for name in ("chosen", "rejected"))
+    assert bradley_terry_loss(chosen, rejected).item() == pytest.approx(case["loss"], abs=1e-8)
+
+
+def test_policy_loss_of_three_tokens_by_hand():
+    # ratios 1, 1.5, .5; A 1, 2, -4; clip .2: -1 * 1 = -1; max(-3, -2.4) = -2.4; max(2, 3.2) = 3.2; mean -.2 / 3
+    ratios = torch.tensor([[1.0, 1.5, 0.5]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 2.0, -4.0]])
+    loss, stats = policy_loss(ratios.log(), torch.zeros(1, 3), advantages, torch.ones(1, 3).bool(), 0.2)
+    assert loss.item() == pytest.approx(-0.2 / 3, abs=1e-12)
+    assert stats["loss"] == loss
+    assert stats["clip_fraction"].item() == pytest.approx(2 / 3)
+    assert stats["ratio_mean"].item() == pytest.approx(1)
+    assert stats["ratio_max"].item() == pytest.approx(1.5)
+    # k3: (1 - 1 - 0) + (.5 - log 1.5) + (-.5 - log .5) = log(4 / 3)
+    assert stats["approx_kl"].item() == pytest.approx(math.log(4 / 3) / 3)
+
+
+def test_an_unmoved_policy_has_ratio_exactly_one_and_the_policy_gradient():
+    logprobs, _, advantages, _, mask = random_step(0)
+    current = logprobs.float().requires_grad_()
+    loss, stats = policy_loss(current, logprobs.float(), advantages.float(), mask, 0.2)
+    loss.backward()
+    assert stats["ratio_max"] == stats["ratio_mean"] == 1
+    assert stats["approx_kl"] == stats["clip_fraction"] == 0
+    assert_close(current.grad, torch.where(mask, -advantages.float() / mask.sum(), 0.0))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_clipped"),
+    [(1.3, 1.0, True), (1.3, -1.0, False), (0.7, -1.0, True), (0.7, 1.0, False), (1.1, 1.0, False)],
+)
+def test_the_gradient_is_zero_exactly_where_the_clipped_branch_is_active(ratio, advantage, is_clipped):
+    _, gradient, stats = one_token(ratio, advantage)
+    # d(-A * r) / d logprob = -A * r
+    assert gradient == pytest.approx(0 if is_clipped else -advantage * ratio, abs=1e-12)
+    assert stats["clip_fraction"] == is_clipped
+
+
+def test_clip_higher_moves_the_upper_bound_only():
+    assert one_token(1.25, 1.0, clip_high=0.28)[0] == pytest.approx(-1.25)
+    assert one_token(1.4, 1.0, clip_high=0.28)[0] == pytest.approx(-1.28)
+    assert one_token(0.7, -1.0, clip_high=0.28)[0] == pytest.approx(0.8)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    loss, gradient, stats = one_token(5.0, -2.0, dual_clip=3.0)
+    assert (loss, gradient, stats["clip_fraction"]) == (6, 0, 1)  # 2 * 3 instead of 2 * 5
+    assert one_token(5.0, -2.0)[0] == pytest.approx(10)
+    assert one_token(2.0, -2.0, dual_clip=3.0)[0] == pytest.approx(4)  # below the ceiling: 2 * 2
+    assert one_token(5.0, 2.0, dual_clip=3.0)[0] == one_token(5.0, 2.0)[0] == pytest.approx(-2.4)
+    with pytest.raises(ValueError, match="dual_clip is 1"):
+        one_token(5.0, -2.0, dual_clip=1)
+
+
+def test_the_log_ratio_is_clamped_at_twenty():
+    loss, gradient, stats = one_token(math.exp(30), -1.0)
+    assert loss == pytest.approx(math.exp(20))
+    assert gradient == 0
+    assert stats["ratio_max"].item() == pytest.approx(math.exp(20))
+
+
+def test_weights_multiply_the_loss_and_get_no_gradient():
+    logprobs, old_logprobs, advantages, weights, mask = random_step(1)
+    weights = weights.exp().requires_grad_()
+    logprobs = (old_logprobs + 0.1 * logprobs).requires_grad_()
+    loss, _ = policy_loss(logprobs, old_logprobs, advantages, mask, 0.2, weights=weights)
+    loss.backward()
+    assert weights.grad is None
+    tokens = [
+        weights[i, j].item()
+        * policy_loss(*(x[i, j, None] for x in (logprobs, old_logprobs, advantages, mask)), 0.2)[0]
+        for i, j in mask.nonzero().tolist()
+    ]
+    assert_close(loss, sum(tokens) / len(tokens), **EXACT)
+
+
+def test_value_loss_of_three_tokens_by_hand():
+    # V .5, 2, 1; V_old 0, 0, 1; R 1, 1, 3; clip .2 gives V .2, .2, 1.
+    # max(.25, .64) = .64; max(1, .64) = 1; max(4, 4) = 4: half the mean is 5.64 / 6. Clipped is active in the first.
+    values, old_values = torch.tensor([[0.5, 2.0, 1.0]]), torch.tensor([[0.0, 0.0, 1.0]])
+    returns, mask = torch.tensor([[1.0, 1.0, 3.0]]), torch.ones(1, 3).bool()
+    loss, stats = value_loss(values, old_values, returns, mask, clip=0.2)
+    assert loss.item() == pytest.approx(5.64 / 6)
+    assert stats["clip_fraction"].item() == pytest.approx(1 / 3)
+    plain, plain_stats = value_loss(values, None, returns, mask)
+    assert plain.item() == pytest.approx(5.25 / 6)  # (.25 + 1 + 4) / 6
+    assert plain_stats["clip_fraction"] == 0
+    with pytest.raises(ValueError, match="old_values is None"):
+        value_loss(values, None, returns, mask, clip=0.2)
+
+
+def test_a_clipped_value_gets_no_gradient():
+    values = torch.tensor([[0.5, 2.0]], requires_grad=True)
+    value_loss(values, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool(), clip=0.2)[0].backward()
+    assert values.grad.tolist() == [[0, 0.5]]  # the first is clipped; (2 - 1) / 2 tokens
+
+
+@quick
+@given(seed=st.integers(0, 9999), cuts=st.sets(st.integers(1, 5)), dual_clip=st.sampled_from([None, 1.5]))
+def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(seed, cuts, dual_clip):
+    logprobs, old_logprobs, advantages, returns, mask = random_step(seed)
+    mask[0, 0] = True
+    edges = [0, *sorted(cuts), 6]
+
+    def step(parts):
+        leaf = logprobs.clone().requires_grad_()
+        total, maximum = {}, torch.zeros(())
+        for rows in parts:
+            args = (leaf[rows], old_logprobs[rows])
+            options = {"clip_low": 0.2, "dual_clip": dual_clip, "num_tokens": mask.sum()}
+            policy, stats = policy_loss(*args, advantages[rows], mask[rows], **options)
+            value, value_stats = value_loss(*args, returns[rows], mask[rows], clip=0.3, num_tokens=mask.sum())
+            (policy + value).backward()
+            maximum = torch.maximum(maximum, stats.pop("ratio_max"))
+            for name, stat in [*stats.items(), *((f"value_{n}", s) for n, s in value_stats.items())]:
+                total[name] = total.get(name, 0) + stat
+        return leaf.grad, {**total, "ratio_max": maximum}
+
+    whole, whole_stats = step([slice(0, 6)])
+    split, split_stats = step([slice(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+    assert_close(split, whole, **EXACT)
+    assert_close(split_stats, whole_stats, **EXACT)
+    default, _ = policy_loss(logprobs, old_logprobs, advantages, mask, 0.2, dual_clip=dual_clip)
+    assert_close(whole_stats["loss"], default, **EXACT)
+
+
+@quick
+@given(seed=st.integers(0, 9999), padding=st.integers(1, 9))
+def test_padding_of_any_content_changes_no_loss_and_no_gradient(seed, padding):
+    *tensors, mask = random_step(seed)
+    wide_mask = torch.cat([mask, torch.zeros(len(mask), padding).bool()], 1)
+    wide = [torch.cat([x, torch.full((len(x), padding), torch.nan, dtype=x.dtype)], 1) for x in tensors]
+
+    def run(logprobs, old_logprobs, advantages, returns, mask):
+        leaf = logprobs.clone().requires_grad_()
+        policy, policy_stats = policy_loss(leaf, old_logprobs, advantages, mask, 0.2)
+        value, value_stats = value_loss(leaf, old_logprobs, returns, mask, clip=0.3)
+        (policy + value).backward()
+        return leaf.grad, {**policy_stats, **{f"value_{name}": stat for name, stat in value_stats.items()}}
+
+    plain, plain_stats = run(*tensors, mask)
+    padded, padded_stats = run(*wide, wide_mask)
+    assert_close(padded[:, : mask.shape[1]], plain, **EXACT)
+    assert padded[:, mask.shape[1] :].eq(0).all()
+    assert_close(padded_stats, plain_stats, **EXACT)
+
+
+def test_a_pack_of_zero_weight_still_runs_backward():
+    logprobs, old_logprobs, advantages, returns, _ = random_step(2)
+    leaf, nothing = logprobs.clone().requires_grad_(), torch.zeros(6, 5).bool()
+    policy, stats = policy_loss(leaf, old_logprobs, advantages, nothing, 0.2)
+    value, _ = value_loss(leaf, old_logprobs, returns, nothing, clip=0.2)
+    (policy + value).backward()
+    assert policy == value == stats["ratio_max"] == 0
+    assert leaf.grad.eq(0).all()
+
+
+def test_losses_of_bfloat16_inputs_are_computed_in_float32():
+    logprobs, old_logprobs, advantages, returns, mask = random_step(3)
+    low = [x.bfloat16() for x in (logprobs, old_logprobs, advantages, returns)]
+    policy, _ = policy_loss(*low[:3], mask, 0.2)
+    value, _ = value_loss(low[0], low[1], low[3], mask, clip=0.2)
+    assert policy.dtype == value.dtype == torch.float32
+    assert torch.equal(policy, policy_loss(*(x.float() for x in low[:3]), mask, 0.2)[0])
+    assert torch.equal(value, value_loss(low[0].float(), low[1].float(), low[3].float(), mask, clip=0.2)[0])
+
+
+def test_explained_variance_by_hand():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, 99.0]]), torch.tensor([[True, True, True, False]])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.zeros(1, 4), returns, mask) == 0
+    assert explained_variance(-returns, returns, mask) == -3  # Var(2R) / Var(R) = 4
+    # R - V = 0, 1, 1: variance 1/3 of 1
+    values = torch.tensor([[1.0, 1.0, 2.0, -5.0]])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(2 / 3)
+    assert explained_variance(values, torch.ones(1, 4), mask) == 0
+
+
+def test_explained_variance_from_added_stats_is_that_of_the_whole_step():
+    values, _, _, returns, mask = random_step(4)
+    values = returns + 0.5 * values + 3
+    packs = [slice(0, 2), slice(2, 6)]
+    stats = [value_loss(values[p], None, returns[p], mask[p], num_tokens=mask.sum())[1] for p in packs]
+    added = {name: stats[0][name] + stats[1][name] for name in stats[0]}
+    expected = explained_variance(values, returns, mask)
+    assert 0 < expected < 1
+    assert_close(explained_variance_from_stats(added), expected, **EXACT)
+
+
+def test_soft_labels_and_margins_by_hand():
+    lead, zero = torch.tensor([2.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    won, lost = math.log(1 + math.exp(-2)), math.log(1 + math.exp(2))
+    soft = bradley_terry_loss(lead, zero, probability=torch.tensor([0.75]))
+    assert soft.item() == pytest.approx(0.75 * won + 0.25 * lost)
+    # A margin of 2 uses up the lead of 2: log 2.
+    assert bradley_terry_loss(lead, zero, margin=torch.tensor([2.0])).item() == pytest.approx(math.log(2))
+
+
+@quick
+@given(first=st.floats(-5, 5), second=st.floats(-5, 5), probability=st.floats(0, 1), margin=st.floats(0, 3))
+def test_naming_the_other_completion_first_does_not_change_the_preference_loss(first, second, probability, margin):
+    a, b, p, m = (torch.tensor([x], dtype=torch.float64) for x in (first, second, probability, margin))
+    assert_close(bradley_terry_loss(a, b, p, m), bradley_terry_loss(b, a, 1 - p, m), **EXACT)

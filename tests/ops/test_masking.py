@@ -1,0 +1,132 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops import (
+    first_stop,
+    length_mask,
+    masked_mean,
+    masked_moments,
+    masked_sum,
+    masked_variance,
+    masked_whiten,
+    merge_moments,
+)
+
+ENTRIES = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40)
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
+quick = settings(max_examples=50, deadline=None)
+
+
+def everything(x):
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+def test_length_mask_counts_the_first_entries_of_each_row():
+    expected = [[True, True, False], [False, False, False], [True, True, True]]
+    assert length_mask(torch.tensor([2, 0, 5]), 3).tolist() == expected
+
+
+def test_first_stop_sees_counted_tokens_only():
+    ids = torch.tensor([[5, 9, 7, 9], [5, 5, 9, 9], [7, 9, 5, 5], [5, 5, 5, 5]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    # Row 1: its only 9s are padding, pad being the stop token. Row 2: the other stop token comes first.
+    assert first_stop(ids, [9, 7], mask).tolist() == [1, 4, 0, 4]
+
+
+def test_first_stop_without_stop_tokens_finds_none():
+    assert first_stop(torch.tensor([[5, 9]]), [], torch.ones(1, 2).bool()).tolist() == [2]
+
+
+def test_masked_reductions_by_hand():
+    x = torch.tensor([[1.0, 2.0, 99.0], [6.0, 99.0, 99.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    assert masked_sum(x, mask).item() == 9  # 1 + 2 + 6
+    assert masked_sum(x, mask, dim=1).tolist() == [3, 6]
+    assert masked_mean(x, mask).item() == 3  # 9 / 3
+    assert masked_mean(x, mask, dim=1).tolist() == [1.5, 6]  # (1 + 2) / 2, 6 / 1
+    assert masked_mean(x, mask, num_tokens=18).item() == 0.5  # 9 / 18
+    assert masked_variance(x, mask).item() == 7  # ((1-3)^2 + (2-3)^2 + (6-3)^2) / (3 - 1) = 14 / 2
+    assert [m.item() for m in masked_moments(x, mask)] == [3, 3, 14]
+
+
+def test_what_stands_outside_the_mask_is_never_touched_not_even_nan():
+    x = torch.tensor([1.0, float("nan"), 3.0, float("inf")], requires_grad=True)
+    mask = torch.tensor([True, False, True, False])
+    masked_mean(x, mask).backward()
+    assert x.grad.tolist() == [0.5, 0, 0.5, 0]
+    assert masked_variance(x, mask).item() == 2
+    assert masked_whiten(x, mask)[[1, 3]].tolist() == [0, 0]
+
+
+def test_an_empty_mask_gives_zeros():
+    x, mask = torch.ones(2, 3), torch.zeros(2, 3).bool()
+    assert masked_mean(x, mask).item() == 0
+    assert masked_mean(x, mask, dim=1).tolist() == [0, 0]
+    assert [m.item() for m in masked_moments(x, mask)] == [0, 0, 0]
+    assert masked_whiten(x, mask).eq(0).all()
+
+
+def test_the_dtype_of_the_input_is_that_of_the_result_and_sums_run_in_float32():
+    x = torch.full((1, 1000), 1.0, dtype=torch.bfloat16)
+    # A bfloat16 running sum of ones stops at 256.
+    assert masked_mean(x, everything(x)).item() == 1
+    for function in (masked_sum, masked_mean, masked_variance, masked_whiten):
+        assert function(x, everything(x)).dtype == torch.bfloat16
+        assert function(x.double(), everything(x)).dtype == torch.float64
+
+
+def test_equal_entries_whiten_to_exactly_zero():
+    # In float32 3 * 1000.1 rounds, so that a mean in one pass is not 1000.1, and 1 / sqrt(eps) would blow up the rest.
+    x = torch.full((3,), 1000.1)
+    assert x.sum() / 3 != x[0]
+    assert masked_whiten(x, everything(x)).eq(0).all()
+
+
+def test_whitening_agrees_with_the_oracle(oracle):
+    advantages = oracle.padded(oracle.expected["advantages"])
+    expected = oracle.padded(oracle.expected["whitened_advantages_unbiased"])
+    # Both sides are rounded to six digits; whitening divides by .98, so the rounding stays below 2e-6.
+    assert_close(masked_whiten(advantages, oracle.mask), expected, rtol=0, atol=2e-6)
+
+
+@quick
+@given(entries=ENTRIES, shift_mean=st.booleans())
+def test_whitened_entries_have_variance_one_and_the_mean_that_was_asked_for(entries, shift_mean):
+    x = torch.tensor([*entries, 1000.0, -1000.0], dtype=torch.float64)
+    mask = everything(x)
+    white = masked_whiten(x, mask, shift_mean=shift_mean)
+    # eps 1e-8 against a variance above 1e4
+    assert_close(white.var(), torch.ones_like(white.var()), rtol=1e-9, atol=0)
+    assert_close(white.mean(), torch.zeros_like(x.mean()) if shift_mean else x.mean(), **EXACT)
+
+
+@quick
+@given(entries=ENTRIES, padding=st.integers(0, 9), seed=st.integers(0, 999))
+def test_padding_and_order_do_not_change_the_moments(entries, padding, seed):
+    x = torch.tensor(entries, dtype=torch.float64)
+    garbage = torch.full((padding,), 1e9, dtype=torch.float64)
+    order = torch.randperm(len(x) + padding, generator=torch.Generator().manual_seed(seed))
+    wide, mask = torch.cat([x, garbage])[order], (torch.arange(len(x) + padding) < len(x))[order]
+    count, mean, m2 = masked_moments(wide, mask)
+    assert count == len(x)
+    assert_close(mean, x.mean(), **EXACT)
+    assert_close(m2 / (count - 1), x.var(), **EXACT)
+
+
+@quick
+@given(entries=ENTRIES, cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)))
+def test_merged_moments_of_parts_are_the_moments_of_the_whole(entries, cuts):
+    x = torch.tensor(entries, dtype=torch.float64)
+    low, high = sorted(min(cut, len(x)) for cut in cuts)
+    parts = [masked_moments(part, everything(part)) for part in (x[:low], x[low:high], x[high:])]
+    for merged, whole in zip(merge_moments(parts), masked_moments(x, everything(x)), strict=True):
+        assert_close(merged, whole, **EXACT)
+
+
+def test_whitening_a_part_with_global_moments_is_a_part_of_the_whitened_whole():
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = length_mask(torch.tensor([7, 3, 5, 1]), 7)
+    moments = merge_moments([masked_moments(x[:1], mask[:1]), masked_moments(x[1:], mask[1:])])
+    assert_close(masked_whiten(x[1:], mask[1:], moments=moments), masked_whiten(x, mask)[1:], **EXACT)
