@@ -1,0 +1,63 @@
+# Everything a newcomer runs; `make` alone lists it. Only POSIX tools and Python 3.11 or newer are needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed first. Leave it empty (make setup TORCH_VERSION=) for the newest build with CUDA.
+TORCH_VERSION ?= 2.13.0
+# Test processes side by side, and further arguments to pytest: make test PYTEST_ARGS='-k files'
+TEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# An environment keeps the torch it was made with, unless TORCH_VERSION is given anew.
+MADE_WITH := $(firstword $(wildcard $(VENV)/.installed-torch-*))
+ifeq ($(origin TORCH_VERSION)$(if $(MADE_WITH),+made),file+made)
+  TORCH_VERSION := $(subst newest,,$(MADE_WITH:$(VENV)/.installed-torch-%=%))
+endif
+STAMP := $(VENV)/.installed-torch-$(or $(TORCH_VERSION),newest)
+QUIET_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-soak check format
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make the virtual environment and install onetrunk with its tools (about 2 minutes)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "onetrunk needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) -V 2>&1`. Say which: make setup PYTHON=python3.12"; \
+	  exit 1; }
+	@test -x $(BIN)/python || { echo "setup 1/3: virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup 2/3: torch $(or $(TORCH_VERSION),(newest))"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check 'torch$(if $(TORCH_VERSION),==$(TORCH_VERSION),>=2.10)'
+	@echo "setup 3/3: onetrunk and its tools"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-torch-*
+	@touch $@
+	@echo "setup: done; commands are in $(BIN)"
+
+demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
+	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
+
+test: setup ## run the tests (under 15 minutes on 2 cores)
+	$(PYTEST)
+
+test-slow: setup ## run the slow tests: real servers, fresh environments
+	$(PYTEST) -m slow $(NONE_IS_FINE)
+
+test-soak: setup ## run the soak tests: hours of kills and fuzzing
+	$(PYTEST) -m soak --timeout 0 $(NONE_IS_FINE)
+
+# pytest exits 5 when it collects nothing.
+NONE_IS_FINE = || { code=$$?; [ $$code -eq 5 ] && echo "$@: there are no such tests yet" || exit $$code; }
+
+check: setup ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup ## put imports and formatting in order
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .

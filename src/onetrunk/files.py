@@ -1,0 +1,146 @@
+"""Files that are either whole or absent: atomic writes, checked reads, safe names, a usable output folder.
+
+A write goes to a temporary file in the same folder, is fsynced, renamed over the target, and the folder is fsynced: a
+process killed at any moment leaves the old file or the new one, never a piece. What it may leave behind is a hidden
+`.<name>.<random>.tmp`, which no reader looks at. Knows nothing of what is inside a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path to write; when the block ends well, it becomes `path`, durably.
+
+    Args:
+        path: the file to create or replace. Its folder is made where it is missing.
+
+    Raises:
+        OSError: the disk is full, the folder cannot be written, ...; `path` is then as it was before.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _fsync(target.parent)
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write `data` to `path`: whole, or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` as UTF-8 with the line ends it has: whole, or not at all."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Write `data` as indented JSON, keys in the order given: whole, or not at all."""
+    atomic_write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        RuntimeError: the file is missing, unreadable or damaged; the sentence names it.
+    """
+    try:
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be read ({error.strerror}); check the folder's name") from error
+    except ValueError as error:
+        raise RuntimeError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write named tensors as safetensors: whole, or not at all. Tensors that share memory are stored one by one."""
+    # Here and below: imported late, so that the command line answers `--help` without loading torch.
+    from safetensors.torch import save
+
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    # Not `save_file`: it makes the file unreadable to the group, whatever the umask says.
+    atomic_write_bytes(path, save(copies))
+
+
+def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the named tensors of a safetensors file, on the CPU.
+
+    Raises:
+        RuntimeError: the file is missing, unreadable or damaged; the sentence names it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be read ({error}); check the folder's name") from error
+    except SafetensorError as error:
+        raise RuntimeError(f"{path} is damaged or not safetensors ({error}); restore it from an older copy") from error
+
+
+def safe_name(name: str) -> str:
+    """Return `name` unchanged where it can be a file name of ours: an adapter, a run, a dataset.
+
+    Raises:
+        ValueError: other characters than letters, digits, `.`, `_`, `-`; empty; over 96 long; `..` or only dots.
+    """
+    if not _SAFE_NAME.fullmatch(name) or ".." in name or name == ".":
+        raise ValueError(
+            f"the name {name!r} is not usable; take 1 to 96 characters of A-Z a-z 0-9 . _ - without two dots in a row"
+        )
+    return name
+
+
+def require_output_dir(path: str | os.PathLike[str]) -> Path:
+    """Return `path` as a folder that exists and takes files; make it where it is missing.
+
+    Raises:
+        ValueError: there is a file in its place.
+        RuntimeError: it cannot be made, or cannot be written to.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"the output folder {folder} is a file; name a folder, or move the file away")
+    # A real write is the only true answer: permission bits say nothing to root or on a read-only mount.
+    probe = folder / f".{secrets.token_hex(8)}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise RuntimeError(
+            f"the output folder {folder} cannot be written ({error.strerror}); name another, or change its permissions"
+        ) from error
+    return folder
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

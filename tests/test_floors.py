@@ -1,0 +1,228 @@
+"""The house keeps its shape: floors, sizes, docstrings, no private imports, `print` only where a person reads it.
+
+`problems` judges one source text, so that the tests below can also show that it catches what it should.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+FILES = sorted((SOURCE / "onetrunk").rglob("*.py"))
+
+# A file imports from its own room or from floors below.
+FLOORS = {
+    "types": 0,
+    "files": 0,
+    "ops": 1,
+    "costs": 1,
+    "models": 2,
+    "data": 2,
+    "rollouts": 3,
+    "judges": 4,
+    "rewards": 5,
+    "feedback": 5,
+    "trainers": 6,
+    "plan": 7,
+    "stages": 7,
+    "cli": 8,
+}
+# A file that stands in a room beside its namesake.
+ROOMS = {"dataset_files": "data"}
+HUGGING_FACE = set("transformers peft trl accelerate datasets huggingface_hub tokenizers safetensors".split())
+# Unstable by their authors' own word.
+UNSTABLE = ("trl.trainer.utils", "trl.experimental", "trl.kernels", "trl.generation")
+MAY_PRINT = {"cli", "stages"}
+MAX_FILE_LINES = 320
+MAX_FUNCTION_LINES = 60
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file under src; a package's `__init__.py` is the package."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(name: str) -> str:
+    """Return the room of a dotted name of ours, "" for the package itself."""
+    room = (name.split(".") + [""])[1]
+    return ROOMS.get(room, room)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield line and full dotted name of all that is imported: at the top, inside functions, or by a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join([*parents, base] if base else parents)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant) and a.value)
+
+
+def floor_problem(room: str, name: str) -> str | None:
+    """Return what is wrong with a file of `room` importing `name`, by the floors alone."""
+    other = room_of(name)
+    if other == room:
+        return None
+    if other not in FLOORS:
+        return f"imports {name}: {other or 'the package itself'} is on no floor; import from the file that defines it"
+    if FLOORS[other] >= FLOORS[room]:
+        return f"imports {name}: {room} is on floor {FLOORS[room]}, {other} on floor {FLOORS[other]}"
+    return None
+
+
+def outside_problem(room: str, name: str) -> str | None:
+    """Return what is wrong with a file of `room` importing `name` of another distribution."""
+    parts = name.split(".")
+    if room == "ops" and parts[0] in HUGGING_FACE:
+        return f"imports {name}: ops is pure torch"
+    if f"{name}.".startswith(tuple(f"{package}." for package in UNSTABLE)):
+        return f"imports {name}, which is not stable"
+    if parts[0] not in ("torch", "__future__") and any(re.match(r"_(?!_)", part) for part in parts):
+        return f"imports {name}, which is private"
+    return None
+
+
+def import_problems(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    room = room_of(module)
+    if room not in FLOORS:
+        yield f"{room} is on no floor; give it one in {Path(__file__).name}"
+        return
+    for line, name in imports(tree, module, is_package):
+        ours = name.split(".")[0] == "onetrunk"
+        problem = floor_problem(room, name) if ours else outside_problem(room, name)
+        if problem:
+            yield f"line {line} {problem}"
+
+
+def shape_problems(tree: ast.Module, source: str, room: str) -> Iterator[str]:
+    if not (ast.get_docstring(tree) or "").strip():
+        yield "has no module docstring"
+    lines = len(source.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"has {lines} lines; past {MAX_FILE_LINES} it is two rooms"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"line {node.lineno} {node.name} has {length} lines; at most {MAX_FUNCTION_LINES}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in UNSTABLE:
+            yield f"line {node.lineno} reads {ast.unparse(node)}, which is not stable"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and room not in MAY_PRINT:
+            yield f"line {node.lineno} prints; log instead"
+
+
+def problems(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Return what is wrong with a source text that stands at `module`, such as "onetrunk.ops.losses"."""
+    tree = ast.parse(source)
+    room = room_of(module)
+    found = list(shape_problems(tree, source, room))
+    # The package's own __init__ is the roof: it names everything, and imports nothing until asked.
+    return found + (list(import_problems(tree, module, is_package)) if room else [])
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_every_file_keeps_the_house_rules(path):
+    assert problems(path.read_text(), module_name(path), path.name == "__init__.py") == []
+
+
+def test_importing_the_package_loads_neither_torch_nor_a_room():
+    code = "import sys, onetrunk; print(*[m for m in sys.modules if m == 'torch' or m.startswith('onetrunk.')])"
+    run = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_every_public_name_is_listed_and_an_unknown_one_says_what_there_is():
+    import onetrunk
+
+    assert set(onetrunk.__all__) <= set(dir(onetrunk))
+    assert set(onetrunk.__all__) == {*onetrunk._HOMES, "__version__"}
+    with pytest.raises(AttributeError, match="PPOTrainer"):
+        _ = onetrunk.Trainer
+
+
+GOOD = '"""One room."""\n'
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("onetrunk.ops.losses", "from onetrunk.models.backbone import load_base"),
+        ("onetrunk.ops.losses", "import onetrunk.trainers.ppo"),
+        ("onetrunk.ops.losses", "from ..models import backbone"),
+        ("onetrunk.ops.losses", "def f():\n    from onetrunk.models import backbone"),
+        ("onetrunk.ops.losses", "import importlib\nimportlib.import_module('onetrunk.models.backbone')"),
+        ("onetrunk.types", "from onetrunk.files import read_json"),
+        ("onetrunk.models.adapters", "from onetrunk.data import load"),
+        ("onetrunk.rewards.remote", "from onetrunk import feedback"),
+        ("onetrunk.trainers.ppo", "from onetrunk.stages.ppo import main"),
+        ("onetrunk.stages.ppo", "from onetrunk.cli import main"),
+        ("onetrunk.stages.ppo", "from onetrunk import PPOTrainer"),
+        ("onetrunk.stages.ppo", "import onetrunk"),
+    ],
+)
+def test_an_import_from_above_or_beside_is_caught(module, line):
+    assert len(problems(GOOD + line, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("onetrunk.ops.losses", "from onetrunk.types import Pack"),
+        ("onetrunk.ops.losses", "from .masking import masked_mean"),
+        ("onetrunk.ops.losses", "from torch.utils._pytree import tree_map"),
+        ("onetrunk.trainers.ppo", "from onetrunk.models import backbone"),
+        ("onetrunk.trainers.ppo", "from transformers import Trainer\nimport trl\ntrl.SFTTrainer"),
+        ("onetrunk.cli", "from onetrunk.stages import ppo\nprint(1)"),
+        ("onetrunk.stages.ppo", "print(1)"),
+        ("onetrunk.data", "from onetrunk.dataset_files import load_rows"),
+        ("onetrunk.files", "from __future__ import annotations\nimport os.path"),
+    ],
+)
+def test_what_is_allowed_passes(module, line):
+    assert problems(GOOD + line, module) == []
+
+
+def test_relative_imports_in_a_package_are_resolved_from_the_package():
+    assert problems(GOOD + "from .losses import f", "onetrunk.ops", is_package=True) == []
+    assert len(problems(GOOD + "from ..models import f", "onetrunk.ops", is_package=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("onetrunk.ops.losses", GOOD + "import transformers"),
+        ("onetrunk.ops.losses", GOOD + "def f():\n    from safetensors.torch import save_file"),
+        ("onetrunk.trainers.ppo", GOOD + "from trl.trainer.utils import pad"),
+        ("onetrunk.trainers.ppo", GOOD + "from trl.trainer import utils"),
+        ("onetrunk.trainers.ppo", GOOD + "import trl\ntrl.trainer.utils.pad"),
+        ("onetrunk.trainers.ppo", GOOD + "import trl.experimental.ppo"),
+        ("onetrunk.trainers.ppo", GOOD + "from transformers.trainer import _private"),
+        ("onetrunk.trainers.ppo", GOOD + "from trl._internal import x"),
+        ("onetrunk.trainers.ppo", GOOD + "def f():\n    print(1)"),
+        ("onetrunk.attic.box", GOOD),
+        ("onetrunk.ops.losses", "x = 1\n"),
+        ("onetrunk.ops.losses", '"""  """\n'),
+        ("onetrunk", ""),
+        ("onetrunk.ops.losses", GOOD + "\n" * 320),
+        ("onetrunk.ops.losses", GOOD + "def f():\n" + "    x = 1\n" * 60),
+        ("onetrunk.ops.losses", GOOD + "class C:\n    async def f(self):\n" + "        x = 1\n" * 60),
+    ],
+)
+def test_each_other_rule_catches_its_violation(module, source):
+    assert len(problems(source, module)) == 1
+
+
+def test_sizes_at_the_limit_pass():
+    assert problems(GOOD + "\n" * 319, "onetrunk.ops.losses") == []
+    assert problems(GOOD + "def f():\n" + "    x = 1\n" * 59, "onetrunk.ops.losses") == []
