@@ -1,0 +1,182 @@
+"""A separate scalar reward model: load it, refuse one that would give random numbers, score texts with it.
+
+Knows sequence-classification models and their tokenizers. Knows no prompt, no dataset and no reward function; what a
+text is made of is decided in `rewards/model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+# Tokenizers that know no limit report a number beyond any text.
+NO_LIMIT = 10**9
+
+
+def load_scorer(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> PreTrainedModel:
+    """Load a reward model for scoring: one label, every weight from the checkpoint, eval mode, frozen.
+
+    Args:
+        path: folder of a sequence-classification model, or its name on the Hub; safetensors only.
+        revision: branch, tag or commit on the Hub.
+        device: None leaves it on the CPU.
+        dtype: None for the checkpoint's own.
+
+    Raises:
+        FileNotFoundError: what looks like a path does not exist.
+        ValueError: an adapter, several labels, or weights that the checkpoint lacks.
+    """
+    folder = Path(path).expanduser()
+    name = str(folder) if folder.exists() else str(path)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    settings = {} if dtype is None else {"dtype": dtype}
+    if "ForSequenceClassification" not in "".join(config.architectures or []):
+        settings["num_labels"] = 1  # Its head is missing; load far enough to name the missing weights.
+    elif config.num_labels != 1:
+        raise _not_scalar(name, config.num_labels)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        name, revision=revision, use_safetensors=True, output_loading_info=True, **settings
+    )
+    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind])
+    if absent:
+        raise ValueError(
+            f"reward model {name}: its checkpoint lacks {', '.join(absent)}, which would be newly initialised and "
+            "score at random; give a model that was trained as a reward model (sequence classification, one label)"
+        )
+    model.requires_grad_(False)
+    return (model if device is None else model.to(device)).eval()
+
+
+def _not_scalar(name: str, num_labels: int) -> ValueError:
+    return ValueError(f"reward model {name} has {num_labels} labels; expected 1, a score: give a scalar reward model")
+
+
+def check_scorer(model: PreTrainedModel) -> None:
+    """Refuse a model that does not give one number per text.
+
+    Raises:
+        ValueError: it has another number of labels than 1.
+    """
+    if getattr(model, "num_labels", None) != 1:
+        labels = getattr(model, "num_labels", "no")
+        raise ValueError(
+            f"reward model {type(model).__name__} has {labels} labels; expected a sequence-classification model with 1"
+        )
+
+
+def length_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the most tokens that both the model's positions and its tokenizer allow; None if neither says."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
+    known = [limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT]
+    return min(known, default=None)
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None, add_special_tokens: bool = True
+) -> tuple[list[list[int]], int]:
+    """Tokenize texts; of one that is too long, keep the first special token and the end, where the completion is.
+
+    Args:
+        max_length: tokens; None for no limit.
+        add_special_tokens: False for texts that a chat template has written, special tokens and all.
+
+    Returns:
+        n lists of token ids, and how many of them were shortened.
+
+    Raises:
+        ValueError: a text without tokens.
+    """
+    rows = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"] if texts else []
+    empty = [index for index, row in enumerate(rows) if not row]
+    if empty:
+        raise ValueError(f"the texts at {empty[:20]} have no tokens to score; leave empty completions out")
+    if max_length is None:
+        return rows, 0
+    starts = {tokenizer.bos_token_id, tokenizer.cls_token_id} - {None}
+    num_shortened = 0
+    for index, row in enumerate(rows):
+        if len(row) > max_length:
+            head = row[:1] if row[0] in starts and max_length > 1 else []
+            rows[index] = head + row[len(row) - (max_length - len(head)) :]
+            num_shortened += 1
+    return rows, num_shortened
+
+
+def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_size: int) -> Tensor:
+    """Score rows of token ids in batches of similar length, padded on the right.
+
+    A decoder reads its score at the last token that differs from the pad token of its config. Where the config names
+    one, the model was trained with it and it is kept, be it the end token too.
+
+    Args:
+        rows: n lists of token ids, none empty.
+        batch_size: rows of one forward.
+
+    Returns:
+        [n] float32 on the CPU.
+    """
+    pad_token_id = model.config.get_text_config().pad_token_id
+    scores = torch.empty(len(rows))
+    # The longest come first: what does not fit into memory fails at once.
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    for start in range(0, len(order), batch_size):
+        indices = order[start : start + batch_size]
+        batch = [rows[index] for index in indices]
+        if pad_token_id is None:
+            scores[indices] = _score_without_pad_token(model, batch)
+        else:
+            scores[indices] = _score_batch(model, batch, pad_token_id)
+    return scores
+
+
+def _score_without_pad_token(model: PreTrainedModel, batch: list[list[int]]) -> Tensor:
+    """Pad with a token that the batch does not hold, so that the score is read at the last token, as unpadded."""
+    config = model.config.get_text_config()
+    present = set().union(*batch)
+    absent = next((token for token in range(config.vocab_size) if token not in present), None)
+    if absent is None:
+        return torch.cat([_score_batch(model, [row], 0) for row in batch])
+    config.pad_token_id = absent
+    try:
+        return _score_batch(model, batch, absent)
+    finally:
+        config.pad_token_id = None
+
+
+@torch.no_grad()
+def _score_batch(model: PreTrainedModel, batch: list[list[int]], pad_token_id: int) -> Tensor:
+    width = max(len(row) for row in batch)
+    input_ids = torch.tensor([row + [pad_token_id] * (width - len(row)) for row in batch], device=model.device)
+    lengths = torch.tensor([len(row) for row in batch], device=model.device)
+    attention_mask = (torch.arange(width, device=model.device) < lengths[:, None]).long()
+    return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().cpu()
+
+
+def score_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    batch_size: int,
+    max_length: int | None,
+) -> Tensor:
+    """Score n texts with the model's own tokenizer; see `encode_texts` and `score_token_ids`.
+
+    Returns:
+        [n] float32 on the CPU.
+    """
+    rows, _ = encode_texts(tokenizer, texts, max_length)
+    return score_token_ids(model, rows, batch_size)

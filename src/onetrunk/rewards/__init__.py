@@ -1,0 +1,40 @@
+'''Rewards: numbers for completions, from functions of yours, from functions written for TRL, or from a model.
+
+A reward function is a plain function (or an async one, or an object with `__call__`) that takes keywords and returns
+one number per completion, or None where it does not apply:
+
+    def ends_politely(completions, min_words, **kwargs):
+        """1 for a thank-you, 0 without; rows whose `min_words` is 0 are not judged."""
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [float("thank you" in text) if words else None for text, words in zip(texts, min_words)]
+
+It receives `prompts`, `completions` (text, or a list with one assistant message after a conversation),
+`completion_ids`, every other column of the dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`;
+`**kwargs` takes what it does not use. In YAML it is named by a dotted path, "my_package.rewards.ends_politely", or by
+a file, "rewards.py:ends_politely". Several are summed with weights:
+
+    rewards = RewardSet([ends_politely, ModelReward("path/to/reward-model")], weights=[0.5, 1.0])
+    scores = rewards.score(prompts, completions, completion_ids, {"min_words": [3, 0]})
+
+A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
+update. An error in a function stops the run and names the function.
+'''
+
+from onetrunk.rewards.base import Completion, RewardFunction, Scores, resolve_reward
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.normalize import RunningMoments, score_moments
+from onetrunk.rewards.penalties import length_penalty, missing_stop_penalty
+
+__all__ = [
+    "Completion",
+    "ModelReward",
+    "RewardFunction",
+    "RewardSet",
+    "RunningMoments",
+    "Scores",
+    "length_penalty",
+    "missing_stop_penalty",
+    "resolve_reward",
+    "score_moments",
+]

@@ -1,0 +1,169 @@
+"""What a reward function is, and how one is found by name. Knows no model, no dataset and no trainer.
+
+The signature is the one that TRL's GRPO and RLOO trainers call, so that functions written for them work unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onetrunk.types import Message, Prompt
+
+Completion = str | list[Message]
+
+
+class RewardFunction(Protocol):
+    """A function, async function or callable object that gives one raw number per completion.
+
+    It is called with keywords only. Beyond the three below it receives every column of the dataset as a list of n
+    entries, and `trainer_state`, `log_extra`, `log_metric`; so it takes `**columns`, whatever it uses of them.
+
+    Args:
+        prompts: n texts or n conversations.
+        completions: n texts, or n lists with one assistant message where the prompts are conversations.
+        completion_ids: n lists of token ids, the stop token included.
+
+    Returns:
+        n numbers; None where the function does not apply to the row.
+    """
+
+    def __call__(
+        self,
+        prompts: list[Prompt],
+        completions: list[Completion],
+        completion_ids: list[list[int]] | None = None,
+        **columns: Any,
+    ) -> list[float | None] | Awaitable[list[float | None]]: ...
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a set of reward functions gives n completions.
+
+    Args:
+        total: [n] float32, the weighted sum; NaN where no function applies or one gave a non-finite score.
+        by_function: name of the function -> [n] float32, before weighting; NaN for None, non-finite scores as given.
+    """
+
+    total: Tensor
+    by_function: dict[str, Tensor]
+
+    @property
+    def scored_mask(self) -> Tensor:
+        """Return [n] bool, True at the rows that have a score and can be trained on."""
+        return torch.isfinite(self.total)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Say whether calling `function` gives a coroutine: async functions, partials of them, async `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """Return the name for metrics: `__name__`, else the object's `name`, else the name of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    for attribute in ("__name__", "name"):
+        name = getattr(function, attribute, None)
+        if isinstance(name, str) and name:
+            return "lambda" if name == "<lambda>" else name
+    return type(function).__name__
+
+
+def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
+    """Return one name per function; the second function of a name becomes `name_2`, and so on."""
+    names: list[str] = []
+    for function in functions:
+        name, number = reward_name(function), 1
+        candidate = name
+        while candidate in names:
+            number += 1
+            candidate = f"{name}_{number}"
+        names.append(candidate)
+    return names
+
+
+def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
+    """Return the reward function that `spec` means.
+
+    Args:
+        spec: a callable, which is returned as it is; "package.module.name", which is imported; or
+            "path/to/file.py:name", which is loaded from that file.
+
+    Raises:
+        ValueError: the text is neither form, there is no such module, file or name in it.
+        RuntimeError: the module is there and fails while it is imported.
+        TypeError: what was found is not a callable, or is a class where an instance is needed.
+    """
+    if not isinstance(spec, str):
+        return _checked_callable(spec, repr(spec))
+    path, separator, name = spec.rpartition(":")
+    if separator:
+        module = _module_from_file(spec, Path(path).expanduser())
+    else:
+        path, _, name = spec.rpartition(".")
+        if not path or not all(part.isidentifier() for part in spec.split(".")):
+            raise ValueError(
+                f"reward function {spec!r} is neither 'package.module.name' nor 'path/to/file.py:name'; for a reward "
+                "model on disk or on the Hub give onetrunk.rewards.ModelReward(path)"
+            )
+        module = _module_by_name(spec, path)
+    if not hasattr(module, name):
+        public = ", ".join(sorted(entry for entry in vars(module) if not entry.startswith("_"))[:20])
+        raise ValueError(f"reward function {spec!r}: {path} has no {name!r}; it has {public or 'no public names'}")
+    return _checked_callable(getattr(module, name), repr(spec))
+
+
+def _checked_callable(function: Any, spec: str) -> RewardFunction:
+    if not callable(function):
+        raise TypeError(f"reward function {spec} is of type {type(function).__name__}; expected something to call")
+    if inspect.isclass(function):
+        raise TypeError(f"reward function {spec} is a class; give an instance of it, or a function")
+    return function
+
+
+def _module_by_name(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ValueError(
+                f"reward function {spec!r}: there is no module {error.name!r}; install it, put its folder on "
+                "PYTHONPATH, or give 'path/to/file.py:name'"
+            ) from error
+        raise RuntimeError(f"reward function {spec!r}: importing {name} failed: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"reward function {spec!r}: importing {name} failed: {error!r}") from error
+
+
+def _module_from_file(spec: str, path: Path) -> ModuleType:
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"reward function {spec!r}: {path} is not a Python file; give 'path/to/file.py:name'")
+    # One module per file, registered before it runs: dataclasses and pickle look their module up by name.
+    name = f"onetrunk_reward_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RuntimeError(f"reward function {spec!r}: importing {path} failed: {error!r}") from error
+    return module

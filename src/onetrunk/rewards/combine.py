@@ -1,0 +1,236 @@
+"""Several reward functions become one score per completion: a weighted sum over the functions that apply.
+
+Knows how reward functions are called, alone and concurrently, and what they may return. Knows no model and no trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, resolve_reward, unique_names
+from onetrunk.types import Prompt
+
+# Given under another name, or ours alone: not passed on as columns.
+OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
+EXTRAS = ("trainer_state", "log_extra", "log_metric")
+
+
+def _ignore(*_args: Any, **_kwargs: Any) -> None:
+    """Stand in for `log_extra` and `log_metric` where nobody listens."""
+
+
+class RewardSet:
+    """The reward functions of a run, their names and their weights.
+
+    Args:
+        functions: one, or several: callables, or texts for `resolve_reward`.
+        weights: one number per function; None for 1 each.
+
+    Raises:
+        ValueError: no function, or weights that are not one finite number per function.
+    """
+
+    def __init__(
+        self,
+        functions: str | RewardFunction | Sequence[str | RewardFunction],
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        listed = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        if not listed:
+            raise ValueError("no reward function was given; give at least one")
+        self.functions = [resolve_reward(function) for function in listed]
+        self.names = unique_names(self.functions)
+        self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(listed):
+            raise ValueError(
+                f"{len(self.weights)} reward weights for {len(listed)} reward functions ({', '.join(self.names)}); "
+                "give one weight per function"
+            )
+        if not all(math.isfinite(weight) for weight in self.weights):
+            raise ValueError(f"reward weights must be finite, got {self.weights}")
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Refuse now what a call with these dataset columns would refuse: a function that lacks or rejects a keyword.
+
+        Raises:
+            TypeError: names the function, the keyword, and what to change.
+        """
+        keywords = ["prompts", "completions", "completion_ids", *EXTRAS]
+        keywords += [name for name in columns if name not in OWN_COLUMNS and name not in keywords]
+        for name, function in zip(self.names, self.functions, strict=True):
+            _check_signature(name, function, keywords)
+
+    def score(
+        self,
+        prompts: list[Prompt],
+        completions: list[Completion],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list[Any]],
+        **extras: Any,
+    ) -> Scores:
+        """Score n completions with every function.
+
+        Synchronous functions run one after the other in this thread, asynchronous ones then together in one loop.
+
+        Args:
+            prompts: n texts or conversations.
+            completions: n texts, or lists of one message.
+            completion_ids: n lists of token ids.
+            columns: the dataset's columns, n entries each.
+            extras: `trainer_state`, `log_extra`, `log_metric` for the functions, and whatever else they should get.
+
+        Raises:
+            RuntimeError: a function raised; its own error is the cause.
+            TypeError: a function's signature does not fit, or it returned something that is not a number.
+            ValueError: a list of the wrong length, from the caller or from a function.
+        """
+        given = {"completions": completions, "completion_ids": completion_ids, **columns}
+        for name, entries in given.items():
+            if len(entries) != len(prompts):
+                raise ValueError(f"{name} has {len(entries)} entries for {len(prompts)} prompts; give one each")
+        self.check_columns([*columns, *extras])
+        passed = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
+        keywords = {
+            **passed,
+            "trainer_state": None,
+            "log_extra": _ignore,
+            "log_metric": _ignore,
+            **extras,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+        }
+        results = self._call_all(keywords)
+        rows = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
+        return _weighted_sum(self.names, rows, self.weights, len(prompts))
+
+    def _call_all(self, keywords: dict[str, Any]) -> list[Any]:
+        results: list[Any] = [None] * len(self.functions)
+        waiting = [index for index, function in enumerate(self.functions) if is_async(function)]
+        for index, function in enumerate(self.functions):
+            if index not in waiting:
+                try:
+                    results[index] = function(**keywords)
+                except Exception as error:
+                    raise _failure(self.names[index], error) from error
+        if waiting:
+            calls = [self.functions[index](**keywords) for index in waiting]
+            for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
+                if isinstance(result, BaseException):
+                    raise _failure(self.names[index], result) from result
+                results[index] = result
+        return results
+
+
+def _failure(name: str, error: BaseException) -> RuntimeError:
+    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
+
+
+async def _all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    # Errors are collected, not raised at once: no call is left running behind the back of the trainer.
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+class _BackgroundLoop:
+    """One event loop in a daemon thread, started at its first use and kept, so that clients bound to it stay valid.
+
+    It works from inside a running loop (a notebook's) too. A forked process has no such thread and starts its own.
+    """
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._pid != os.getpid():
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="onetrunk-rewards", daemon=True).start()
+            self._pid = os.getpid()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+_LOOP = _BackgroundLoop()
+
+
+def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return  # A callable of C has no signature to read; the call itself will tell.
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    rejected = [keyword for keyword in keywords if keyword not in {p.name for p in named}]
+    if rejected and not takes_any:
+        raise TypeError(
+            f"reward function {name!r} does not take {', '.join(rejected)}, which it is called with; "
+            "add **kwargs to its parameters"
+        )
+    missing = [p.name for p in named if p.default is p.empty and p.name not in keywords]
+    missing += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if missing:
+        raise TypeError(
+            f"reward function {name!r} needs {', '.join(missing)}, which is not among the keywords it is called with "
+            f"({', '.join(keywords)}); add that column to the dataset, or give the parameter a default"
+        )
+
+
+def _checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]:
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"reward function {name!r} returned a coroutine; define it with 'async def'")
+    if result is None or isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+        raise TypeError(
+            f"reward function {name!r} returned {type(result).__name__}; expected a list of {num_rows} numbers"
+        )
+    values = result.tolist() if hasattr(result, "tolist") else list(result)
+    if not isinstance(values, list):
+        raise TypeError(f"reward function {name!r} returned one number; expected a list of {num_rows} numbers")
+    if len(values) != num_rows:
+        raise ValueError(
+            f"reward function {name!r} returned {len(values)} scores, expected {num_rows}: one per completion, "
+            "None where it does not apply"
+        )
+    return [_checked_score(name, index, value) for index, value in enumerate(values)]
+
+
+def _checked_score(name: str, index: int, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(
+            f"reward function {name!r} returned {value!r} of type {type(value).__name__} at index {index}; "
+            "expected a number or None"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"reward function {name!r} returned {value!r} at index {index}, which is not one number: {error}"
+        ) from error
+
+
+def _weighted_sum(names: list[str], rows: list[list[float | None]], weights: list[float], num_rows: int) -> Scores:
+    total = torch.zeros(num_rows, dtype=torch.float64)
+    applied = torch.zeros(num_rows, dtype=torch.bool)
+    by_function = {}
+    for name, row, weight in zip(names, rows, weights, strict=True):
+        applies = torch.tensor([value is not None for value in row], dtype=torch.bool)
+        scores = torch.tensor([math.nan if value is None else value for value in row], dtype=torch.float64)
+        total = total + torch.where(applies, weight * scores, 0.0)
+        applied |= applies
+        by_function[name] = scores.float()
+    total = total.float()
+    return Scores(torch.where(applied & torch.isfinite(total), total, math.nan), by_function)

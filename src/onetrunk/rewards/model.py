@@ -1,0 +1,130 @@
+"""A reward model as a reward function: prompt and completion become one text in the model's own language.
+
+Knows prompts, completions and chat templates. Loading and scoring are `models/scorer.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from onetrunk.models.scorer import check_scorer, encode_texts, length_limit, load_scorer, score_token_ids
+from onetrunk.rewards.base import Completion
+from onetrunk.types import Conversation, Message, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class ModelReward:
+    """Scores of a sequence-classification model with one label, read with its own tokenizer and chat template.
+
+    Plain prompts: prompt + completion, with the tokenizer's own special tokens. Conversations: the messages of both
+    through the model's chat template. Texts that are too long lose their beginning, never the end of the completion.
+
+    Args:
+        model_or_path: a model, or the path or Hub name of one (see `load_scorer`).
+        tokenizer: the model's own, or where it lies; None takes the one beside the model.
+        max_length: tokens of prompt and completion; None for what model and tokenizer allow.
+        batch_size: texts of one forward.
+        device: None leaves the model where it is.
+        dtype: of the loaded weights; None for the checkpoint's own. A model that is given keeps its own.
+        name: for metrics; None takes the last part of the path.
+        revision: branch, tag or commit on the Hub, of model and tokenizer.
+
+    Raises:
+        ValueError: a model that is no scalar reward model, or a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        model_or_path: PreTrainedModel | str | Path,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        *,
+        max_length: int | None = None,
+        batch_size: int = 16,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        name: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        if batch_size < 1 or (max_length is not None and max_length < 1):
+            raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
+        if isinstance(model_or_path, PreTrainedModel):
+            if dtype is not None:
+                raise ValueError(
+                    f"dtype {dtype} is for a model that is loaded here; convert the model before giving it"
+                )
+            self.model = model_or_path if device is None else model_or_path.to(device)
+            source = model_or_path.name_or_path
+        else:
+            self.model = load_scorer(model_or_path, revision=revision, device=device, dtype=dtype)
+            source = str(model_or_path)
+        check_scorer(self.model)
+        self.model.eval()
+        self.tokenizer = _own_tokenizer(tokenizer, source, revision)
+        limit = length_limit(self.model, self.tokenizer)
+        if max_length is not None and limit is not None and max_length > limit:
+            raise ValueError(f"max_length {max_length} is more than the {limit} tokens that the reward model can read")
+        self.max_length = limit if max_length is None else max_length
+        self.batch_size = batch_size
+        self.num_shortened = 0
+        self.__name__ = name or Path(source).name or type(self.model).__name__
+
+    def __call__(
+        self,
+        prompts: list[Prompt],
+        completions: list[Completion],
+        completion_ids: list[list[int]] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """Return n scores; token ids of the policy and other columns are of no use here."""
+        if not prompts:
+            return []
+        pairs = list(zip(prompts, completions, strict=True))
+        conversational = not isinstance(prompts[0], str)
+        texts = [self._render(*pair) if conversational else pair[0] + pair[1] for pair in pairs]
+        rows, num_shortened = encode_texts(
+            self.tokenizer, texts, self.max_length, add_special_tokens=not conversational
+        )
+        self._count_shortened(num_shortened, len(rows))
+        return score_token_ids(self.model, rows, self.batch_size).tolist()
+
+    def _render(self, prompt: Conversation, completion: list[Message]) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"the prompts are conversations and the tokenizer of reward model {self.__name__!r} has no chat "
+                "template; set tokenizer.chat_template to the one it was trained with"
+            )
+        messages = [*prompt, *completion]
+        if prompt and prompt[-1]["role"] == "assistant":
+            # The completion continues the prompt's last message: one message, not two in a row.
+            opened = messages[len(prompt) - 1]
+            joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
+            messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def _count_shortened(self, num_shortened: int, num_texts: int) -> None:
+        if num_shortened and not self.num_shortened:
+            logger.warning(
+                "reward model %s: %d of %d texts had more than max_length %d tokens and lost their beginning; "
+                "said once, counted on in num_shortened",
+                self.__name__,
+                num_shortened,
+                num_texts,
+                self.max_length,
+            )
+        self.num_shortened += num_shortened
+
+
+def _own_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | str | Path | None, source: str, revision: str | None
+) -> PreTrainedTokenizerBase:
+    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    if tokenizer is None and not source:
+        raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
+    return AutoTokenizer.from_pretrained(str(source if tokenizer is None else tokenizer), revision=revision)

@@ -1,0 +1,111 @@
+"""Tests of `onetrunk.rewards.base`: names of reward functions, and finding one by its path."""
+
+import functools
+import sys
+
+import pytest
+
+import onetrunk.rewards
+from onetrunk.rewards import RewardSet, resolve_reward
+from onetrunk.rewards.base import is_async, reward_name, unique_names
+
+
+def length(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+class Named:
+    name = "judge"
+
+    def __call__(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+
+class Unnamed:
+    async def __call__(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    folder = tmp_path / "reward_package_of_a_user"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "good.py").write_text(
+        "def one(completions, **kwargs):\n    return [1.0 for _ in completions]\nNUMBER = 3\n"
+    )
+    (folder / "broken.py").write_text("import a_package_that_is_not_there\n")
+    (folder / "raising.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in [name for name in sys.modules if name.startswith(folder.name)]:
+        del sys.modules[name]
+
+
+def test_a_callable_passes_through_and_paths_are_imported(package):
+    assert resolve_reward(length) is length
+    assert resolve_reward("reward_package_of_a_user.good.one")(completions=["a", "b"]) == [1.0, 1.0]
+    by_file = resolve_reward(f"{package / 'good.py'}:one")
+    assert by_file(completions=["a"]) == [1.0]
+    assert resolve_reward(f"{package / 'good.py'}:one") is by_file
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "reason"),
+    [
+        ("no_such_package.one", ValueError, "there is no module 'no_such_package'"),
+        ("reward_package_of_a_user.nowhere.one", ValueError, "there is no module 'reward_package_of_a_user.nowhere'"),
+        ("reward_package_of_a_user.good.two", ValueError, "has no 'two'; it has NUMBER, one"),
+        ("reward_package_of_a_user.good.NUMBER", TypeError, "is of type int; expected something to call"),
+        ("reward_package_of_a_user.broken.one", RuntimeError, "No module named 'a_package_that_is_not_there'"),
+        ("reward_package_of_a_user.raising.one", RuntimeError, "ZeroDivisionError"),
+        ("collections.OrderedDict", TypeError, "is a class; give an instance"),
+        ("owner/reward-model", ValueError, "give onetrunk.rewards.ModelReward"),
+        ("one", ValueError, "neither 'package.module.name' nor"),
+        ("nowhere.py:one", ValueError, "nowhere.py is not a Python file"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused_with_the_reason(package, spec, error, reason):
+    with pytest.raises(error, match=reason):
+        resolve_reward(spec)
+
+
+def test_a_file_that_fails_is_reported_each_time_with_its_cause(package):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="raising.py failed: ZeroDivisionError") as caught:
+            resolve_reward(f"{package / 'raising.py'}:one")
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(TypeError, match="3 is of type int"):
+        resolve_reward(3)
+
+
+def test_names_come_from_the_function_the_object_or_its_class_and_are_unique():
+    assert reward_name(length) == "length"
+    assert reward_name(functools.partial(functools.partial(length), scale=2)) == "length"
+    assert reward_name(Named()) == "judge"
+    assert reward_name(Unnamed()) == "Unnamed"
+    assert reward_name(lambda **kwargs: []) == "lambda"
+
+    def length_2(**kwargs):
+        return []
+
+    assert unique_names([length, length_2, length, length]) == ["length", "length_2", "length_3", "length_4"]
+
+
+def test_what_is_async_is_known_through_partials_and_objects():
+    assert is_async(Unnamed()) and is_async(functools.partial(Unnamed())) and is_async(Unnamed().__call__)
+    assert not is_async(length) and not is_async(Named())
+
+
+def test_the_worked_example_of_the_package_runs_as_written():
+    example = onetrunk.rewards.__doc__.split("\n\n")[2]
+    assert example.startswith("    def ends_politely")
+    scope = {}
+    exec("\n".join(line[4:] for line in example.splitlines()), scope)
+    answers = ["thank you", "no", "thank you"]
+    messages = [[{"role": "assistant", "content": text}] for text in answers]
+    rewards = RewardSet(scope["ends_politely"], weights=[0.5])
+    scores = rewards.score(["p"] * 3, messages, [[1]] * 3, {"min_words": [3, 3, 0]})
+    assert scores.total[:2].tolist() == [0.5, 0.0]
+    assert scores.scored_mask.tolist() == [True, True, False]
+    assert scores.by_function["ends_politely"][:2].tolist() == [1.0, 0.0]

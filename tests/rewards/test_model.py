@@ -1,0 +1,136 @@
+"""Tests of `onetrunk.rewards.model`: a reward model reads prompt and completion in its own language."""
+
+import logging
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from onetrunk.models.scorer import score_texts
+from onetrunk.rewards import ModelReward, RewardSet
+from tests.tiny import tiny_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ ' <' + m['role'] + '> ' + m['content'] }}{% endfor %}{{ ' <eos>' }}"
+)
+USER = {"role": "user", "content": "the cat runs"}
+
+
+def scorer(**overrides):
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"vocab_size": 64, "num_labels": 1, "pad_token_id": 0, "max_position_embeddings": 32, **overrides}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(LlamaConfig(initializer_range=0.25, **fields)).eval()
+
+
+def read(model, tokenizer, words):
+    """Score one text straight from its words, without onetrunk."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokenizer.convert_tokens_to_ids(words.split())])).logits[0, 0].item()
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_plain_text_is_prompt_and_completion_in_one():
+    model, tokenizer = scorer(), tiny_tokenizer()
+    reward = ModelReward(model, tokenizer)
+    scores = reward(prompts=["the cat", "a"], completions=[" runs", " fast dog sings"], completion_ids=[[1], [2]])
+    expected = [read(model, tokenizer, "the cat runs"), read(model, tokenizer, "a fast dog sings")]
+    assert scores == pytest.approx(expected, abs=1e-5)  # float32, another padded width
+    assert reward(prompts=[], completions=[]) == []
+
+
+def test_conversations_go_through_the_models_own_template():
+    model, tokenizer = scorer(), tiny_tokenizer(chat_template=TEMPLATE)
+    reward = ModelReward(model, tokenizer)
+    [score] = reward(prompts=[[USER]], completions=[assistant("yes")])
+    assert score == pytest.approx(read(model, tokenizer, "<bos> <user> the cat runs <assistant> yes <eos>"), abs=1e-5)
+    # A prompt that opens the assistant's message is continued, not followed by a second message.
+    [score] = reward(prompts=[[USER, *assistant("no")]], completions=[assistant(" please")])
+    expected = read(model, tokenizer, "<bos> <user> the cat runs <assistant> no please <eos>")
+    assert score == pytest.approx(expected, abs=1e-5)
+
+
+def test_special_tokens_are_added_to_plain_text_and_not_to_what_the_template_wrote():
+    model, tokenizer = scorer(), tiny_tokenizer(chat_template=TEMPLATE)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    reward = ModelReward(model, tokenizer)
+    [plain] = reward(prompts=["the cat"], completions=[" runs"])
+    assert plain == pytest.approx(read(model, tokenizer, "<bos> the cat runs"), abs=1e-5)
+    [chat] = reward(prompts=[[USER]], completions=[assistant("yes")])
+    assert chat == pytest.approx(read(model, tokenizer, "<bos> <user> the cat runs <assistant> yes <eos>"), abs=1e-5)
+
+
+def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):
+    model, own = scorer(vocab_size=80), tiny_tokenizer(80)
+    model.save_pretrained(tmp_path / "scorer")
+    own.save_pretrained(tmp_path / "scorer")
+    reward = ModelReward(tmp_path / "scorer")
+    assert reward.__name__ == "scorer"
+    # Ids of the policy are other ids, and are not looked at.
+    [score] = reward(prompts=["the cat"], completions=[" w1"], completion_ids=[[3, 3, 3]])
+    assert own.convert_tokens_to_ids("w1") >= 64
+    assert score == pytest.approx(read(model, own, "the cat w1"), abs=1e-5)
+    by_path = ModelReward(model, tmp_path / "scorer", name="quality")
+    assert by_path.__name__ == "quality"
+    assert by_path(prompts=["the cat"], completions=[" w1"]) == pytest.approx([score], abs=1e-6)
+
+
+def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog):
+    model, tokenizer = scorer(), tiny_tokenizer(chat_template=TEMPLATE)
+    reward = ModelReward(model, tokenizer, max_length=4)
+    prompts, completions = [[USER], [USER]], [assistant("red fish"), assistant("yes")]
+    with caplog.at_level(logging.WARNING):
+        scores = reward(prompts=prompts, completions=completions)
+        reward(prompts=prompts, completions=completions)
+    assert scores[0] == pytest.approx(read(model, tokenizer, "<bos> red fish <eos>"), abs=1e-5)
+    assert [record.message for record in caplog.records] == [
+        "reward model LlamaForSequenceClassification: 2 of 2 texts had more than max_length 4 tokens and lost their "
+        "beginning; said once, counted on in num_shortened"
+    ]
+    assert reward.num_shortened == 4
+
+
+def test_the_limit_is_the_models_own_unless_given():
+    assert ModelReward(scorer(), tiny_tokenizer()).max_length == 32
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 16
+    assert ModelReward(scorer(), tokenizer).max_length == 16
+    assert ModelReward(scorer(), tokenizer, max_length=8).max_length == 8
+    with pytest.raises(ValueError, match="max_length 33 is more than the 16 tokens"):
+        ModelReward(scorer(), tokenizer, max_length=33)
+
+
+def test_it_is_a_reward_function_among_others():
+    model, tokenizer = scorer(), tiny_tokenizer()
+    rewards = RewardSet([ModelReward(model, tokenizer, name="quality"), lambda completions, **kwargs: [1.0, None]])
+    scores = rewards.score(["the cat", "a"], [" runs", " dog"], [[1], [2]], {"solution": ["x", "y"]})
+    expected = score_texts(model, tokenizer, ["the cat runs", "a dog"], batch_size=2, max_length=None)
+    torch.testing.assert_close(scores.by_function["quality"], expected)
+    torch.testing.assert_close(scores.total, expected + torch.tensor([1.0, 0.0]))
+
+
+def test_the_model_is_scored_in_eval_mode_without_gradients():
+    model = scorer(attention_dropout=0.5).train()
+    reward = ModelReward(model, tiny_tokenizer())
+    first = reward(prompts=["the cat"], completions=[" runs"])
+    assert not model.training
+    assert reward(prompts=["the cat"], completions=[" runs"]) == first
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_pieces_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification has 2 labels; expected"):
+        ModelReward(scorer(num_labels=2), tiny_tokenizer())
+    with pytest.raises(ValueError, match="needs its tokenizer; give tokenizer="):
+        ModelReward(scorer())
+    with pytest.raises(ValueError, match="batch_size 0 and max_length None must be at least 1"):
+        ModelReward(scorer(), tiny_tokenizer(), batch_size=0)
+    with pytest.raises(ValueError, match="convert the model before giving it"):
+        ModelReward(scorer(), tiny_tokenizer(), dtype=torch.float64)
+    with pytest.raises(ValueError, match="has no chat template; set tokenizer.chat_template"):
+        ModelReward(scorer(), tiny_tokenizer())(prompts=[[USER]], completions=[assistant("yes")])

@@ -1,0 +1,91 @@
+"""Tests of `onetrunk.rewards.normalize`: merged moments are those of the whole, and survive a checkpoint."""
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onetrunk.rewards import RunningMoments, score_moments
+
+FINITE = st.floats(-1e4, 1e4)
+
+
+def seen(*batches):
+    moments = RunningMoments()
+    for batch in batches:
+        moments.update(*score_moments(torch.tensor(batch, dtype=torch.float64)))
+    return moments
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(FINITE, max_size=8), min_size=1, max_size=6))
+def test_merging_any_split_gives_the_moments_of_the_whole(batches):
+    moments = seen(*batches)
+    whole = [score for batch in batches for score in batch]
+    assert moments.count == len(whole)
+    if whole:
+        # The standard library works in fractions, so these are the exact moments; the rest is float64 rounding.
+        assert math.isclose(moments.mean, statistics.mean(whole), rel_tol=1e-9, abs_tol=1e-8)
+    if len(whole) > 1:
+        assert math.isclose(moments.std, statistics.stdev(whole), rel_tol=1e-6, abs_tol=1e-4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(FINITE, min_size=1, max_size=8), st.lists(FINITE, min_size=1, max_size=8))
+def test_the_order_of_merging_does_not_matter(first, second):
+    one, other = seen(first, second), seen(second, first)
+    assert math.isclose(one.mean, other.mean, rel_tol=1e-9, abs_tol=1e-8)
+    assert math.isclose(one.m2, other.m2, rel_tol=1e-9, abs_tol=1e-4)
+
+
+def test_scores_are_normalized_by_hand_worked_numbers():
+    moments = seen([1.0, 2.0], [3.0])  # mean 2, squared differences 1 + 0 + 1, std sqrt(2 / 2) = 1
+    assert (moments.count, moments.mean, moments.m2, moments.std) == (3, 2, 2, 1)
+    moments = seen([2.0, 4.0], [6.0])  # mean 4, std 2
+    scores = torch.tensor([2.0, 10.0, math.nan])
+    assert moments.normalize(scores)[:2].tolist() == [-1.0, 3.0]
+    assert moments.normalize(scores, shift_mean=False)[:2].tolist() == [1.0, 5.0]
+    assert moments.normalize(scores, clip=2.0)[:2].tolist() == [-1.0, 2.0]
+    assert moments.normalize(scores, clip=2.0)[2].isnan()
+    assert scores[:2].tolist() == [2.0, 10.0]
+
+
+def test_equal_or_few_scores_leave_the_scale_as_it_is():
+    scores = torch.tensor([3.0, 5.0])
+    assert RunningMoments().normalize(scores).tolist() == [3.0, 5.0]
+    assert seen([3.0]).normalize(scores).tolist() == [0.0, 2.0]
+    assert seen([3.0, 3.0], [3.0]).normalize(scores, shift_mean=False).tolist() == [3.0, 5.0]
+
+
+def test_only_finite_scores_count():
+    assert score_moments(torch.tensor([1.0, math.nan, 3.0, math.inf])) == (2.0, 2.0, 2.0)
+    assert score_moments(torch.tensor([math.nan])) == (0.0, 0.0, 0.0)
+    assert score_moments(torch.tensor([])) == (0.0, 0.0, 0.0)
+
+
+def test_the_state_survives_json_and_goes_on_as_if_never_saved():
+    saved = seen([0.1, 0.7, 1e-3])
+    resumed = RunningMoments()
+    resumed.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    for moments in (saved, resumed):
+        moments.update(2, 0.3, 0.01)
+    assert resumed == saved
+
+
+@pytest.mark.parametrize("moments", [(-1, 0, 0), (1, 0, -1), (1, math.nan, 0), (1, 0, math.inf), (math.inf, 0, 0)])
+def test_moments_that_no_scores_have_are_refused(moments):
+    running = seen([1.0, 2.0])
+    before = running.state_dict()
+    with pytest.raises(ValueError, match="moments must be finite"):
+        running.update(*moments)
+    with pytest.raises(ValueError, match="moments must be finite"):
+        running.load_state_dict(dict(zip(("count", "mean", "m2"), moments, strict=True)))
+    with pytest.raises(ValueError, match=r"has the keys \['count', 'mean'\]"):
+        running.load_state_dict({"count": 1, "mean": 2})
+    with pytest.raises(ValueError, match="clip must be greater than 0"):
+        running.normalize(torch.zeros(1), clip=0.0)
+    assert running.state_dict() == before

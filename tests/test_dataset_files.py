@@ -1,0 +1,123 @@
+"""Tests of `onetrunk.dataset_files`: what is read, and what is refused with which words."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict, disable_progress_bars
+
+from onetrunk.data import load_rows
+
+disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def written(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_every_format_gives_the_same_rows(tmp_path):
+    expected = [{"prompt": "the cat", "level": 1}, {"prompt": "a dog", "level": 2}]
+    lines = "".join(json.dumps(row) + "\n" for row in expected)
+    Dataset.from_list(expected).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list(expected).save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": Dataset.from_list(expected)}).save_to_disk(tmp_path / "saved_dict")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    paths = [
+        written(tmp_path, "a.jsonl", lines),
+        written(tmp_path, "lines.json", lines),
+        written(tmp_path, "list.json", json.dumps(expected)),
+        written(tmp_path, "a.csv", "prompt,level\nthe cat,1\na dog,2\n"),
+        tmp_path / "a.parquet",
+        tmp_path / "saved",
+        tmp_path / "saved_dict",
+        written(folder, "train.jsonl", lines).parent,
+    ]
+    for path in paths:
+        assert load_rows(path).to_list() == expected, path
+    assert load_rows(paths[0], split="train[:1]").to_list() == expected[:1]
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = written(tmp_path, "a.jsonl", '{"prompt": "cat"}\n')
+    assert load_rows(path)["prompt"] == ["cat"]
+    path.write_text('{"prompt": "bird"}\n')
+    assert load_rows(str(path))["prompt"] == ["bird"]
+
+
+def test_columns_are_renamed_also_in_a_circle(tmp_path):
+    path = written(tmp_path, "a.jsonl", '{"question": "q", "answer": "a"}\n')
+    assert load_rows(path, columns={"prompt": "question"}).to_list() == [{"prompt": "q", "answer": "a"}]
+    swapped = load_rows(path, columns={"question": "answer", "answer": "question"})
+    assert swapped.to_list() == [{"answer": "q", "question": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"prompt": "text"}, "has question, answer"),
+        ({"prompt": "question", "completion": "question"}, "distinct columns"),
+        ({"answer": "question"}, "already has answer"),
+    ],
+)
+def test_a_rename_that_cannot_be_is_refused(tmp_path, columns, reason):
+    path = written(tmp_path, "a.jsonl", '{"question": "q", "answer": "a"}\n')
+    with pytest.raises(ValueError, match=reason):
+        load_rows(path, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("broken.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"\n{"prompt": "c"}\n', "broken.jsonl line 3"),
+        ("cut.jsonl", '{"prompt": "a"}\n{"prompt": "b', "cut.jsonl line 2"),
+        ("broken.json", '[{"prompt": "a"},\n {"prompt": }]', "broken.json line 2"),
+        ("scalars.jsonl", "1\n2\n", "line 1: expected an object with columns"),
+        ("empty.jsonl", "", "is empty"),
+        ("blank.jsonl", "\n\n", "split 'train'"),
+        ("ragged.csv", "prompt,x\na,1\nb,2,3,4\n", "Expected 2 fields in line 3, saw 4"),
+        ("header.csv", "prompt,x\n", "split 'train'"),
+        ("damaged.parquet", "PAR1", "damaged.parquet cannot be read"),
+        ("rows.txt", "a\n", "suffix '.txt'; expected one of .jsonl, .json, .parquet, .csv"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, text, reason):
+    with pytest.raises(ValueError, match=reason):
+        load_rows(written(tmp_path, name, text))
+
+
+@pytest.mark.parametrize("name", ["./rows", "/nowhere/rows", "~/nowhere-rows", "a/b/c", "rows.jsonl", "org/rows.csv"])
+def test_a_missing_path_is_not_looked_for_on_the_hub(monkeypatch, name):
+    def asked(*_args, **_settings):
+        raise AssertionError("the Hub was asked")
+
+    monkeypatch.setattr("datasets.load_dataset", asked)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_rows(name)
+
+
+def test_one_separator_is_a_path_only_inside_an_existing_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(FileNotFoundError, match="data/rows does not exist"):
+        load_rows("data/rows")
+    # The tests run offline, so a name that is not a path ends at the Hub that does not answer.
+    with pytest.raises(RuntimeError, match="the Hub did not answer for dataset owner/rows"):
+        load_rows("owner/rows")
+
+
+def test_an_unknown_split_is_refused_with_those_there_are(tmp_path):
+    DatasetDict({"fit": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="has the splits fit, got 'test'"):
+        load_rows(tmp_path / "saved", split="test")
+    with pytest.raises(ValueError, match="only the split 'train', got 'test'"):
+        load_rows(written(tmp_path, "a.jsonl", '{"prompt": "a"}\n'), split="test")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match="holds no .jsonl"):
+        load_rows(tmp_path / "nothing")
