@@ -1,0 +1,74 @@
+"""From what a user hands over (a name, a model, a PEFT model, a folder with an adapter) to a TrunkModel.
+
+Knows loading; no trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import LoraConfig, PeftConfig, PeftModel
+from transformers import PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from onetrunk.models.backbone import load_base
+from onetrunk.models.trunk_model import TrunkModel
+
+
+def default_peft_config() -> LoraConfig:
+    """Return the LoRA config that is used where none is given: rank 16 on every linear layer of the trunk."""
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def build_trunk(
+    model: str | PreTrainedModel | PeftModel,
+    peft_config: PeftConfig | None = None,
+    *,
+    value_head: str = "shared",
+    adapter_layers: str = "all",
+    quantization_config: Any = None,
+    model_init_kwargs: dict[str, Any] | None = None,
+) -> TrunkModel:
+    """Return the trunk with its branches.
+
+    Args:
+        model: a name or path of a base model or of an adapter, a transformers decoder, or a PeftModel. From an adapter
+            the policy goes on, and its reference is a frozen copy of it.
+        peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
+        value_head: "shared", "detached" or "adapter".
+        adapter_layers: "all" or "top-k".
+        quantization_config: for a model given by name.
+        model_init_kwargs: keywords of from_pretrained, for a model given by name.
+
+    Raises:
+        ValueError: settings that exclude each other, or a model that the trunk can't be made of.
+    """
+    if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
+        raise ValueError(
+            "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded already"
+        )
+    if isinstance(model, str):
+        model = _load(model, peft_config, quantization_config, model_init_kwargs or {})
+    if isinstance(model, TrunkModel):
+        return model
+    if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise ValueError(
+                "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to go on"
+                " training the adapter, or merge it first (model.merge_and_unload())"
+            )
+        return TrunkModel.from_adapter(model, value_head=value_head, adapter_layers=adapter_layers)
+    return TrunkModel(model, peft_config or default_peft_config(), value_head=value_head, adapter_layers=adapter_layers)
+
+
+def _load(
+    name: str, peft_config: PeftConfig | None, quantization_config: Any, kwargs: dict[str, Any]
+) -> PreTrainedModel | PeftModel:
+    if find_adapter_config_file(name, revision=kwargs.get("revision")) is None:
+        return load_base(name, quantization_config=quantization_config, **kwargs)
+    if peft_config is not None:
+        raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out to go on from it")
+    base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
+    base_name = PeftConfig.from_pretrained(name, revision=kwargs.get("revision")).base_model_name_or_path
+    base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
+    return PeftModel.from_pretrained(base, name, revision=kwargs.get("revision"))

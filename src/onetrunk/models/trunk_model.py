@@ -1,0 +1,316 @@
+"""One frozen base model that plays every role of PPO: a pass of roles over a pack -> logprobs, values, entropy.
+
+The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden state, or on that of an adapter
+of its own; the reference is the trunk with adapters off, or a frozen copy of the adapter that the policy started from.
+Layers below the cut carry nothing that trains: they run once a pack, without gradient, and every role starts from there.
+Knows packs and roles; no reward, no objective and no optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import (
+    PeftConfig,
+    PeftModel,
+    PeftModelForCausalLM,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onetrunk.models.adapters import (
+    POLICY,
+    REFERENCE,
+    VALUE,
+    VALUE_HEADS,
+    ValueHead,
+    adapter_parameters,
+    copy_adapter,
+    layer_index,
+    parse_adapter_layers,
+    policy_config,
+    role,
+)
+from onetrunk.models.backbone import (
+    backbone,
+    check_cut_supported,
+    decoder_layers,
+    disable_dropout,
+    output_head,
+    verify_head,
+)
+from onetrunk.models.cut import only_above, only_below
+from onetrunk.ops.logprobs import fused_token_logprobs
+from onetrunk.types import Pack
+
+ROLES = ("policy", "value", "reference", "trunk")
+
+
+class PackOutput(NamedTuple):
+    """What the roles say of a pack, float32 [R, C] and 0 outside the completions; None for a role that was not asked.
+
+    Args:
+        logprobs: of the completion tokens under the policy, after temperature.
+        entropy: of the policy's distribution at each token, nats.
+        values: of the state that predicts each token.
+        next_values: [R] value of the state after the last completion token.
+        ref_logprobs: of the completion tokens under the reference.
+        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    next_values: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    states: Tensor | None = None
+
+
+class TrunkModel(PeftModelForCausalLM):
+    """A PEFT model whose forward over a pack answers for the policy, the value and the reference.
+
+    Called without a pack it is the plain PEFT model with the policy active, so that sampling, `generate` and every tool
+    for PEFT models work on it. `model.cut` is the first layer that trains (0: all do).
+
+    Args:
+        base: a decoder that transformers loads; it is frozen, and its dropout set to 0.
+        peft_config: LoRA config of the policy.
+        value_head: "shared" (gradient of the value loss reaches the policy's adapter), "detached" (stop-gradient) or
+            "adapter" (a LoRA of its own on the same trunk).
+        adapter_layers: "all", or "top-k" to adapt the last k layers alone.
+        initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a frozen
+            copy of them, and what of them lies below the cut stays frozen and active in every role.
+
+    Raises:
+        ValueError: a setting above that the trunk can't carry; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        peft_config: PeftConfig,
+        *,
+        value_head: str = "shared",
+        adapter_layers: str = "all",
+        initial_adapter: dict[str, Tensor] | None = None,
+    ):
+        if value_head not in VALUE_HEADS:
+            raise ValueError(f"value_head {value_head!r} is none of {', '.join(VALUE_HEADS)}")
+        num_layers = len(decoder_layers(base))
+        first_layer = parse_adapter_layers(adapter_layers, num_layers)
+        verify_head(base)
+        disable_dropout(base)
+        super().__init__(base, policy_config(peft_config, 0 if initial_adapter else first_layer, num_layers), POLICY)
+        self.value_head_kind = value_head
+        self.has_reference_adapter = initial_adapter is not None
+        self._role: str | None = POLICY
+        self._attach_branches(initial_adapter, first_layer)
+        hidden_size = base.config.get_text_config().hidden_size
+        self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
+        self.cut = self._first_trained_layer()
+        if self.cut:
+            check_cut_supported(base)
+
+    @classmethod
+    def from_adapter(cls, model: PeftModel, *, value_head: str = "shared", adapter_layers: str = "all") -> TrunkModel:
+        """Return a trunk whose policy goes on from the active adapter of `model`; the adapter leaves `model`."""
+        name = model.active_adapters[0]
+        weights = {key: tensor.clone() for key, tensor in get_peft_model_state_dict(model, adapter_name=name).items()}
+        config = model.peft_config[name]
+        return cls(
+            model.unload(), config, value_head=value_head, adapter_layers=adapter_layers, initial_adapter=weights
+        )
+
+    def _attach_branches(self, initial_adapter: dict[str, Tensor] | None, first_layer: int) -> None:
+        if initial_adapter is not None:
+            self._load_adapter_weights(initial_adapter, POLICY, "the initial adapter")
+            copy_adapter(self, POLICY, REFERENCE, trainable=False)
+        if self.value_head_kind == "adapter" and initial_adapter is not None:
+            copy_adapter(self, POLICY, VALUE, trainable=True)
+        elif self.value_head_kind == "adapter":
+            self.add_adapter(VALUE, copy.deepcopy(self.peft_config[POLICY]))
+            self.set_requires_grad(VALUE)
+        layers_name = self._layers_name()
+        for adapter in (POLICY, VALUE):
+            for name, parameter in adapter_parameters(self, adapter).items():
+                if (layer_index(name, layers_name) or 0) < first_layer:
+                    parameter.requires_grad_(False)
+
+    def _layers_name(self) -> str:
+        layers = decoder_layers(self.get_base_model())
+        return next(name for name, m in self.named_modules() if m is layers).rsplit(".", 1)[-1]
+
+    def _first_trained_layer(self) -> int:
+        layers_name = self._layers_name()
+        trained = [n for a in (POLICY, VALUE) for n, p in adapter_parameters(self, a).items() if p.requires_grad]
+        return min(layer_index(name, layers_name) or 0 for name in trained)
+
+    @contextlib.contextmanager
+    def as_role(self, name: str) -> Iterator[None]:
+        """Play a role ("policy", "value" or "reference") inside the block, for passes that are no pack (sampling, say)."""
+        adapter = {"policy": POLICY, "value": VALUE, "reference": REFERENCE if self.has_reference_adapter else None}[name]
+        before, self._role = self._role, adapter
+        try:
+            with role(self, adapter):
+                yield
+        finally:
+            self._role = before
+
+    def forward(
+        self,
+        *args: Any,
+        pack: Pack | None = None,
+        roles: Sequence[str] = ("policy", "value"),
+        states: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the PackOutput of `roles` over `pack`; without a pack, what the plain PEFT model returns.
+
+        Args:
+            pack: the rows, on the model's device.
+            roles: some of "policy", "value", "reference" and "trunk". Values without "policy" leave the policy's adapter
+                without gradient (value pretraining).
+            states: [R, T, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
+            temperature: divides the logits of policy and reference alike.
+            entropy_grad: make the entropy differentiable, for an entropy bonus.
+        """
+        if pack is None:
+            return super().forward(*args, **kwargs)
+        unknown = set(roles) - set(ROLES)
+        if unknown:
+            raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
+        if states is None and self.cut:
+            states = self._trunk_states(pack)
+        out: dict[str, Tensor | None] = {"states": states if "trunk" in roles else None}
+        shares = "value" in roles and self.value_head_kind != "adapter"
+        hidden = None
+        if "policy" in roles or shares:
+            with self.as_role("policy"), torch.set_grad_enabled(torch.is_grad_enabled() and "policy" in roles):
+                hidden = self._hidden(pack, states)
+        if "policy" in roles:
+            out["logprobs"], out["entropy"] = self._token_logprobs(hidden, pack, temperature, entropy_grad)
+        if "value" in roles:
+            out["values"], out["next_values"] = self._values(hidden, pack, states)
+        if "reference" in roles:
+            with torch.no_grad(), self.as_role("reference"):
+                out["ref_logprobs"], _ = self._token_logprobs(self._hidden(pack, states), pack, temperature, False)
+        return PackOutput(**out)
+
+    def _run(self, pack: Pack) -> Tensor:
+        """Return the last hidden states [R, T, H] of the decoder as it is set up now."""
+        positions = torch.arange(pack.input_ids.shape[1], device=pack.input_ids.device).expand_as(pack.input_ids)
+        body = backbone(self.get_base_model())
+        return body(
+            input_ids=pack.input_ids, attention_mask=pack.attention_mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+
+    @torch.no_grad()
+    def _trunk_states(self, pack: Pack) -> Tensor:
+        with only_below(decoder_layers(self.get_base_model()), self.cut) as kept:
+            self._run(pack)
+        return kept[0]
+
+    def _hidden(self, pack: Pack, states: Tensor | None) -> Tensor:
+        if not self.cut:
+            return self._run(pack)
+        with only_above(decoder_layers(self.get_base_model()), self.cut, states):
+            return self._run(pack)
+
+    def _token_logprobs(
+        self, hidden: Tensor, pack: Pack, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, columns = pack.completion_mask.nonzero(as_tuple=True)
+        head = output_head(self.get_base_model())
+        predicting = hidden[rows, pack.prompt_lengths[rows] - 1 + columns]
+        with torch.autocast(hidden.device.type, enabled=False):
+            logprobs, entropy = fused_token_logprobs(
+                predicting.to(head.weight.dtype),
+                head.weight,
+                pack.completion_ids[rows, columns],
+                temperature=temperature,
+                bias=head.bias,
+                softcap=head.softcap,
+                logit_scale=head.logit_scale,
+                entropy_grad=entropy_grad,
+            )
+        return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
+
+    def _values(self, hidden: Tensor | None, pack: Pack, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.value_head_kind == "adapter":
+            with self.as_role("value"):
+                hidden = self._hidden(pack, states)
+        elif self.value_head_kind == "detached":
+            hidden = hidden.detach()
+        rows, columns = pack.completion_mask.nonzero(as_tuple=True)
+        first = pack.prompt_lengths - 1
+        values = self.value_head(hidden[rows, first[rows] + columns])
+        every_row = torch.arange(pack.num_rows, device=hidden.device)
+        next_values = self.value_head(hidden[every_row, first + pack.completion_mask.sum(dim=1)])
+        return _spread(values, rows, columns, pack.completion_mask), next_values
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Recompute the activations of each layer in the backward, under the adapter that was active in the forward.
+
+        Source: torch.utils.checkpoint, `context_fn`. Without it the recompute would see the adapter of the last role.
+        """
+        settings = dict(activation_checkpointing_kwargs or {})
+        if settings.pop("use_reentrant", False):
+            raise ValueError(
+                "activation_checkpointing_kwargs: use_reentrant=True recomputes under the wrong adapter; leave it out"
+            )
+
+        def context_fn() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+            return contextlib.nullcontext(), role(self, self._role)
+
+        settings |= {"use_reentrant": False, "context_fn": context_fn}
+        self.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=settings, **kwargs)
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Write the adapters (the policy at the root, as PEFT and vLLM expect it) and the value head into a folder."""
+        kwargs.setdefault("save_embedding_layers", False)
+        super().save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            self.value_head.save(save_directory)
+
+    def load_branches(self, folder: str | Path) -> None:
+        """Load every adapter and the value head from a folder that `save_pretrained` wrote; what trains stays so.
+
+        Raises:
+            ValueError: a file is missing, or does not fit this trunk.
+        """
+        folder = Path(folder)
+        for adapter in self.peft_config:
+            source = folder if adapter == POLICY else folder / adapter
+            if not (source / "adapter_model.safetensors").is_file():
+                raise ValueError(f"{source} holds no adapter_model.safetensors: adapter {adapter!r} can't be restored")
+            weights = load_peft_weights(str(source), device="cpu")
+            self._load_adapter_weights(weights, adapter, str(source))
+        self.value_head.load(folder)
+
+    def _load_adapter_weights(self, weights: dict[str, Tensor], adapter: str, source: str) -> None:
+        expected = get_peft_model_state_dict(self, adapter_name=adapter, save_embedding_layers=False)
+        wrong = sorted(expected.keys() ^ weights.keys())
+        wrong += [k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape]
+        if wrong:
+            raise ValueError(
+                f"{source} does not fit adapter {adapter!r} of this trunk: {len(wrong)} tensors are missing, unexpected"
+                f" or of another shape, the first is {wrong[0]}; use the base model and LoRA config it was trained with"
+            )
+        set_peft_model_state_dict(self, weights, adapter_name=adapter)
+
+
+def _spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
+    """Return [R, C] with the N entries of `flat` at (rows, columns), 0 elsewhere."""
+    return flat.new_zeros(mask.shape).index_put((rows, columns), flat)

@@ -1,0 +1,167 @@
+"""What happens around an optimizer step: bad gradients are thrown away, progress is shown, samples are written.
+
+Knows the trainer's state; no tensors but gradients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from onetrunk.trainers.sampling import ScoredRollout
+
+SHOWN = {
+    "score": "score/mean",
+    "kl": "kl/ref",
+    "len": "completion/length",
+    "tok/s": "throughput/completion_tokens_per_s",
+}
+LONGEST_CELL = 400
+
+
+class StepGuard(TrainerCallback):
+    """Empties an optimizer step whose gradient is not finite or that exceeds `target_kl`; stops after several in a row.
+
+    A gradient of None leaves weights and optimizer state alone, while the schedule and the step count go on.
+
+    Args:
+        max_skipped_steps: non-finite steps in a row after which the run stops.
+        has_scaler: True in fp16, where the gradient scaler itself skips steps that overflow.
+    """
+
+    def __init__(self, max_skipped_steps: int, has_scaler: bool):
+        self.max_skipped_steps = max_skipped_steps
+        self.has_scaler = has_scaler
+        self.grad_norm = 0.0
+        self.is_empty = False
+        self.num_bad_in_a_row = 0
+
+    def begin_step(self, is_empty: bool) -> None:
+        """Note whether the step that begins is to leave the weights alone."""
+        self.is_empty = is_empty
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        is_bad = not (self.grad_norm < float("inf")) and not self.has_scaler
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_bad else 0
+        self.is_empty = self.is_empty or is_bad
+        if self.is_empty:
+            for parameter in model.parameters():
+                parameter.grad = None
+        if self.num_bad_in_a_row >= self.max_skipped_steps:
+            raise RuntimeError(
+                f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
+                f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
+                " scores, then resume from the last checkpoint"
+            )
+
+
+class StepEnd(TrainerCallback):
+    """Calls back after every optimizer step, before anything is logged or saved.
+
+    Args:
+        ended: receives the trainer's state.
+    """
+
+    def __init__(self, ended: Callable[[TrainerState], None]):
+        self.ended = ended
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.ended(state)
+
+
+class RolloutProgress(TrainerCallback):
+    """A progress bar over optimizer steps that shows what matters in PPO, and the rollout as it is sampled."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+        self._shown: dict[str, str] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="PPO", unit="step", dynamic_ncols=True)
+
+    def rollout(self, done_rows: int, total_rows: int, tokens: int) -> None:
+        """Show how far a rollout is; the rollout backend calls it."""
+        if self.bar is not None:
+            self.bar.set_description(f"PPO rollout {done_rows}/{total_rows}" if done_rows < total_rows else "PPO")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.bar is None or not logs:
+            return
+        self._shown |= {short: f"{logs[name]:.3g}" for short, name in SHOWN.items() if name in logs}
+        if "eval_score/mean" in logs:
+            self._shown["eval"] = f"{logs['eval_score/mean']:.3g}"
+        self.bar.set_postfix(self._shown)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
+    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path."""
+    path = Path(folder) / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for i, prompt in enumerate(scored.batch.prompts):
+            row = {"prompt": prompt, "completion": scored.completions[i], "score": scored.scores.total[i].item()}
+            row |= {f"score/{n}": s[i].item() for n, s in scored.scores.by_function.items()}
+            row["stopped"] = scored.rollout.stopped[i]
+            row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    return path
+
+
+def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
+    """Return a table of the first rows of a scored rollout."""
+    table = Table(title=title, show_lines=True)
+    for column in ("prompt", "completion", "score"):
+        table.add_column(column, overflow="fold")
+    for i in range(min(num_rows, len(scored.completions))):
+        cells = (_cell(scored.batch.prompts[i]), _cell(scored.completions[i]), f"{scored.scores.total[i].item():.3f}")
+        table.add_row(*cells)
+    return table
+
+
+def _cell(text: Any) -> str:
+    plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
+    plain = plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
+    return plain.replace("[", r"\[")
+
+
+def show(table: Table) -> None:
+    """Print a table to the terminal, above a running progress bar."""
+    console = Console(width=None)
+    with console.capture() as capture:
+        console.print(table)
+    tqdm.write(capture.get())

@@ -1,0 +1,315 @@
+"""ExperienceStream: prompts -> rollouts -> rewards -> advantages -> minibatches, the train dataloader of PPOTrainer.
+
+One item is one optimizer step. The stream samples when its buffer is used up, so a rollout always comes from the weights
+that the last update left; it must never be read ahead. Knows the sampler, the model's roles and the batch arithmetic;
+no optimizer and no loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor, nn
+
+from onetrunk.models.trunk_model import PackOutput
+from onetrunk.ops.advantages import (
+    AdaptiveKLController,
+    FixedKLController,
+    gae,
+    length_adaptive_lam,
+    token_rewards,
+)
+from onetrunk.ops.masking import masked_moments, masked_whiten, merge_moments
+from onetrunk.ops.packing import make_pack, plan_packs, split_minibatches
+from onetrunk.rewards.normalize import RunningMoments
+from onetrunk.rewards.penalties import length_penalty, missing_stop_penalty
+from onetrunk.trainers.metrics import MetricLog
+from onetrunk.trainers.ppo_config import PPOConfig, plan_batches
+from onetrunk.trainers.prompt_order import PromptOrder
+from onetrunk.trainers.rollout_figures import rollout_figures
+from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch
+from onetrunk.trainers.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
+from onetrunk.types import Experience, Minibatch, Pack, to_device
+
+MINIBATCH_STREAM = 3
+
+
+class ExperienceStream:
+    """Yields the minibatches of one pass over the prompts each time it is iterated.
+
+    Override `prompts`, `shape_scores` or `advantages` to change where prompts come from, how scores become numbers for
+    PPO, or how they are dealt to tokens. For example, advantages without a value function:
+
+        class Reinforce(ExperienceStream):
+            def advantages(self, pack, output, rewards, stopped):
+                returns = rewards.flip(1).cumsum(1).flip(1) * pack.completion_mask
+                return returns, returns
+
+    Args:
+        dataset: rows with `prompt` and `prompt_ids`; the other columns go to the reward functions.
+        sampler: backend, reward functions, tokenizer and sampling parameters.
+        model: returns the TrunkModel; called when needed, for the trainer wraps it late.
+        config: the settings.
+        accelerator: processes and device.
+        metrics: receives the figures of each rollout.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: Sampler,
+        model: Callable[[], nn.Module],
+        config: PPOConfig,
+        accelerator: Accelerator,
+        metrics: MetricLog,
+    ):
+        self.dataset = dataset
+        self.sampler = sampler
+        self.model = model
+        self.config = config
+        self.accelerator = accelerator
+        self.metrics = metrics
+        self.plan = plan_batches(config, accelerator.num_processes)
+        data_seed = config.seed if config.data_seed is None else config.data_seed
+        self.order = PromptOrder(
+            len(dataset),
+            config.rollout_batch_size,
+            config.num_generations,
+            order_seed=data_seed,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
+        )
+        adaptive = config.kl_target is not None
+        self.kl_controller = (
+            AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
+            if adaptive
+            else FixedKLController(config.beta)
+        )
+        self.score_moments = RunningMoments()
+        self.state = StreamState()
+        self.last_scored: ScoredRollout | None = None
+        self.reward_extras: Callable[[], dict[str, Any]] = dict
+        self._experiences: list[Experience] | None = None
+
+    def __len__(self) -> int:
+        """Return the optimizer steps of one pass over the prompts."""
+        return self.order.rollouts_per_pass * self.config.slots_per_rollout
+
+    @property
+    def passes(self) -> float:
+        """Return how many passes over the prompts have been trained on, as a fraction."""
+        steps = self.state.iteration * self.config.slots_per_rollout + self.state.slot
+        return steps / len(self)
+
+    def __iter__(self) -> Iterator[dict[str, Minibatch]]:
+        per_pass = self.order.rollouts_per_pass
+        end = (self.state.iteration // per_pass + 1) * per_pass
+        while self.state.iteration < end:
+            if self._experiences is None:
+                self._experiences = self.make_rollout()
+            minibatch = self._minibatch(self.state.slot)
+            self._advance()
+            # Code behind a yield has not run when a checkpoint is taken: the state is already that of the next step.
+            yield {"minibatch": minibatch}
+
+    def _advance(self) -> None:
+        self.state.slot += 1
+        if self.state.slot == self.config.slots_per_rollout:
+            self.state = StreamState(iteration=self.state.iteration + 1)
+            self._experiences = None
+
+    def skip_rest_of_rollout(self) -> None:
+        """Leave the remaining steps of the rollout in use empty; called after the step that exceeded `target_kl`."""
+        if self.state.slot:
+            self.state.skips_rest = True
+
+    # --- prompts, rollout, scores -----------------------------------------------------------------------------------
+
+    def prompts(self, iteration: int) -> PromptBatch:
+        """Return this process's prompts of a rollout, each repeated num_generations times."""
+        rows, keys = self.order.rows(iteration, self.accelerator.process_index, self.accelerator.num_processes)
+        return prompt_batch(self.dataset, rows, keys)
+
+    def make_rollout(self) -> list[Experience]:
+        """Sample, score and shape one rollout; return its packs in the order that they were formed."""
+        start = time.perf_counter()
+        batch = self.prompts(self.state.iteration)
+        self.sampler.backend.sync(self.model(), self.state.iteration * self.config.slots_per_rollout)
+        rollout = self.sampler.generate(batch)
+        sampled = time.perf_counter()
+        scored = self.sampler.score(batch, rollout, **self.reward_extras())
+        self.last_scored = scored
+        experiences = self.shape(scored)
+        self.metrics.add_seconds("generate", sampled - start)
+        self.metrics.add_seconds("score", time.perf_counter() - sampled)
+        return experiences
+
+    def shape_scores(self, scored: ScoredRollout) -> Tensor:
+        """Return the scores [n] that PPO maximises: raw ones after penalties, normalisation and clipping; NaN: none."""
+        config, scores = self.config, scored.scores.total
+        if config.missing_eos_penalty is not None:
+            scores = missing_stop_penalty(scores, torch.tensor(scored.rollout.stopped), config.missing_eos_penalty)
+        if config.length_penalty:
+            scores = length_penalty(scores, scored.lengths, config.max_completion_length, config.length_penalty)
+        if config.normalize_scores:
+            moments = self._global_moments([(scores.nan_to_num(), scores.isfinite())])
+            self.score_moments.update(*(float(m) for m in moments))
+            scores = self.score_moments.normalize(scores)
+        return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
+
+    def shape(self, scored: ScoredRollout) -> list[Experience]:
+        """Return the experience of a scored rollout: packs with logprobs, values, advantages and returns."""
+        scores = self.shape_scores(scored)
+        scored_rows = scores.isfinite()
+        packs, rows = self._packs(scored)
+        device = self.accelerator.device
+        outputs = self._model_outputs(packs)
+        loss_rows = scored_rows.clone()
+        if self.config.truncated_completions == "mask":
+            loss_rows &= torch.tensor(scored.rollout.stopped)
+        masks = [p.completion_mask & loss_rows[r].to(device)[:, None] for p, r in zip(packs, rows, strict=True)]
+        rewards = self._token_rewards(packs, outputs, [scores.nan_to_num()[r].to(device) for r in rows], masks)
+        stopped = torch.tensor(scored.rollout.stopped)
+        shaped = [
+            self.advantages(pack, output, reward, stopped[r].to(device))
+            for pack, output, reward, r in zip(packs, outputs, rewards, rows, strict=True)
+        ]
+        figures = rollout_figures(scored, packs, outputs, self.accelerator)
+        self._account(figures, scored_rows)
+        advantages = [a for a, _ in shaped]
+        if self.config.whiten_advantages:
+            moments = self._global_moments(list(zip(advantages, masks, strict=True)))
+            advantages = [masked_whiten(a, m, moments=moments) for a, m in zip(advantages, masks, strict=True)]
+        return [
+            Experience(p, m, o.logprobs, o.values, a, returns, o.ref_logprobs)
+            for p, m, o, a, (_, returns) in zip(packs, masks, outputs, advantages, shaped, strict=True)
+        ]
+
+    def advantages(self, pack: Pack, output: PackOutput, rewards: Tensor, stopped: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation.
+
+        Args:
+            pack: the rows.
+            output: logprobs, values and next_values at rollout time.
+            rewards: [R, C], KL and score already in them.
+            stopped: [R] bool, False where the completion was cut at max_completion_length.
+        """
+        config = self.config
+        bootstrap = None
+        if config.truncated_completions == "bootstrap":
+            bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
+        lam_policy: float | Tensor = config.lam if config.lam_policy is None else config.lam_policy
+        if config.length_adaptive_lam is not None:
+            lam_policy = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
+        lam_value = config.lam if config.lam_value is None else config.lam_value
+        settings = (rewards, output.values, pack.completion_mask, config.gamma)
+        advantages, returns = gae(*settings, lam_policy, bootstrap)
+        if isinstance(lam_policy, Tensor) or lam_policy != lam_value:
+            _, returns = gae(*settings, lam_value, bootstrap)
+        return advantages, returns
+
+    # --- the parts of shape -----------------------------------------------------------------------------------------
+
+    def _packs(self, scored: ScoredRollout) -> tuple[list[Pack], list[list[int]]]:
+        rollout = scored.rollout
+        lengths = [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
+        rows = plan_packs(lengths, self.plan.rows_per_pack, self.config.microbatch_tokens)
+        pad_id = self.sampler.params.pad_token_id
+        packs = [
+            make_pack([rollout.prompt_ids[i] for i in r], [rollout.completion_ids[i] for i in r], pad_id) for r in rows
+        ]
+        return [to_device(pack, self.accelerator.device) for pack in packs], rows
+
+    @torch.no_grad()
+    def _model_outputs(self, packs: list[Pack]) -> list[PackOutput]:
+        model = self.model()
+        model.eval()
+        roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
+        outputs = [model(pack=pack, roles=roles, temperature=self.config.temperature) for pack in packs]
+        finite = torch.stack([torch.isfinite(t).all() for o in outputs for t in o if t is not None]).all()
+        if not finite:
+            raise RuntimeError(
+                f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
+                " learning_rate or max_grad_norm and resume from an earlier checkpoint"
+            )
+        return outputs
+
+    def _token_rewards(
+        self, packs: list[Pack], outputs: list[PackOutput], scores: list[Tensor], masks: list[Tensor]
+    ) -> list[Tensor]:
+        in_reward = 0.0 if self.config.kl_in_loss else self.kl_controller.value
+        rewards = [
+            token_rewards(s, o.logprobs, o.ref_logprobs, p.completion_mask, in_reward, self.config.kl_estimator)
+            for p, o, s in zip(packs, outputs, scores, strict=True)
+        ]
+        if self.config.whiten_rewards:
+            moments = self._global_moments(list(zip(rewards, masks, strict=True)))
+            rewards = [
+                masked_whiten(r, p.completion_mask, shift_mean=False, moments=moments)
+                for r, p in zip(rewards, packs, strict=True)
+            ]
+        return rewards
+
+    def _global_moments(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        own = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(self.accelerator.device)
+        everyone = self.accelerator.gather(own[None])
+        return merge_moments([tuple(row) for row in everyone])
+
+    def _account(self, figures: dict[str, float], scored_rows: Tensor) -> None:
+        """Log the figures of a rollout, move the KL coefficient, and stop where too few rows have a score."""
+        unscored = 1 - self.accelerator.gather(scored_rows.float().to(self.accelerator.device)).mean().item()
+        if unscored > self.config.max_unscored_fraction:
+            raise RuntimeError(
+                f"{unscored:.0%} of the rows of rollout {self.state.iteration} have no finite score, more than"
+                f" max_unscored_fraction {self.config.max_unscored_fraction:.0%}; look at the reward functions"
+                f" ({', '.join(self.sampler.rewards.names)}) or raise the limit"
+            )
+        figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.kl_controller.value}
+        if "kl/ref" in figures:
+            num_rows = self.config.rollout_batch_size * self.config.num_generations
+            self.kl_controller.update(figures["kl/ref"], num_rows)
+        self.metrics.add_rollout(figures)
+
+    def _minibatch(self, slot: int) -> Minibatch:
+        epoch, number = divmod(slot, self.config.num_minibatches)
+        seeds = np.random.SeedSequence((self.config.seed, MINIBATCH_STREAM, self.state.iteration, epoch))
+        generator = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
+        rows = [e.pack.num_rows for e in self._experiences]
+        chosen = split_minibatches(rows, self.config.num_minibatches, generator)[number]
+        experiences = tuple(self._experiences[i] for i in chosen)
+        own = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
+        return Minibatch(
+            experiences=experiences,
+            num_tokens=max(1.0, self.accelerator.reduce(own, reduction="sum").item()),
+            trains_policy=self.state.iteration >= self.config.value_pretraining_rollouts,
+            first_pass=epoch == 0,
+            slot=slot,
+            is_empty_slot=self.state.skips_rest,
+        )
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the stream's state and this process's share of the rollout in use into a checkpoint."""
+        if self.accelerator.is_main_process:
+            save_state(folder, self.state, self.kl_controller, self.score_moments)
+        save_buffer(folder, self._experiences or [], self.accelerator.process_index)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: a file is missing, or does not fit this run.
+        """
+        self.state = load_state(folder, self.kl_controller, self.score_moments)
+        self._experiences = None
+        if self.state.slot:
+            buffer = load_buffer(folder, self.accelerator.process_index)
+            self._experiences = [to_device(e, self.accelerator.device) for e in buffer]

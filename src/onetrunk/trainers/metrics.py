@@ -1,0 +1,110 @@
+"""Metrics of a run: gathered on the device as they arise, reduced over processes once per log.
+
+Three kinds, by how they add up. Step stats are sums over this process's tokens divided by the GLOBAL count of the
+optimizer step (ops/losses.py): packs and processes add, steps average. Maxima take the largest. Rollout figures are
+already global numbers: rollouts average. Knows names and numbers; no model.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import defaultdict
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from onetrunk.ops.losses import explained_variance_from_stats
+
+STEP_NAMES = {
+    "policy/loss": "policy/loss",
+    "policy/clip_fraction": "policy/clip_fraction",
+    "policy/approx_kl": "kl/approx",
+    "policy/entropy": "policy/entropy",
+    "kl/loss": "kl/loss",
+    "value/loss": "value/loss",
+    "value/clip_fraction": "value/clip_fraction",
+}
+PHASES = ("generate", "score", "update")
+
+
+class MetricLog:
+    """What has been measured since the last log.
+
+    Args:
+        accelerator: reduces over the processes.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self._clear()
+
+    def _clear(self) -> None:
+        self._pending: list[tuple[str, Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._rollouts: dict[str, list[float]] = defaultdict(list)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._num_steps = 0
+        self._num_skipped = 0
+        self._num_tokens = 0.0
+
+    def add_stats(self, room: str, stats: dict[str, Tensor]) -> None:
+        """Add the stats of one pack; keys ending in `_max` are maxima, all others sums over the global count."""
+        self._pending += [(f"{room}/{key}", value.detach().float()) for key, value in stats.items()]
+
+    def end_step(self, skipped: bool) -> None:
+        """Count an optimizer step and take in the stats of its packs; a skipped one trained nothing and says nothing."""
+        self._num_skipped += skipped
+        self._num_steps += not skipped
+        for name, value in [] if skipped else self._pending:
+            if name.endswith("_max"):
+                self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+            else:
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._pending = []
+
+    def add_rollout(self, figures: dict[str, float]) -> None:
+        """Add figures of one rollout, equal on every process."""
+        self._num_tokens += figures.pop("num_tokens", 0.0)
+        for name, value in figures.items():
+            self._rollouts[name].append(value)
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Add the duration of a phase: generate, score or update."""
+        self._seconds[phase] += seconds
+
+    def flush(self) -> dict[str, float]:
+        """Return the metrics since the last flush by their public names, and start anew. Every process must call it."""
+        figures = {name: sum(values) / len(values) for name, values in self._rollouts.items()}
+        names = sorted(self._sums)
+        sums = self._reduced([self._sums[n] for n in names])
+        stats = {n: sums[i] / max(1, self._num_steps) for i, n in enumerate(names)}
+        figures |= {public: stats[n].item() for n, public in STEP_NAMES.items() if n in stats}
+        value_stats = {n.removeprefix("value/"): v for n, v in stats.items() if n.startswith("value/")}
+        if value_stats:
+            figures["value/explained_variance"] = explained_variance_from_stats(value_stats).item()
+        for name in sorted(self._maxima):
+            figures[name] = self.accelerator.gather(self._maxima[name].reshape(1)).max().item()
+        if self._num_skipped:
+            figures["policy/skipped_steps"] = float(self._num_skipped)
+        figures |= {f"time/{phase}_s": s for phase, s in self._seconds.items() if s}
+        if self._num_tokens:
+            figures["throughput/completion_tokens_per_s"] = self._num_tokens / max(1e-9, sum(self._seconds.values()))
+        figures["memory/peak_gib"] = peak_gib()
+        self._clear()
+        return figures
+
+    def _reduced(self, values: list[Tensor]) -> Tensor:
+        if not values:
+            return torch.zeros(0)
+        return self.accelerator.reduce(torch.stack(values), reduction="sum").cpu()
+
+
+def peak_gib() -> float:
+    """Return the peak memory of this process so far in GiB: of the accelerator where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

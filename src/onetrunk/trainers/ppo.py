@@ -1,0 +1,350 @@
+"""PPOTrainer: transformers.Trainer whose train dataloader is the experience stream of a policy on one shared trunk.
+
+Trainer keeps schedule, logging, callbacks, checkpoints, DDP and Hub. Here stand the loop over packs, the objective, and
+what a checkpoint has beside the adapter. Math: onetrunk.ops; batch arithmetic: PPOConfig.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+
+from onetrunk.models.adapters import VALUE, VALUE_HEAD_FILE, adapter_parameters
+from onetrunk.ops.advantages import kl_estimate
+from onetrunk.ops.losses import policy_loss, value_loss
+from onetrunk.ops.masking import masked_mean
+from onetrunk.rewards.base import RewardFunction
+from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard, sample_table, show, write_samples
+from onetrunk.trainers.evaluation import evaluate_prompts
+from onetrunk.trainers.experience import ExperienceStream
+from onetrunk.trainers.metrics import MetricLog
+from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.trainers.setup import Reward, prepare_run
+from onetrunk.types import Experience, Minibatch, to_device
+
+
+class PPOTrainer(Trainer):
+    """Trains a LoRA policy with PPO; policy, value and reference share one frozen base model.
+
+    A user of TRL's GRPOTrainer changes the two names:
+
+        trainer = PPOTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            reward_funcs=my_reward,
+            args=PPOConfig(output_dir="out"),
+            train_dataset=dataset,
+        )
+        trainer.train()
+
+    Batch arithmetic, worked: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2:
+    32 completions per process, 8 per minibatch and process, 8 optimizer steps per rollout.
+
+    To change the objective override `compute_loss`; to change advantages or scoring set `stream_class` to a subclass of
+    ExperienceStream.
+
+    Args:
+        model: a name or path (of a base model, or of an adapter to go on from), a transformers decoder, or a PeftModel.
+        reward_funcs: one or several of: a function with TRL's signature, a dotted path to one, the name or path of a
+            sequence-classification model, such a model.
+        args: the settings.
+        train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
+        eval_dataset: held-out rows of the same kind, for `evaluate` and eval_strategy.
+        processing_class: the policy's tokenizer; None loads it from the model's name.
+        reward_processing_classes: tokenizers of reward models, one per reward function (None for functions).
+        callbacks: further callbacks.
+        optimizers: an optimizer and a scheduler instead of those that `args` describe.
+        quantization_config: for a model given by name (4 or 8 bit).
+        peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
+        rollout_backend: where completions come from; None: this process.
+
+    Raises:
+        ValueError, TypeError: a setting, a row or a reward function that can't work; before the model loads where possible.
+    """
+
+    stream_class = ExperienceStream
+    _tag_names = ["onetrunk", "ppo"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Reward | Sequence[Reward],
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: PeftConfig | None = None,
+        *,
+        rollout_backend: RolloutBackend | None = None,
+    ):
+        args = PPOConfig(output_dir="ppo-output") if args is None else args
+        self.progress = RolloutProgress()
+        run = prepare_run(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            tokenizer=processing_class,
+            reward_tokenizers=reward_processing_classes,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            rollout_backend=rollout_backend,
+            progress=self.progress.rollout,
+        )
+        self.sampler = run.sampler
+        self.guard = StepGuard(args.max_skipped_steps, has_scaler=args.fp16)
+        self._stream: ExperienceStream | None = None
+        self._resume_from: str | None = None
+        self._samples: dict[str, list[Any]] = {}
+        super().__init__(
+            model=run.model,
+            args=args,
+            data_collator=lambda rows: rows,
+            train_dataset=run.train_dataset,
+            eval_dataset=run.eval_dataset,
+            processing_class=run.tokenizer,
+            callbacks=[self.guard, StepEnd(self._end_step), *(callbacks or [])],
+            optimizers=optimizers,
+        )
+        self.loss_is_scaled_for_ga = True
+        self.metric_log = MetricLog(self.accelerator)
+        self._replace_progress_bar()
+
+    def _replace_progress_bar(self) -> None:
+        from transformers import PrinterCallback, ProgressCallback
+
+        if not self.args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.remove_callback(PrinterCallback)
+            self.add_callback(self.progress)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train; with `resume_from_checkpoint` (a folder, or True for the last one) go on where it was written."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"{self.args.output_dir} holds no checkpoint-* folder to resume from")
+        self._resume_from = resume_from_checkpoint or None
+        return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+
+    def get_train_dataloader(self) -> ExperienceStream:
+        """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
+        stream = self.stream_class(
+            self.train_dataset, self.sampler, lambda: self.model, self.args, self.accelerator, self.metric_log
+        )
+        stream.reward_extras = self._reward_extras
+        if self._resume_from is not None:
+            stream.load(self._resume_from)
+        self._stream = stream
+        return stream
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the number of training prompts."""
+        return len(self.train_dataset)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
+        minibatch = inputs["minibatch"]
+        self._step_start = time.perf_counter()
+        self.guard.begin_step(minibatch.is_empty_slot)
+        total = torch.zeros((), device=self.accelerator.device)
+        if minibatch.is_empty_slot:
+            return total
+        model.train()
+        self._policy_kl = torch.zeros_like(total)
+        last = len(minibatch.experiences) - 1
+        for i, experience in enumerate(minibatch.experiences):
+            sync = contextlib.nullcontext() if i == last else self.accelerator.no_sync(model)
+            with sync:
+                pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
+                loss = self.compute_loss(model, pack)
+                # DDP averages gradients over processes; the loss is a share of a global mean.
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach() * self.accelerator.num_processes
+        self._stop_on_target_kl()
+        return total
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the PPO loss of one pack: its tokens' sum over the token count of the whole optimizer step.
+
+        Override it for an objective of your own; what you need is in `inputs`: an `experience` and its `minibatch`.
+        """
+        args, experience, minibatch = self.args, inputs["experience"], inputs["minibatch"]
+        roles = ("policy", "value") if minibatch.trains_policy else ("value",)
+        output = model(
+            pack=experience.pack, roles=roles, temperature=args.temperature, entropy_grad=args.entropy_coef > 0
+        )
+        counted = {"mask": experience.loss_mask, "num_tokens": minibatch.num_tokens}
+        value, stats = value_loss(
+            output.values, experience.old_values, experience.returns, clip=args.value_clip, **counted
+        )
+        self.metric_log.add_stats("value", stats)
+        loss = args.value_coef * value
+        if minibatch.trains_policy:
+            loss = loss + self._policy_terms(output.logprobs, output.entropy, experience, counted)
+        return (loss, output) if return_outputs else loss
+
+    def _policy_terms(
+        self, logprobs: Tensor, entropy: Tensor, experience: Experience, counted: dict[str, Any]
+    ) -> Tensor:
+        args = self.args
+        loss, stats = policy_loss(
+            logprobs,
+            experience.old_logprobs,
+            experience.advantages,
+            clip_low=args.epsilon,
+            clip_high=args.epsilon_high,
+            dual_clip=args.dual_clip,
+            weights=experience.weights,
+            **counted,
+        )
+        stats["entropy"] = masked_mean(entropy, counted["mask"], num_tokens=counted["num_tokens"])
+        self.metric_log.add_stats("policy", stats)
+        self._policy_kl += stats["approx_kl"]
+        if args.entropy_coef:
+            loss = loss - args.entropy_coef * stats["entropy"]
+        if args.kl_in_loss:
+            kl = kl_estimate(logprobs, experience.ref_logprobs, args.kl_estimator)
+            kl = masked_mean(kl, counted["mask"], num_tokens=counted["num_tokens"])
+            self.metric_log.add_stats("kl", {"loss": kl})
+            loss = loss + self._stream.kl_controller.value * kl
+        return loss
+
+    def _end_step(self, state: TrainerState) -> None:
+        # Trainer counts epochs from where this process began, the stream from where the run did.
+        state.epoch = self._stream.passes
+        self.metric_log.end_step(skipped=self.guard.is_empty)
+        self.metric_log.add_seconds("update", time.perf_counter() - self._step_start)
+
+    def _stop_on_target_kl(self) -> None:
+        if self.args.target_kl is None:
+            return
+        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
+            self.guard.begin_step(is_empty=True)
+            self._stream.skip_rest_of_rollout()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer; with value_learning_rate the value head and its adapter get groups of their own."""
+        if self.optimizer is not None or self.args.value_learning_rate is None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        opt_model = self.model if model is None else model
+        of_value = {id(p) for p in opt_model.value_head.parameters()}
+        of_value |= {id(p) for p in adapter_parameters(opt_model, VALUE).values()}
+        for group in list(optimizer.param_groups):
+            own = [p for p in group["params"] if id(p) in of_value]
+            group["params"] = [p for p in group["params"] if id(p) not in of_value]
+            settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+            if own:
+                optimizer.add_param_group({**settings, "params": own, "lr": self.args.value_learning_rate})
+        return optimizer
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.guard.grad_norm = float(norm)
+        return norm
+
+    # --- logging, evaluation ----------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log `logs` together with the PPO metrics gathered since the last log."""
+        if "loss" in logs:
+            logs = {**logs, **self.metric_log.flush()}
+            self._log_samples()
+        super().log(logs, start_time)
+
+    def _log_samples(self) -> None:
+        if not (self.args.log_completions and self._stream and self._stream.last_scored and self.args.should_save):
+            return
+        scored, self._stream.last_scored = self._stream.last_scored, None
+        folder = Path(self.args.output_dir) / "completions"
+        write_samples(folder, f"step-{self.state.global_step:06d}", scored, self._samples)
+        show(sample_table(scored, f"step {self.state.global_step}", self.args.num_completions_to_print))
+
+    def _reward_extras(self) -> dict[str, Any]:
+        self._samples = {}
+
+        def log_extra(column: str, values: list[Any]) -> None:
+            self._samples[column] = list(values)
+
+        def log_metric(name: str, value: float) -> None:
+            self.metric_log.add_rollout({name: float(value)})
+
+        return {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Sample one completion per held-out prompt and return its figures: `eval_score/mean`, `eval_kl/ref`, ..."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
+        start = time.perf_counter()
+        figures, scored = evaluate_prompts(
+            self.model,
+            self.sampler,
+            dataset,
+            self.accelerator,
+            seed=self.args.seed,
+            rows_per_pack=self.args.per_device_eval_batch_size,
+            extras={"trainer_state": self.state},
+        )
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
+        if self.args.log_completions and self.args.should_save:
+            folder = Path(self.args.output_dir) / "completions"
+            write_samples(folder, f"{metric_key_prefix}-{self.state.global_step:06d}", scored, {})
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self._stream.save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.model.load_branches(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self.model.load_branches(self.state.best_model_checkpoint)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.is_world_process_zero():
+            for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != "default")):
+                source, target = Path(checkpoint_folder) / name, Path(self.args.output_dir) / name
+                if source.is_dir():
+                    shutil.copytree(source, target, dirs_exist_ok=True)
+                elif source.is_file():
+                    shutil.copy(source, target)
+        super()._push_from_checkpoint(checkpoint_folder)

@@ -1,0 +1,110 @@
+"""Prompts -> completions -> scores: what training and evaluation do alike.
+
+Knows prompts, a rollout backend and reward functions; no policy gradient and no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from onetrunk.data import decode_completion
+from onetrunk.rewards.base import Scores
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.types import Message, Prompt, Rollout, RowKey
+
+EVALUATION_STREAM = 1
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts that go to the sampler, one entry per completion wanted; n rows.
+
+    Args:
+        prompts: as the dataset has them.
+        prompt_ids: their token ids.
+        columns: the dataset's other columns, n values each.
+        keys: what the randomness of each row derives from.
+    """
+
+    prompts: list[Prompt]
+    prompt_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    keys: list[RowKey]
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout with the text of its completions and their scores; n rows."""
+
+    batch: PromptBatch
+    rollout: Rollout
+    completions: list[str | list[Message]]
+    scores: Scores
+
+    @property
+    def lengths(self) -> Tensor:
+        """[n] completion lengths, tokens."""
+        return torch.tensor([len(ids) for ids in self.rollout.completion_ids])
+
+
+def prompt_batch(dataset: Dataset, rows: Sequence[int], keys: Sequence[RowKey]) -> PromptBatch:
+    """Return the rows of a dataset (with `prompt` and `prompt_ids`) as a PromptBatch."""
+    columns = dataset[list(rows)]
+    return PromptBatch(columns.pop("prompt"), columns.pop("prompt_ids"), columns, list(keys))
+
+
+class Sampler:
+    """Samples completions and has them scored.
+
+    Args:
+        backend: where completions come from.
+        rewards: the reward functions and their weights.
+        tokenizer: turns completions into text.
+        params: length, temperature and stop tokens.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        rewards: RewardSet,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+    ):
+        self.backend = backend
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.params = params
+
+    def generate(self, batch: PromptBatch) -> Rollout:
+        """Return one completion per row.
+
+        Raises:
+            RuntimeError: the backend broke its contract (number of rows, empty completions).
+        """
+        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys)
+        if len(rollout) != len(batch.prompt_ids) or not all(rollout.completion_ids):
+            raise RuntimeError(
+                f"{type(self.backend).__name__}.generate returned {len(rollout)} completions for"
+                f" {len(batch.prompt_ids)} prompts, {sum(not ids for ids in rollout.completion_ids)} of them empty;"
+                " it must return one completion of at least one token per prompt"
+            )
+        return rollout
+
+    def score(self, batch: PromptBatch, rollout: Rollout, **extras: Any) -> ScoredRollout:
+        """Return the rollout with its text and raw scores; `extras` reach the reward functions as keywords."""
+        completions = [
+            decode_completion(self.tokenizer, ids, stopped, prompt)
+            for ids, stopped, prompt in zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
+        ]
+        scores = self.rewards.score(
+            batch.prompts, completions, list(rollout.completion_ids), columns=batch.columns, **extras
+        )
+        return ScoredRollout(batch, rollout, completions, scores)

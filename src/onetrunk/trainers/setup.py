@@ -1,0 +1,213 @@
+"""From what a user hands to PPOTrainer to parts that fit together; what can be wrong is found before a model loads.
+
+Knows every room below; trains nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import find_adapter_config_file
+
+from onetrunk.data import prepare_prompts
+from onetrunk.files import require_output_dir
+from onetrunk.models.backbone import load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.build import build_trunk
+from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.rewards.base import RewardFunction
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.model import ModelReward
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.trainers.ppo_config import PPOConfig, plan_batches
+from onetrunk.trainers.sampling import Sampler
+
+Reward = RewardFunction | str | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a PPO run."""
+
+    model: TrunkModel
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: Dataset
+    eval_dataset: Dataset | None
+    sampler: Sampler
+
+
+def prepare_run(
+    model: str | PreTrainedModel | PeftModel,
+    reward_funcs: Reward | Sequence[Reward],
+    args: PPOConfig,
+    train_dataset: Dataset | None,
+    eval_dataset: Dataset | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
+    quantization_config: Any,
+    peft_config: PeftConfig | None,
+    rollout_backend: RolloutBackend | None,
+    progress: Callable[[int, int, int], None],
+) -> Run:
+    """Return the parts of a run: settings, tokenizer, rows and reward functions are checked first, the model loads last."""
+    check_launch(args)
+    if train_dataset is None:
+        raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
+    tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
+    extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
+    train_dataset = prepare_dataset(train_dataset, tokenizer, args)
+    eval_dataset = None if eval_dataset is None else prepare_dataset(eval_dataset, tokenizer, args)
+    check_lengths(model, args, [train_dataset] + ([eval_dataset] if eval_dataset is not None else []))
+    rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args), args.reward_weights)
+    rewards.check_columns(name for name in train_dataset.column_names if name not in ("prompt", "prompt_ids"))
+    set_seed(args.seed)
+    trunk = build_trunk(
+        model,
+        peft_config,
+        value_head=args.value_head,
+        adapter_layers=args.adapter_layers,
+        quantization_config=quantization_config,
+        model_init_kwargs=args.model_init_kwargs,
+    )
+    repair_padding(tokenizer, trunk.get_base_model().config)
+    params = SamplingParams(
+        max_completion_length=args.max_completion_length,
+        temperature=args.temperature,
+        stop_token_ids=tuple(sorted({*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops})),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
+    return Run(trunk, tokenizer, train_dataset, eval_dataset, Sampler(backend, rewards, tokenizer, params))
+
+
+def check_launch(args: PPOConfig) -> None:
+    """Refuse a launch that can't work: the output folder, several GPUs in one process, sharded training.
+
+    Raises:
+        ValueError: with the sentence that says what to change.
+    """
+    if args.should_save:
+        require_output_dir(args.output_dir)
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch --config_file"
+            f" accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ..., or set CUDA_VISIBLE_DEVICES=0"
+        )
+    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if os.environ.get(variable, "false").lower() == "true":
+            raise ValueError(f"{name} is not supported yet; launch with accelerate_configs/ddp.yaml or single_gpu.yaml")
+    plan_batches(args, args.world_size)
+
+
+def policy_tokenizer(
+    model: str | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Return the policy's tokenizer, its padding repaired; for an adapter without one, that of its base."""
+    if tokenizer is not None:
+        return repair_padding(tokenizer)
+    source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+    if not isinstance(model, str):
+        name = model.get_base_model().config.name_or_path if isinstance(model, PeftModel) else model.config.name_or_path
+        if not name:
+            raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
+        return load_tokenizer(name)
+    if Path(model).is_dir() and not (Path(model) / "tokenizer_config.json").is_file():
+        base = _base_name(model, kwargs)
+        return load_tokenizer(base or model)
+    return load_tokenizer(model, **source)
+
+
+def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the id of each stop token.
+
+    Raises:
+        ValueError: a text that is not exactly one token.
+    """
+    found = []
+    for text in stop_tokens:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"stop_tokens: {text!r} is {len(ids)} tokens; a completion can only end at a single token")
+        found += ids
+    return found
+
+
+def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Dataset:
+    """Return a dataset with every prompt checked and tokenized."""
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"the dataset is a {type(dataset).__name__}; pass a map-style datasets.Dataset, whose order can be resumed"
+        )
+    return prepare_prompts(
+        dataset,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        overlong_prompts=args.overlong_prompts,
+        chat_template_kwargs=args.chat_template_kwargs,
+    )
+
+
+def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
+    """Refuse prompts that leave no room for a completion, in the model's positions or in microbatch_tokens."""
+    longest = max(len(ids) for dataset in datasets for ids in dataset["prompt_ids"])
+    most = longest + args.max_completion_length
+    remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
+    if args.microbatch_tokens is not None and most > args.microbatch_tokens:
+        raise ValueError(f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it")
+    limit = getattr(_config(model, args.model_init_kwargs or {}), "max_position_embeddings", None)
+    if limit is not None and most > limit:
+        raise ValueError(
+            f"{remedy}: together {most}, and the model has {limit} positions; lower max_completion_length, or set"
+            " max_prompt_length with overlong_prompts drop or truncate"
+        )
+
+
+def resolve_rewards(
+    rewards: Reward | Sequence[Reward],
+    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
+    args: PPOConfig,
+) -> list[RewardFunction | str]:
+    """Return reward functions for functions, dotted paths, and sequence-classification models (by name or loaded)."""
+    listed = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(listed)
+    if len(given) != len(listed):
+        raise ValueError(
+            f"{len(given)} reward_processing_classes for {len(listed)} reward functions; give one each (None for functions)"
+        )
+    return [_resolve(r, t, args) for r, t in zip(listed, given, strict=True)]
+
+
+def _resolve(reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig) -> RewardFunction | str:
+    if isinstance(reward, PreTrainedModel):
+        return ModelReward(reward, tokenizer, device=args.device)
+    is_model_name = isinstance(reward, str) and (Path(reward).is_dir() or not re.search(r"\.py:|^[\w.]+\.\w+$", reward))
+    if is_model_name:
+        return ModelReward(reward, tokenizer, device=args.device)
+    return reward
+
+
+def _base_name(adapter: str, kwargs: dict[str, Any]) -> str | None:
+    if find_adapter_config_file(adapter, revision=kwargs.get("revision")) is None:
+        return None
+    return PeftConfig.from_pretrained(adapter, revision=kwargs.get("revision")).base_model_name_or_path
+
+
+def _config(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> Any:
+    if isinstance(model, PeftModel):
+        return model.get_base_model().config.get_text_config()
+    if isinstance(model, PreTrainedModel):
+        return model.config.get_text_config()
+    source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+    try:
+        return AutoConfig.from_pretrained(_base_name(model, kwargs) or model, **source).get_text_config()
+    except OSError as error:
+        raise RuntimeError(f"the model {model!r} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,114 @@
+"""What a checkpoint keeps of the experience stream: its place, its controllers and the rollout in use.
+
+JSON for numbers, safetensors for tensors; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from onetrunk.files import atomic_write_json, load_tensors, read_json, save_tensors
+from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController
+from onetrunk.rewards.normalize import RunningMoments
+from onetrunk.types import Experience, Pack
+
+STATE_FILE = "experience_stream.json"
+
+
+@dataclass
+class StreamState:
+    """Where the stream stands.
+
+    Args:
+        iteration: number of the rollout in use, from 0.
+        slot: next optimizer step of that rollout, from 0; above 0 there is a buffer.
+        skips_rest: True after a `target_kl` stop, until the rollout ends.
+    """
+
+    iteration: int = 0
+    slot: int = 0
+    skips_rest: bool = False
+
+
+def save_state(
+    folder: str | Path,
+    state: StreamState,
+    kl_controller: FixedKLController | AdaptiveKLController,
+    score_moments: RunningMoments,
+) -> None:
+    """Write `experience_stream.json`."""
+    content = {
+        "stream": asdict(state),
+        "kl_controller": kl_controller.state_dict(),
+        "score_moments": score_moments.state_dict(),
+    }
+    atomic_write_json(Path(folder) / STATE_FILE, content)
+
+
+def load_state(
+    folder: str | Path, kl_controller: FixedKLController | AdaptiveKLController, score_moments: RunningMoments
+) -> StreamState:
+    """Read `experience_stream.json`; the controllers take their state from it.
+
+    Raises:
+        ValueError: the file is missing or is not one of ours.
+    """
+    path = Path(folder) / STATE_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {folder} is no checkpoint of onetrunk's PPOTrainer; pass one of its checkpoint-* folders")
+    content = read_json(path)
+    try:
+        kl_controller.load_state_dict(content["kl_controller"])
+        score_moments.load_state_dict(content["score_moments"])
+        return StreamState(**content["stream"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not hold the state of an experience stream ({error})") from error
+
+
+def buffer_file(rank: int) -> str:
+    """Return the name of the file with the rollout in use of a process."""
+    return f"experience_buffer_{rank}.safetensors"
+
+
+def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) -> None:
+    """Write the experiences of the rollout in use; nothing where there is none."""
+    tensors: dict[str, Tensor] = {}
+    for number, experience in enumerate(experiences):
+        for name, tensor in _tensors(experience).items():
+            tensors[f"{number:06d}.{name}"] = tensor.cpu().contiguous()
+    if tensors:
+        save_tensors(Path(folder) / buffer_file(rank), tensors)
+
+
+def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
+    """Read what `save_buffer` wrote, on the CPU.
+
+    Raises:
+        ValueError: the file is missing: the checkpoint was written by another number of processes, or is incomplete.
+    """
+    path = Path(folder) / buffer_file(rank)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing, but the checkpoint lies in the middle of a rollout; resume on the number of processes"
+            " that wrote it"
+        )
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_tensors(path).items():
+        number, name = key.split(".", 1)
+        groups.setdefault(number, {})[name] = tensor
+    return [_experience(groups[number]) for number in sorted(groups)]
+
+
+def _tensors(experience: Experience) -> dict[str, Tensor]:
+    found: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
+    found |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _experience(tensors: dict[str, Tensor]) -> Experience:
+    pack = Pack(**{n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")})
+    return Experience(pack=pack, **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
