@@ -38,7 +38,7 @@ from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prom
 from onetrunk.trainers.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
 from onetrunk.types import Experience, Minibatch, Pack, to_device
 
-MINIBATCH_STREAM = 3
+MINIBATCH_STREAM = 2**32 - 3
 
 
 class ExperienceStream:

@@ -13,7 +13,7 @@ import numpy as np
 
 from onetrunk.types import RowKey
 
-PROMPTS_STREAM = 2
+PROMPTS_STREAM = 2**32 - 2
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Message, Prompt, Rollout, RowKey
 
-EVALUATION_STREAM = 1
+# In place of the iteration in a key: no rollout has this number.
+EVALUATION_STREAM = 2**32 - 1
 
 
 @dataclass(frozen=True)

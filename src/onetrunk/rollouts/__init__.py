@@ -1,0 +1,6 @@
+"""Rollouts: prompts in, token ids and sampler logprobs out. Knows no text, no reward and no trainer."""
+
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+
+__all__ = ["LocalBackend", "RolloutBackend", "SamplingParams"]

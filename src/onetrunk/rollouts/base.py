@@ -1,0 +1,114 @@
+"""What a sampler is: the protocol that every rollout backend satisfies, and the settings of one call.
+
+Token ids only: knows no tokenizer, no text, no reward and no trainer. A backend may sample in this process, in another
+one or on a server; whoever calls it sees prompts go in and a `Rollout` come out, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from onetrunk.types import Rollout, RowKey
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one `generate` call; they hold for every row of it.
+
+    There is no top-k and no top-p: truncation changes the probability of a token from p to p/S, and the logprobs of
+    the training forward would no longer be those of the sampler.
+
+    Args:
+        max_completion_length: tokens sampled at most, the stop token included; at least 1.
+        temperature: divides the logits; 0 means greedy decoding.
+        stop_token_ids: a completion ends at the first of these, which stays its last id; empty: only the length does.
+        pad_token_id: fills the left of shorter prompts, where nothing attends to it; may be one of `stop_token_ids`.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    max_completion_length: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_completion_length < 1:
+            raise ValueError(f"max_completion_length is {self.max_completion_length}; set it to 1 token or more")
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise ValueError(
+                f"temperature is {self.temperature}; set it to a finite number above 0, or to 0 for greedy decoding"
+            )
+        if not isinstance(self.stop_token_ids, tuple):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give a tuple of token ids, such as (2,)")
+        if min(self.stop_token_ids, default=0) < 0:
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids}; token ids are 0 or more")
+        if self.pad_token_id < 0:
+            raise ValueError(
+                f"pad_token_id is {self.pad_token_id}; token ids are 0 or more (the end-of-sequence id serves as well)"
+            )
+
+
+@runtime_checkable
+class RolloutBackend(Protocol):
+    """Anything with `generate` and `sync`. `isinstance` checks that the two exist, not their arguments.
+
+    An own backend is a plain class that inherits from nothing of ours. This one always answers with the same tokens,
+    as a stand-in for a sampler in a test would:
+
+        >>> import torch
+        >>> class CannedBackend:
+        ...     def __init__(self, completion):
+        ...         self.completion, self.version = completion, 0
+        ...
+        ...     def sync(self, model, version):
+        ...         self.version = version  # a server would receive the adapter of `model` here
+        ...
+        ...     def generate(self, prompt_ids, params, keys):
+        ...         completion = self.completion[: params.max_completion_length]
+        ...         return Rollout(
+        ...             prompt_ids=prompt_ids,
+        ...             completion_ids=[completion for _ in prompt_ids],
+        ...             sampler_logprobs=[torch.zeros(len(completion)) for _ in prompt_ids],
+        ...             stopped=[completion[-1] in params.stop_token_ids for _ in prompt_ids],
+        ...             policy_version=self.version,
+        ...         )
+        >>> backend = CannedBackend([5, 7, 2])
+        >>> isinstance(backend, RolloutBackend)
+        True
+        >>> backend.sync(model=None, version=4)
+        >>> params = SamplingParams(max_completion_length=8, stop_token_ids=(2,))
+        >>> rollout = backend.generate([[1, 3]], params, keys=[(0, 0, 0)])
+        >>> rollout.completion_ids, rollout.stopped, rollout.policy_version
+        ([[5, 7, 2]], [True], 4)
+    """
+
+    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
+        """Return one completion per prompt, in the order of the prompts.
+
+        Args:
+            prompt_ids: n lists of token ids, none empty.
+            params: length, temperature and stop tokens of this call.
+            keys: n tuples of non-negative integers, (seed, iteration, row). All randomness of a row derives from its
+                key, so that its completion does not depend on the rows beside it. A backend that cannot promise this
+                (a server with its own generator) says so in its docstring.
+
+        Returns:
+            n rows, with `policy_version` as of the last `sync`.
+        """
+        ...
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """Take over the policy's present weights; called after every change of the policy, before `generate`.
+
+        Args:
+            model: the policy, unwrapped, with the adapter to sample from active.
+            version: number of optimizer steps that it has seen.
+        """
+        ...

@@ -1,0 +1,301 @@
+"""In-process generation on the policy itself: one decode loop over a key-value cache, token ids in and out.
+
+Why not `generate` of transformers: it draws from the global random state for the whole batch, and carries finished
+rows to the end. Here a row's randomness derives from its key alone, and a finished row leaves the batch with its share
+of the cache. Prompts are padded on the LEFT, so that the next token of every row stands in the same column; positions
+come from the mask. Knows no tokenizer and no text. It shares its weights with the trainer, so it serves the
+synchronous schedule only; and it takes as many forwards as its own rows need, so weights that every forward gathers
+from other ranks (FSDP, ZeRO-3) want a backend that keeps the ranks in step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import DynamicCache, LogitsProcessorList
+
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.draws import inverse_cdf, row_uniforms
+from onetrunk.types import Rollout, RowKey
+
+RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
+
+
+class LocalBackend:
+    """A `RolloutBackend` that samples from a causal language model in this process.
+
+    A row's completion depends on its prompt, its key and the policy: not on the batch, its order or `max_rows`. (Float
+    rounding differs between batch shapes by about 1e-6; it matters only if a draw falls within that of a boundary.)
+
+    Args:
+        model: a transformers causal LM or a PEFT model over one; may be left to `sync`.
+        max_rows: rows that decode at once, at most; bounds the memory of the cache. None: all of them.
+        logits_processor: applied to the float32 logits AFTER the temperature; it sees `input_ids` of the rows that
+            still decode, padded on the left. The logprobs are those after it, so a processor makes the sampler another
+            policy than the one that trains: meant for evaluation and constraints.
+        progress: called as `progress(done_rows, total_rows, tokens)` whenever rows finish; tokens counts the
+            completion tokens of all finished rows.
+
+    Raises:
+        ValueError: `max_rows` is below 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        max_rows: int | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        if max_rows is not None and max_rows < 1:
+            raise ValueError(f"max_rows is {max_rows}; set it to 1 or more, or to None to decode all rows at once")
+        self.model = model
+        self.policy_version = 0
+        self.max_rows = max_rows
+        self.logits_processor = logits_processor
+        self.progress = progress
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """Sample from `model` from now on, and stamp rollouts with `version`. The weights are shared, not copied."""
+        self.model = model
+        self.policy_version = version
+
+    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
+        """Return one completion per prompt, in the order of the prompts.
+
+        The model decodes in eval mode, which also turns activation checkpointing off (transformers checkpoints only in
+        training mode); every module's own mode is restored, also after an exception.
+
+        Args:
+            prompt_ids: n lists of token ids, none empty.
+            params: length, temperature and stop tokens of this call.
+            keys: n tuples of non-negative integers, (seed, iteration, row), as many integers in each.
+
+        Returns:
+            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and processors.
+
+        Raises:
+            ValueError: an empty prompt, a missing or repeated key, or a prompt too long for the model's context.
+            RuntimeError: no model yet, a model that keeps no cache, or logits that are not finite.
+        """
+        model = _require_inputs(self.model, prompt_ids, params, keys)
+        done: dict[int, _Completion] = {}
+        num_tokens = 0
+        longest_first = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
+        step = self.max_rows or max(len(prompt_ids), 1)
+        with torch.no_grad(), _eval_mode(model):
+            for start in range(0, len(prompt_ids), step):
+                state = _left_padded(longest_first[start : start + step], prompt_ids, params, keys, model)
+                for finished in self._decode(model, state, params):
+                    done.update(finished)
+                    num_tokens += sum(len(completion.token_ids) for completion in finished.values())
+                    if self.progress is not None:
+                        self.progress(len(done), len(prompt_ids), num_tokens)
+        completions = [done[row] for row in range(len(prompt_ids))]
+        return Rollout(
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            completion_ids=[completion.token_ids for completion in completions],
+            sampler_logprobs=[completion.logprobs for completion in completions],
+            stopped=[completion.stopped for completion in completions],
+            policy_version=self.policy_version,
+        )
+
+    def _decode(self, model: nn.Module, state: _Decode, params: SamplingParams) -> Iterator[dict[int, _Completion]]:
+        """Sample `state`'s rows to their ends; yield rows as they finish, as {row: completion}."""
+        stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=state.token_ids.device)
+        last_only = {"logits_to_keep": 1} if _keeps_logits(model) else {}
+        for t in range(params.max_completion_length):
+            logits = _next_logits(model, state, last_only)
+            tokens, logprobs = self._pick(logits, state, params.temperature, t)
+            state.append(tokens, logprobs, t)
+            status = torch.where(torch.isin(tokens, stop_ids), STOPPED, RUNNING)
+            status = status.masked_fill(~logprobs.isfinite(), NO_TOKEN_LEFT)
+            all_finite = logits.sum(-1, dtype=torch.float64).isfinite()  # float32 entries cannot overflow this sum
+            status = status.masked_fill(~all_finite, NOT_FINITE).tolist()  # the one wait for the device
+            _raise_on_bad_logits(status, state.rows, t, self.policy_version)
+            at_limit = t + 1 == params.max_completion_length
+            leaving = [i for i, code in enumerate(status) if code == STOPPED or at_limit]
+            staying = [i for i, code in enumerate(status) if code != STOPPED and not at_limit]
+            if leaving:
+                yield {state.rows[i]: state.completion(i, t + 1, status[i] == STOPPED) for i in leaving}
+            if not staying:
+                return
+            state.keep(staying)
+
+    def _pick(self, logits: Tensor, state: _Decode, temperature: float, t: int) -> tuple[Tensor, Tensor]:
+        """Return completion token number t of every row and its logprob, both [b]."""
+        scores = logits / temperature if temperature > 0 else logits
+        if self.logits_processor is not None:
+            scores = self.logits_processor(state.token_ids[:, : state.width], scores)
+        logprobs = scores.log_softmax(-1)
+        tokens = inverse_cdf(logprobs, state.uniforms[:, t]) if temperature > 0 else logprobs.argmax(-1)
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class _Completion:
+    token_ids: list[int]
+    logprobs: Tensor
+    stopped: bool
+
+
+@dataclass
+class _Decode:
+    """The rows of a sub-batch that still decode: b rows, in one order throughout; P prompt, C completion columns.
+
+    Args:
+        rows: b numbers of rows in the call.
+        token_ids: [b, P + C] int64; padding, prompt, completion so far.
+        attention_mask: [b, P + C] int64, 0 at padding; read up to `width`.
+        position_ids: [b, P + C] int64.
+        uniforms: [b, C] float64.
+        logprobs: [b, C] float32, filled as far as the completion is.
+        cache: keys and values of the first `seen` columns.
+        seen: columns that went through the model.
+        width: columns that are filled.
+    """
+
+    rows: list[int]
+    token_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    uniforms: Tensor
+    logprobs: Tensor
+    cache: DynamicCache
+    seen: int
+    width: int
+
+    def append(self, tokens: Tensor, logprobs: Tensor, t: int) -> None:
+        self.token_ids[:, self.width] = tokens
+        self.logprobs[:, t] = logprobs
+        self.width += 1
+
+    def completion(self, i: int, length: int, stopped: bool) -> _Completion:
+        token_ids = self.token_ids[i, self.width - length : self.width].tolist()
+        return _Completion(token_ids, self.logprobs[i, :length].cpu(), stopped)
+
+    def keep(self, staying: list[int]) -> None:
+        """Drop every row but those at the indices `staying`."""
+        if len(staying) == len(self.rows):
+            return
+        index = torch.tensor(staying, device=self.token_ids.device)
+        self.rows = [self.rows[i] for i in staying]
+        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "logprobs"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
+        self.cache.reorder_cache(index)
+
+
+def _left_padded(
+    rows: list[int], prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: nn.Module
+) -> _Decode:
+    prompt_width = max(len(prompt_ids[row]) for row in rows)
+    shape = (len(rows), prompt_width + params.max_completion_length)
+    token_ids = torch.full(shape, params.pad_token_id)
+    attention_mask = torch.ones(shape, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        start = prompt_width - len(prompt_ids[row])
+        token_ids[i, start:prompt_width] = torch.tensor(prompt_ids[row])
+        attention_mask[i, :start] = 0
+    uniforms = np.zeros((len(rows), params.max_completion_length))
+    if params.temperature > 0:
+        uniforms = np.stack([row_uniforms(keys[row], params.max_completion_length) for row in rows])
+    device = next(model.parameters()).device
+    return _Decode(
+        rows=rows,
+        token_ids=token_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
+        uniforms=torch.from_numpy(uniforms).to(device),
+        logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
+        cache=DynamicCache(config=model.config),
+        seen=0,
+        width=prompt_width,
+    )
+
+
+def _next_logits(model: nn.Module, state: _Decode, last_only: dict[str, int]) -> Tensor:
+    """Run the columns that the cache has not seen; return float32 logits [b, V] of the next token."""
+    new = slice(state.seen, state.width)
+    outputs = model(
+        input_ids=state.token_ids[:, new],
+        attention_mask=state.attention_mask[:, : state.width],
+        position_ids=state.position_ids[:, new],
+        past_key_values=state.cache,
+        use_cache=True,  # Trainer sets config.use_cache to False
+        **last_only,
+    )
+    state.seen = state.width
+    cached = state.cache.get_seq_length()
+    if cached != state.seen:
+        raise RuntimeError(
+            f"{type(model).__name__} left {cached} of {state.seen} tokens in the key-value cache that it was given; "
+            "use an architecture that supports DynamicCache, or a rollout backend of your own"
+        )
+    return outputs.logits[:, -1].float()
+
+
+def _keeps_logits(model: nn.Module) -> bool:
+    causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
+    return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _raise_on_bad_logits(status: list[int], rows: list[int], t: int, version: int) -> None:
+    for row, code in zip(rows, status, strict=True):
+        if code == NOT_FINITE:
+            raise RuntimeError(
+                f"policy logits are not finite at row {row}, token {t} (policy version {version}); "
+                "look for a non-finite weight after the last update, or for an overflow in float16"
+            )
+        if code == NO_TOKEN_LEFT:
+            raise RuntimeError(
+                f"logits_processor left no token to draw, or a score that is not finite, at row {row}, token {t}; "
+                "let at least one token keep a finite score"
+            )
+
+
+def _require_inputs(
+    model: nn.Module | None, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
+) -> nn.Module:
+    """Return `model`, or raise what is wrong with the call."""
+    if model is None:
+        raise RuntimeError(
+            "LocalBackend has no model; pass one to LocalBackend(model) or call sync(model, version) first"
+        )
+    if len(keys) != len(prompt_ids):
+        raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
+    if params.temperature > 0 and len(set(keys)) != len(keys):
+        raise ValueError("two rows have the same key and would draw the same random numbers; give each row its own")
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"prompt {row} is empty; give it at least one token, such as the beginning-of-sequence id"
+            )
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)  # models without positional limit lack it
+    longest, added = max(map(len, prompt_ids), default=0), params.max_completion_length
+    if limit is not None and longest + added > limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_completion_length {added} exceed the model's {limit} positions; "
+            "shorten the longest prompts or lower max_completion_length"
+        )
+    return model

@@ -1,0 +1,241 @@
+"""The decode loop against transformers' `generate`, against a full forward, and against itself in other batches."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from onetrunk.rollouts import LocalBackend, SamplingParams
+from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
+from tests.tiny import VOCAB_SIZE
+
+ATTENTION_FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2"]
+
+
+def huggingface_greedy(model, params, prompts=PROMPTS):
+    """Completions of transformers' own `generate`, cut after the first stop token."""
+    width = max(map(len, prompts))
+    outputs = model.generate(
+        input_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts]),
+        attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]),
+        do_sample=False,
+        max_new_tokens=params.max_completion_length,
+        eos_token_id=list(params.stop_token_ids) or None,
+        pad_token_id=0,
+    )
+    rows = outputs[:, width:].tolist()
+    ends = [next((t for t, token in enumerate(row) if token in params.stop_token_ids), len(row)) for row in rows]
+    return [row[: end + 1] for row, end in zip(rows, ends, strict=True)]
+
+
+@pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, "hybrid"])
+def test_greedy_decoding_equals_generate(family):
+    model = tiny(family)
+    endless = SamplingParams(max_completion_length=16, temperature=0)
+    unstopped = huggingface_greedy(model, endless)
+    assert generate(model, endless).completion_ids == unstopped
+    # Two tokens that came up become stop tokens, so that rows leave while others go on with sliced caches.
+    stopping = SamplingParams(16, temperature=0, stop_token_ids=(unstopped[0][2], unstopped[3][5]))
+    expected = huggingface_greedy(model, stopping)
+    assert len(expected[0]) <= 3 and max(map(len, expected)) > 6
+    rollout = generate(model, stopping)
+    assert rollout.completion_ids == expected
+    assert list(rollout.stopped) == [ids[-1] in stopping.stop_token_ids for ids in expected]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "hybrid"])
+def test_a_completion_is_the_same_whatever_the_batch(family):
+    model = tiny(family)
+    params = mixed_params(temperature=1.3)
+    together = generate(model, params)
+    lengths = {len(ids) for ids in together.completion_ids}
+    assert min(lengths) < max(lengths)  # rows leave at different steps, or this test shows little
+    for row in range(len(PROMPTS)):
+        assert_same(LocalBackend(model).generate([PROMPTS[row]], params, [KEYS[row]]), together, [row])
+    order = [3, 0, 4, 2, 1]
+    permuted = generate(model, params, [PROMPTS[row] for row in order], [KEYS[row] for row in order])
+    assert_same(permuted, together, order)
+    assert_same(generate(model, params, max_rows=2), together)
+    assert list(together.prompt_ids) == PROMPTS
+
+
+def test_the_key_alone_decides_a_draw():
+    model = tiny()
+    params = SamplingParams(max_completion_length=12)
+    first = LocalBackend(model).generate([PROMPTS[0]] * 3, params, [(0, 0, 0), (0, 0, 1), (0, 1, 0)])
+    assert len({tuple(ids) for ids in first.completion_ids}) == 3
+    torch.manual_seed(99)  # the global random state plays no part
+    assert_same(LocalBackend(model).generate([PROMPTS[0]], params, [(0, 1, 0)]), first, [2])
+
+
+def test_a_longer_limit_only_continues_the_completion():
+    model = tiny()
+    short, long = (generate(model, SamplingParams(max_completion_length=length)) for length in (6, 12))
+    assert [ids[:6] for ids in long.completion_ids] == list(short.completion_ids)
+
+
+def test_rows_that_finished_are_not_carried():
+    model = tiny()
+    rows_per_forward = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows_per_forward.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    rollout = generate(model, mixed_params())
+    lengths = [len(ids) for ids in rollout.completion_ids]
+    assert rows_per_forward == [sum(length > t for length in lengths) for t in range(max(lengths))]
+    assert rows_per_forward[0] == len(PROMPTS) > rows_per_forward[-1]
+
+
+def test_max_rows_bounds_every_forward():
+    model = tiny()
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    generate(model, SamplingParams(max_completion_length=4), max_rows=2)
+    # Sorted by length, so that alike prompts share a sub-batch: (20, 10), (6, 3), (1)
+    assert [shape for t, shape in enumerate(shapes) if t % 4 == 0] == [(2, 20), (2, 6), (1, 1)]
+    assert all(shape == (rows, 1) for t, shape in enumerate(shapes) if t % 4 for rows in [shape[0]] if rows <= 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_logprobs_equal_a_rescore_of_the_unpadded_row(family, temperature):
+    model = tiny(family)
+    rollout = generate(model, mixed_params(temperature=temperature))
+    for prompt, completion, logprobs in zip(
+        rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs, strict=True
+    ):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        assert logprobs.dtype == torch.float32 and logprobs.device.type == "cpu"
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)  # cache against full forward, float32
+
+
+def test_greedy_logprobs_are_those_at_temperature_one():
+    model = tiny()
+    greedy = generate(model, SamplingParams(max_completion_length=1, temperature=0))
+    with torch.no_grad():
+        best = model(input_ids=torch.tensor([PROMPTS[1]])).logits[0, -1].log_softmax(-1).max()
+    torch.testing.assert_close(greedy.sampler_logprobs[1][0], best, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.8])
+def test_first_tokens_of_many_rows_follow_the_softmax_at_the_temperature(temperature):
+    model = tiny()
+    rows = 3000
+    params = SamplingParams(max_completion_length=1, temperature=temperature)
+    rollout = LocalBackend(model).generate([PROMPTS[0]] * rows, params, [(5, 0, row) for row in range(rows)])
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1]
+    expected = rows * (logits / temperature).softmax(-1)
+    observed = torch.bincount(torch.tensor(rollout.completion_ids)[:, 0], minlength=VOCAB_SIZE)
+    common = expected >= 5
+    pairs = [(o, e) for o, e in zip(observed[common], expected[common], strict=True)]
+    pairs.append((observed[~common].sum(), expected[~common].sum()))
+    chi_square, freedom = sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1
+    assert freedom >= 8
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5  # 4 standard deviations; the seed is fixed
+
+
+def test_a_pad_token_that_is_the_stop_token_changes_nothing():
+    model = tiny()
+    prompts = [[9, 5, 9], [9], [4, 9, 8, 7, 6, 9]]  # the stop token also stands in the prompts
+    rollouts = [
+        generate(model, SamplingParams(16, stop_token_ids=(9, 10, 11, 12, 13), pad_token_id=pad), prompts)
+        for pad in (0, 9)
+    ]
+    assert any(rollouts[0].stopped)
+    assert_same(*rollouts)
+
+
+def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit():
+    params = mixed_params()
+    rollout = generate(tiny(), params, PROMPTS * 3, MANY_KEYS)
+    assert {True, False} == set(rollout.stopped)
+    for ids, logprobs, stopped in zip(rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped, strict=True):
+        assert not set(ids[:-1]) & set(params.stop_token_ids)
+        assert (ids[-1] in params.stop_token_ids) is stopped
+        assert stopped or len(ids) == params.max_completion_length
+        assert len(logprobs) == len(ids)
+
+
+def test_a_stop_token_in_the_last_column_counts_as_stopped():
+    model = tiny()
+    tokens = generate(model, SamplingParams(max_completion_length=3)).completion_ids[0]
+    assert tokens[2] not in tokens[:2]
+    last, cut = (SamplingParams(3, stop_token_ids=stop) for stop in ((tokens[2],), ()))
+    assert generate(model, last).stopped[0] is True
+    assert generate(model, cut).stopped[0] is False
+
+
+def test_activation_checkpointing_a_config_without_cache_and_training_mode_change_nothing():
+    model = tiny()
+    params = mixed_params()
+    plain = generate(model, params)
+    model.activation_checkpointing_enable()
+    model.config.use_cache = False
+    model.train()
+    model.model.layers[1].eval()
+    use_cache = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: use_cache.append(kwargs["use_cache"]), with_kwargs=True
+    )
+    assert_same(generate(model, params), plain)
+    assert set(use_cache) == {True}
+    assert model.training and model.lm_head.training and model.model.layers[0].mlp.training
+    assert not model.model.layers[1].training and not model.model.layers[1].mlp.training
+    assert model.is_activation_checkpointing and model.config.use_cache is False
+
+
+def test_dropout_is_off_while_sampling():
+    model = tiny("gpt2")
+    params = mixed_params()
+    plain = generate(model, params)
+    assert model.transformer.drop.p == 0.1
+    assert_same(generate(model.train(), params), plain)
+
+
+def test_an_exception_restores_the_training_mode_and_gradients():
+    model = tiny().train()
+    model.lm_head.weight.data[:] = torch.nan
+    with pytest.raises(RuntimeError):
+        generate(model, SamplingParams(max_completion_length=2))
+    assert model.training and torch.is_grad_enabled()
+
+
+def test_the_adapter_of_a_peft_model_is_the_one_that_samples():
+    params = mixed_params(temperature=0)
+    base = generate(tiny(), params)
+    model = get_peft_model(tiny(), LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
+    assert_same(generate(model, params), base)  # a fresh adapter adds zero
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.3)
+    adapted = generate(model, params)
+    assert adapted.completion_ids != base.completion_ids
+    assert adapted.completion_ids == huggingface_greedy(model, params)
+    with model.disable_adapter():
+        assert_same(generate(model, params), base)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: get_peft_model(model, LoraConfig(r=2))])
+def test_prompt_columns_but_the_last_get_no_logits(wrap):
+    model = tiny()
+    widths = []
+    model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    generate(wrap(model), SamplingParams(max_completion_length=3))
+    assert widths == [1, 1, 1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("half_weights", [True, False])
+def test_logprobs_are_taken_in_float32_under_bfloat16_weights_and_autocast(family, half_weights):
+    model = tiny(family).bfloat16() if half_weights else tiny(family)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not half_weights), torch.no_grad():
+        alone = generate(model, SamplingParams(max_completion_length=1), PROMPTS[:1])
+        logits = model(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1]
+        assert {True, False} == set(generate(model, mixed_params(), PROMPTS * 3, MANY_KEYS).stopped)
+    expected = logits.float().log_softmax(-1)[alone.completion_ids[0]]
+    torch.testing.assert_close(alone.sampler_logprobs[0], expected, atol=1e-6, rtol=0)  # equal shapes, equal logits

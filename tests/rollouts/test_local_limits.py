@@ -1,0 +1,131 @@
+"""What the local backend accepts, refuses and reports: processors, bad logits, bad calls, sync, progress."""
+
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LogitsProcessor, LogitsProcessorList
+
+from onetrunk.rollouts import LocalBackend, SamplingParams
+from tests.rollouts.small import KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
+
+
+class OnlyTokens(LogitsProcessor):
+    """Rules out every token but `allowed`, and records the widths that it saw."""
+
+    def __init__(self, allowed):
+        self.allowed = torch.tensor(allowed, dtype=torch.int64)
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        return torch.full_like(scores, -torch.inf).index_copy(1, self.allowed, scores[:, self.allowed])
+
+
+def test_a_logits_processor_rules_tokens_out_and_the_logprobs_say_so():
+    model = tiny()
+    processor = OnlyTokens([3, 17])
+    params = SamplingParams(max_completion_length=6, temperature=0.5, pad_token_id=1)
+    rollout = generate(model, params, logits_processor=LogitsProcessorList([processor]))
+    assert set(sum(rollout.completion_ids, [])) == {3, 17}
+    with torch.no_grad():
+        pair = (model(input_ids=torch.tensor([PROMPTS[1]])).logits[0, -1, [3, 17]] / 0.5).log_softmax(-1)
+    expected = pair[[3, 17].index(rollout.completion_ids[1][0])]
+    torch.testing.assert_close(rollout.sampler_logprobs[1][0], expected, atol=1e-5, rtol=0)
+    # The longest prompt comes first; the row beside it is padded on the left.
+    assert processor.seen[2][1] == [1] * 10 + PROMPTS[3] + rollout.completion_ids[3][:2]
+
+
+def test_a_processor_that_leaves_no_token_is_named():
+    with pytest.raises(RuntimeError, match="logits_processor left no token to draw.* at row 1, token 0"):
+        generate(tiny(), SamplingParams(4), logits_processor=LogitsProcessorList([OnlyTokens([])]))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("max_rows", [None, 1])
+def test_logits_that_are_not_finite_name_the_row(poison, max_rows):
+    model = tiny()
+    model.model.embed_tokens.weight.data[63] = poison  # only prompt 4 holds token 63
+    backend = LocalBackend(max_rows=max_rows)
+    backend.sync(model, 12)
+    with pytest.raises(RuntimeError, match=r"not finite at row 4, token 0 \(policy version 12\)"):
+        backend.generate(PROMPTS, SamplingParams(1), KEYS)
+
+
+def test_logits_that_turn_bad_on_the_way_name_the_token():
+    model = tiny()
+    tokens = generate(model, SamplingParams(max_completion_length=4)).completion_ids[0]
+    assert tokens[2] not in tokens[:2] + PROMPTS[0]
+    model.model.embed_tokens.weight.data[tokens[2]] = torch.nan  # it becomes an input after it was sampled
+    with pytest.raises(RuntimeError, match="not finite at row 0, token 3"):
+        generate(model, SamplingParams(max_completion_length=4), PROMPTS[:1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keys", "sentence"),
+    [
+        ([[1], []], [(0, 0, 0), (0, 0, 1)], "prompt 1 is empty"),
+        ([[1], [2]], [(0, 0, 0)], "2 prompts came with 1 keys"),
+        ([[1], [2]], [(0, 0, 0), (0, 0, 0)], "two rows have the same key"),
+        ([[1] * 121], [(0, 0, 0)], "a prompt of 121 tokens and max_completion_length 8 exceed the model's 128"),
+        ([[1]], [(0, 0, -1)], "non-negative"),
+    ],
+)
+def test_a_call_that_cannot_be_served_is_refused(prompts, keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        LocalBackend(tiny()).generate(prompts, SamplingParams(max_completion_length=8), keys)
+
+
+def test_a_prompt_that_just_fits_the_context_is_served():
+    for family in ("llama", "gpt2"):
+        rollout = LocalBackend(tiny(family)).generate([[1] * 120], SamplingParams(8), [(0, 0, 0)])
+        assert len(rollout.completion_ids[0]) == 8
+
+
+def test_the_context_limit_of_a_composite_model_is_read_from_its_text_config():
+    config = Gemma3Config(
+        text_config=tiny("gemma3").config.to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
+    assert not hasattr(config, "max_position_embeddings")
+    model = Gemma3ForConditionalGeneration(config).eval()
+    with pytest.raises(ValueError, match="exceed the model's 128 positions"):
+        LocalBackend(model).generate([[1] * 121], SamplingParams(8), [(0, 0, 0)])
+
+
+def test_a_backend_without_a_model_says_how_to_give_it_one():
+    with pytest.raises(RuntimeError, match="sync"):
+        LocalBackend().generate([[1]], SamplingParams(8), [(0, 0, 0)])
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        LocalBackend(max_rows=0)
+
+
+def test_sync_replaces_the_model_and_stamps_the_version():
+    params = mixed_params()
+    backend = LocalBackend(tiny("llama"))
+    assert backend.generate(PROMPTS, params, KEYS).policy_version == 0
+    backend.sync(tiny("qwen2"), 9)
+    rollout = backend.generate(PROMPTS, params, KEYS)
+    assert rollout.policy_version == 9
+    assert_same(rollout, generate(tiny("qwen2"), params))
+
+
+def test_a_model_that_keeps_no_cache_is_refused():
+    model = tiny()
+    forward = model.forward
+
+    def forgetful(input_ids, past_key_values=None, use_cache=None, **kwargs):
+        return forward(input_ids=input_ids, use_cache=False, **kwargs)
+
+    model.forward = forgetful
+    with pytest.raises(RuntimeError, match="left 0 of 20 tokens in the key-value cache"):
+        generate(model, SamplingParams(4))
+
+
+def test_progress_counts_rows_and_tokens_to_the_end():
+    calls = []
+    rollout = generate(tiny(), mixed_params(), max_rows=3, progress=lambda *counts: calls.append(counts))
+    assert calls[-1] == (5, 5, sum(map(len, rollout.completion_ids)))
+    assert [done for done, _, _ in calls] == sorted({done for done, _, _ in calls}) and len(calls) > 2
+
+
+def test_no_prompts_give_an_empty_rollout():
+    assert len(LocalBackend(tiny()).generate([], SamplingParams(8), [])) == 0
