@@ -1,0 +1,45 @@
+"""The command `onetrunk`: a verb, and the words for its stage.
+
+Imports the stage only when it is asked for, so that help and typing mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+VERBS = {
+    "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
+    "ppo": "train a LoRA policy on one frozen base by PPO",
+    "eval": "sample and score held-out prompts; compare an adapter with what it started from",
+}
+HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
+
+{verbs}
+
+Options override the file; `onetrunk VERB --help` lists them. Recipes: recipes/*/*.yaml.
+Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ppo.py --config FILE.yaml
+ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP.format(verbs="\n".join(f"  {verb:<5} {text}" for verb, text in VERBS.items())))
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"onetrunk {sys.modules['onetrunk'].__version__}")
+        return 0
+    if words[0] not in VERBS:
+        near = difflib.get_close_matches(words[0], VERBS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(VERBS)}"
+        print(f"error: unknown verb {words[0]!r}: {hint}", file=sys.stderr)
+        return 2
+    return import_module(f"onetrunk.stages.{words[0]}").main(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What a recipe can say beside the trainers' own settings: which rows, which reward functions, which model.
+
+Dataclasses for TrlParser: one field is one YAML key and one command line option. Knows no rows and no model yet.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import ModelConfig, SFTConfig, get_peft_config
+
+from onetrunk.trainers.ppo_config import PPOConfig
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class DatasetArguments:
+    """Where the rows come from."""
+
+    dataset_name: str | None = _option(None, "A .jsonl, .json, .parquet or .csv file, a folder, or a name on the Hub.")
+    dataset_config: str | None = _option(None, "Configuration of a Hub dataset with several.")
+    dataset_split: str = _option("train", "Split, with a slice if wanted: train[:1000]. A file has only train.")
+    dataset_columns: dict[str, str] | str | None = _option(
+        None, "Columns under another name, ours first: {prompt: question}; as JSON on the command line."
+    )
+
+    def __post_init__(self) -> None:
+        if not self.dataset_name:
+            raise ValueError("dataset_name is not set; give a file, a folder, or the name of a dataset on the Hub")
+        if isinstance(self.dataset_columns, str):
+            self.dataset_columns = _json_mapping("dataset_columns", self.dataset_columns)
+
+    @property
+    def hub_dataset(self) -> str | None:
+        """The dataset's name for a model card; None for a local one, which the Hub would not know."""
+        return None if Path(self.dataset_name).exists() else self.dataset_name
+
+
+def _json_mapping(name: str, text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f'{name} is {text!r}; expected a mapping as JSON, such as \'{{"prompt": "question"}}\'')
+    return value
+
+
+@dataclass
+class TrainingDataArguments(DatasetArguments):
+    """Training rows and held-out rows: those of another dataset or split, or a part of the training rows."""
+
+    eval_dataset_name: str | None = _option(None, "Held-out rows: a file, folder or Hub name with the same columns.")
+    eval_dataset_split: str | None = _option(None, "Their split; alone it names a split of dataset_name.")
+    eval_size: float | None = _option(
+        None, "Else hold out so many training rows (1 or more), or that share (below 1)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_size is not None and (self.eval_dataset_name or self.eval_dataset_split):
+            raise ValueError("eval_size and eval_dataset_name or eval_dataset_split are both set; keep one of them")
+        if self.eval_size is not None and self.eval_size >= 1:
+            if self.eval_size != int(self.eval_size):
+                raise ValueError(f"eval_size is {self.eval_size}; give a whole number of rows, or a share below 1")
+            self.eval_size = int(self.eval_size)
+
+
+@dataclass
+class PPODataArguments(TrainingDataArguments):
+    """Rows of prompts, and what scores the completions."""
+
+    reward_funcs: list[str] | None = _option(
+        None,
+        "package.module.function, path/to/file.py:function, or a reward model's folder or Hub name; one or several.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reward_funcs = _several("reward_funcs", self.reward_funcs)
+
+
+def _several(name: str, value: list[str] | str | None) -> list[str]:
+    if not value:
+        raise ValueError(f"{name} is not set; give at least one, such as path/to/file.py:function")
+    return [value] if isinstance(value, str) else value
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's ModelConfig: the model, its precision, and the LoRA adapter; without dropout, which PPO cannot have."""
+
+    model_revision: str = _option("main", "Branch, tag or commit on the Hub.")
+    dtype: str | None = field(
+        default="auto",
+        metadata={
+            "help": "Precision of the weights. auto: the checkpoint's own; for full fine-tuning float32.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    use_peft: bool | None = _option(None, "sft: train a LoRA adapter instead of all weights. ppo always trains one.")
+    lora_dropout: float = _option(0.0, "LoRA dropout; sft only.")
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of modules that get LoRA; all-linear: all but the head."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # TRL makes one name a text, which PEFT would read as a regular expression over whole paths.
+        if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
+            self.lora_target_modules = [self.lora_target_modules]
+        if not self.model_name_or_path:
+            raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+        for name, reason in WITHOUT_MEANING.items():
+            if getattr(self, name) != getattr(ModelConfig, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no meaning here: {reason}")
+        if self.load_in_4bit and self.dtype in (None, "auto"):
+            raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
+
+    def init_kwargs(self) -> dict[str, Any]:
+        """Return the keywords of `load_base` that the fields say."""
+        kwargs = {
+            "dtype": self.dtype,
+            "attn_implementation": self.attn_implementation,
+            "revision": self.model_revision,
+        }
+        return {key: value for key, value in kwargs.items() if value is not None}
+
+    def peft_config(self) -> Any:
+        """Return the LoraConfig that the fields say."""
+        return get_peft_config(replace(self, use_peft=True))
+
+    def changed_lora_fields(self) -> list[str]:
+        """Return the names of the LoRA fields that differ from their defaults."""
+        plain = ModelArguments(model_name_or_path=self.model_name_or_path)
+        names = [f.name for f in fields(self) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
+        return [name for name in names if getattr(self, name) != getattr(plain, name)]
+
+
+WITHOUT_MEANING = {
+    "lora_modules_to_save": "the trunk stays frozen, and the value head is kept beside the adapter",
+    "lora_target_parameters": "adapters stand on linear layers; use lora_target_modules",
+    "lora_task_type": "it is always CAUSAL_LM",
+    "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
+}
+
+
+def accelerator_has_bf16() -> bool:
+    """Say whether there is an accelerator that computes in bfloat16."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _require_output_dir(args: Any) -> None:
+    if not args.output_dir:
+        raise ValueError("output_dir is not set; name the folder that this run writes to")
+
+
+@dataclass
+class SFTArguments(SFTConfig):
+    """TRL's SFTConfig, with bfloat16 autocast only where an accelerator supports it, as in PPOConfig."""
+
+    def __post_init__(self) -> None:
+        _require_output_dir(self)
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and accelerator_has_bf16()
+        super().__post_init__()
+
+
+@dataclass
+class PPOArguments(PPOConfig):
+    """PPOConfig, which must be told where to write."""
+
+    def __post_init__(self) -> None:
+        _require_output_dir(self)
+        super().__post_init__()
+
+
+@dataclass
+class EvalArguments(DatasetArguments):
+    """Rows, reward functions, and how completions are sampled. The names are those of PPOConfig."""
+
+    reward_funcs: list[str] | None = _option(None, "As in ppo.")
+    reward_weights: list[float] | None = _option(None, "Weight of each reward function; None: 1 each.")
+    output_dir: str | None = _option(None, "Folder for metrics.json and the samples.")
+    seed: int = _option(42, "Of the completions.")
+    max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: no limit but the model's.")
+    overlong_prompts: str = _option(
+        "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+    )
+    max_completion_length: int = _option(256, "Longest completion, tokens.")
+    temperature: float = _option(1.0, "Divides the logits; above 0.")
+    stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
+    max_rollout_rows: int | None = _option(None, "Most rows that decode at once on a process; None: all.")
+    per_device_eval_batch_size: int = _option(8, "Rows in one forward that measures the KL.")
+    use_cpu: bool = _option(False, "Stay on the CPU even where there is an accelerator.")
+    bf16: bool | None = _option(None, "bfloat16 autocast. None: where an accelerator supports it.")
+    num_completions_to_print: int = _option(4, "Samples shown in the terminal; 0 for none.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_output_dir(self)
+        self.reward_funcs = _several("reward_funcs", self.reward_funcs)
+
+    def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
+        """Return the PPOConfig under which the completions are sampled and scored; it trains nothing."""
+        own = {f.name for f in fields(DatasetArguments)} | {"reward_funcs", "num_completions_to_print"}
+        settings = {name: value for name, value in asdict(self).items() if name not in own}
+        config = PPOConfig(**settings, per_device_train_batch_size=1, model_init_kwargs=model_init_kwargs)
+        config.rollout_batch_size = config.world_size
+        return config

@@ -1,0 +1,100 @@
+"""PPO: prompts and reward functions -> a LoRA adapter on the frozen base; held-out figures before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onetrunk.stages.parsing import parse
+from onetrunk.stages.running import run_stage
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `onetrunk ppo` with these words; return the exit code."""
+    return run_stage("ppo", run, argv)
+
+
+def run(argv: list[str]) -> None:
+    """Parse, read the rows, build the trainer, train, save, compare, push."""
+    data, args, model_args = parse_ppo(argv)
+    from onetrunk.stages.resuming import resume_point
+    from onetrunk.stages.rows import load_training_rows
+
+    resume = resume_point(args)
+    train, held_out = load_training_rows(data, args.seed)
+    trainer = make_trainer(data, args, model_args, train, held_out)
+    reference = reference_figures(trainer) if held_out is not None else None
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    if reference is not None:
+        compare(trainer, reference, model_args.model_name_or_path)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset=data.hub_dataset)
+    if trainer.is_world_process_zero():
+        print(f"ppo: saved the adapter in {args.output_dir}")
+    trainer.accelerator.end_training()
+
+
+def parse_ppo(argv: Sequence[str]) -> tuple[Any, ...]:
+    """Return PPODataArguments, PPOArguments and ModelArguments."""
+    from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
+
+    types = (PPODataArguments, PPOArguments, ModelArguments)
+    return parse(argv, types, "ppo", "Train a LoRA policy on one frozen base by PPO.", knows_ppo=True)
+
+
+def make_trainer(data: Any, args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
+    """Return the PPOTrainer; from an adapter its training goes on, from a base model a new adapter begins."""
+    from transformers.utils import find_adapter_config_file
+    from trl import get_quantization_config
+
+    from onetrunk.trainers.ppo import PPOTrainer
+
+    name = model_args.model_name_or_path
+    if model_args.use_peft is False:
+        raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
+    args.model_init_kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
+    peft_config = model_args.peft_config()
+    if find_adapter_config_file(name, revision=model_args.model_revision) is not None:
+        changed = model_args.changed_lora_fields()
+        if changed:
+            raise ValueError(f"{name} is an adapter with a LoRA config of its own; remove {', '.join(changed)}")
+        peft_config = None
+    return PPOTrainer(
+        model=name,
+        reward_funcs=data.reward_funcs,
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=peft_config,
+    )
+
+
+def reference_figures(trainer: Any) -> dict[str, float]:
+    """Return the held-out figures of the model that training starts from."""
+    from onetrunk.trainers.evaluation import evaluate_prompts
+
+    figures, _ = evaluate_prompts(
+        trainer.model,
+        trainer.sampler,
+        trainer.eval_dataset,
+        trainer.accelerator,
+        seed=trainer.args.seed,
+        rows_per_pack=trainer.args.per_device_eval_batch_size,
+        role="reference",
+        extras={"trainer_state": trainer.state},
+    )
+    return figures
+
+
+def compare(trainer: Any, reference: dict[str, float], model_name: str) -> None:
+    """Evaluate the trained policy; write metrics.json and show both sides in a table."""
+    from onetrunk.stages.report import figures_table, show, without_prefix, write_metrics
+
+    policy = without_prefix(trainer.evaluate())
+    if trainer.is_world_process_zero():
+        about = {"model": model_name, "num_prompts": len(trainer.eval_dataset), "steps": trainer.state.global_step}
+        about |= {"seed": trainer.args.seed, "num_processes": trainer.accelerator.num_processes}
+        write_metrics(trainer.args.output_dir, policy, reference, **about)
+        show(figures_table(f"PPO from {model_name}", policy, reference))

@@ -1,0 +1,34 @@
+"""Finds recipes and the commands that documents tell people to type."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", "venv"} & set(path.parts))
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+COMMANDS = ("onetrunk ", "accelerate ", "python ", "make ")
+
+
+def load_recipe_module(recipe: str, name: str) -> ModuleType:
+    """Import a Python file of a recipe."""
+    path = ROOT / "recipes" / recipe / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"recipe_{recipe}_{name}".replace("-", "_"), path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Return the commands in a document, as words: lines of code blocks, indented lines, and `inline code`.
+
+    A line that ends with a backslash goes on; what follows a `#` is a comment. A verb alone is a name, no command.
+    """
+    joined = re.sub(r"\\+\n\s*", " ", text)
+    lines = [line.strip().removeprefix("$ ") for line in joined.splitlines()]
+    inline = [code for code in re.findall(r"`([^`\n]+)`", joined) if "--" in code]
+    found = [shlex.split(line, comments=True) for line in lines + inline if line.startswith(COMMANDS)]
+    return [words for words in found if len(words) > 1]

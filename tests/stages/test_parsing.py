@@ -1,0 +1,187 @@
+"""What a user can get wrong on the command line or in YAML: one sentence, exit code 2, no stack trace."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from onetrunk import __version__, cli
+from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.sft import parse_sft
+from tests.stages.recipes import ROOT
+
+GOOD = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "reward_funcs": "r.f"}
+
+
+def write_yaml(folder, text="", **values):
+    path = folder / "run.yaml"
+    lines = [f"{key}: {value}" for key, value in {**GOOD, **values}.items() if value is not None]
+    path.write_text("\n".join([*lines, text]))
+    return str(path)
+
+
+def usage(capsys, *argv):
+    """Run the command line; return what it says after a usage error."""
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert err.startswith("error: ") and len(err.splitlines()) == 2 and "--help" in err
+    return err
+
+
+def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
+    config = write_yaml(tmp_path, beta=0.3, learning_rate="1e-3", num_rollouts=7)
+    data, args, model_args = parse_ppo(["--config", config, "--num_rollouts", "9", "--lora-r", "4"])
+    assert (args.beta, args.learning_rate, args.num_rollouts, model_args.lora_r) == (0.3, 1e-3, 9, 4)
+    assert data.reward_funcs == ["r.f"] and model_args.lora_dropout == 0
+    assert parse_ppo([f"--config={config}"])[1].num_rollouts == 7
+
+
+def test_lora_stands_on_all_linear_layers_without_dropout_by_default(tmp_path):
+    model_args = parse_ppo(["--config", write_yaml(tmp_path)])[2]
+    lora = model_args.peft_config()
+    assert (lora.r, lora.lora_dropout, lora.target_modules) == (16, 0.0, "all-linear")
+    assert model_args.changed_lora_fields() == []
+    changed = parse_ppo(["--config", write_yaml(tmp_path, lora_r=4, lora_target_modules="[q_proj, v_proj]")])[2]
+    assert changed.changed_lora_fields() == ["lora_r", "lora_target_modules"]
+    assert changed.peft_config().target_modules == {"q_proj", "v_proj"}
+    one = parse_ppo(["--config", write_yaml(tmp_path), "--lora_target_modules", "q_proj"])[2]
+    assert one.peft_config().target_modules == {"q_proj"}
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("learning_rat", "did you mean 'learning_rate'?"),
+        ("num_iterations", "here num_ppo_epochs"),
+        ("kl_coef", "here beta"),
+        ("top_p", "leave it out (it is 1)"),
+        ("vllm_mode", "rollouts are sampled in process"),
+    ],
+)
+def test_an_unknown_key_fails_with_the_name_it_has_here(tmp_path, capsys, key, sentence):
+    err = usage(capsys, "ppo", "--config", write_yaml(tmp_path, **{key: 1}))
+    assert sentence in err and f"run.yaml line {len(GOOD) + 1}: " in err
+    err = usage(capsys, "ppo", "--config", write_yaml(tmp_path), f"--{key}", "1")
+    assert sentence in err
+
+
+def test_sft_names_its_own_neighbours(tmp_path, capsys):
+    config = write_yaml(tmp_path, reward_funcs=None, packin="true")
+    assert "did you mean 'packing'?" in usage(capsys, "sft", "--config", config)
+    assert "unknown key 'num_iterations'" in usage(capsys, "sft", "--num_iterations", "2")
+
+
+def test_an_abbreviated_option_is_not_guessed(capsys):
+    assert "did you mean 'learning_rate'?" in usage(capsys, "ppo", "--learning_ra", "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is empty; expected lines"),
+        ("- a\n- b\n", "holds a list; expected lines"),
+        ("just words", "holds a str; expected lines"),
+        ("beta: 1\nkl: [1, 2\nlam: 3\n", "run.yaml line 3 is not YAML"),
+        ("beta: 1\n\tlam: 2\n", "run.yaml line 2 is not YAML"),
+        ("beta: 1\nlam: 0.9\nbeta: 2\n", "line 3: beta stands there again after line 1"),
+        ("beta: 1\nnum_rollouts: 1.5\n", "line 2: num_rollouts is 1.5 (float); expected int"),
+        ("beta: true\n", "line 1: beta is True (bool); expected float"),
+        ("learning_rate:\n", "line 1: learning_rate is empty; give a value or remove the line"),
+        ("eval_strategy: no\n", "line 1: eval_strategy is read as False by YAML; write the word in quotes"),
+        ("dataset_name: [a, b]\n", "line 1: dataset_name is ['a', 'b'] (list); expected str"),
+        ("env: 3\n", "line 1: env must map names to values"),
+    ],
+)
+def test_a_config_that_cannot_be_read_says_where(tmp_path, capsys, text, sentence):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert sentence in usage(capsys, "ppo", "--config", str(path))
+
+
+def test_a_config_that_is_not_text_or_not_there_says_so(tmp_path, capsys):
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00beta: 1")
+    assert "is not UTF-8 text" in usage(capsys, "ppo", "--config", str(tmp_path / "bytes.yaml"))
+    assert "absent.yaml does not exist (working folder" in usage(capsys, "ppo", "--config", "absent.yaml")
+    assert "is a folder" in usage(capsys, "ppo", "--config", str(tmp_path))
+    assert "needs a YAML file after it" in usage(capsys, "ppo", "--config")
+    assert "--config is given twice" in usage(capsys, "ppo", "--config", "a", "--config=b")
+
+
+@pytest.mark.parametrize(
+    ("verb", "values", "sentence"),
+    [
+        ("ppo", {"dataset_name": None}, "dataset_name is not set"),
+        ("ppo", {"reward_funcs": None}, "reward_funcs is not set"),
+        ("ppo", {"model_name_or_path": None}, "model_name_or_path is not set"),
+        ("ppo", {"output_dir": None}, "output_dir is not set"),
+        ("eval", {"output_dir": None}, "output_dir is not set"),
+        ("sft", {"output_dir": None, "reward_funcs": None}, "output_dir is not set"),
+        ("ppo", {"beta": -1}, "beta is -1"),
+        ("ppo", {"num_rollouts": "many"}, "invalid int value: 'many'"),
+        (
+            "ppo",
+            {"auto_find_batch_size": "true"},
+            "auto_find_batch_size=True has no meaning here: set microbatch_tokens",
+        ),
+        ("ppo", {"lora_task_type": "SEQ_CLS"}, "it is always CAUSAL_LM"),
+        ("ppo", {"lora_modules_to_save": "[lm_head]"}, "the trunk stays frozen"),
+        ("ppo", {"load_in_4bit": "true"}, "set dtype to bfloat16"),
+        ("ppo", {"load_in_4bit": "true", "load_in_8bit": "true", "dtype": "bfloat16"}, "8 bit and 4 bit"),
+        ("ppo", {"eval_size": 0.1, "eval_dataset_split": "test"}, "keep one of them"),
+        ("ppo", {"eval_size": 2.5}, "a whole number of rows"),
+        ("ppo", {"dataset_columns": "question"}, "expected a mapping as JSON"),
+        ("sft", {"reward_funcs": "r.f"}, "unknown key 'reward_funcs'"),
+        ("eval", {"num_rollouts": 3}, "unknown key 'num_rollouts'"),
+        ("ppo", {"dtype": "int3"}, "dtype is 'int3'; expected one of auto, bfloat16, float16, float32"),
+    ],
+)
+def test_a_value_that_cannot_work_fails_before_anything_is_loaded(tmp_path, capsys, verb, values, sentence):
+    assert sentence in usage(capsys, verb, "--config", write_yaml(tmp_path, **values))
+
+
+def test_dataset_columns_come_as_a_mapping_or_as_json(tmp_path):
+    inline = write_yaml(tmp_path, dataset_columns="{prompt: question}", eval_size=3)
+    assert parse_ppo(["--config", inline])[0].dataset_columns == {"prompt": "question"}
+    data = parse_ppo(["--config", write_yaml(tmp_path), "--dataset_columns", '{"prompt": "q"}', "--eval_size", "3"])[0]
+    assert data.dataset_columns == {"prompt": "q"} and data.eval_size == 3 and isinstance(data.eval_size, int)
+
+
+def test_the_env_block_sets_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONETRUNK_TEST_VARIABLE", "")
+    parse_ppo(["--config", write_yaml(tmp_path, "env:\n  ONETRUNK_TEST_VARIABLE: 3")])
+    assert os.environ["ONETRUNK_TEST_VARIABLE"] == "3"
+
+
+def test_sft_takes_bfloat16_only_where_an_accelerator_has_it(tmp_path):
+    argv = ["--config", write_yaml(tmp_path, reward_funcs=None), "--use_cpu", "true"]
+    assert parse_sft(argv)[1].bf16 is False
+    assert parse_sft([*argv, "--bf16", "true"])[1].bf16 is True
+
+
+def test_a_word_that_is_no_option_is_refused():
+    with pytest.raises(UsageError, match="'recipes/ppo.yaml' is not an option"):
+        parse_ppo(["recipes/ppo.yaml"])
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_lists_the_options(capsys, verb):
+    assert cli.main([verb, "--help"]) == 0
+    assert "--dataset_columns" in capsys.readouterr().out
+
+
+def test_the_command_line_answers_without_loading_torch():
+    code = "import sys; from onetrunk.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, capture_output=True)
+    assert run.returncode == 0 and b"usage: onetrunk VERB" in run.stdout
+
+
+def test_version_help_and_unknown_verbs(capsys):
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"onetrunk {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    assert cli.main([]) == 2
+    capsys.readouterr()
+    assert cli.main(["pppo"]) == 2 and "did you mean 'ppo'?" in capsys.readouterr().err
+    assert cli.main(["xyz"]) == 2 and "it is one of sft, ppo, eval" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Every YAML under recipes/ and every command in a document is one that the parsers take."""
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from onetrunk.cli import VERBS
+from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.sft import parse_sft
+from tests.stages.recipes import DOCUMENTS, RECIPES, ROOT, SCRIPTS, commands_of
+
+PARSERS = {"sft": parse_sft, "ppo": parse_ppo, "eval": parse_eval}
+VERB_OF_SCRIPT = {"sft": "sft", "ppo": "ppo", "evaluate": "eval"}
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_every_verb_has_a_parser_and_a_script():
+    assert set(PARSERS) == set(VERBS) == set(VERB_OF_SCRIPT.values())
+    assert {path.stem for path in SCRIPTS} == set(VERB_OF_SCRIPT)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=relative)
+def test_every_recipe_parses(path):
+    verb = path.stem.split("_")[0]
+    args = PARSERS[verb](["--config", relative(path)])
+    assert any(getattr(part, "output_dir", "").startswith("runs/") for part in args)
+
+
+def test_the_promised_recipes_are_there():
+    promised = {"tiny", "smollm2-135m", "qwen2.5-0.5b", "llama-3.1-8b"}
+    for recipe in promised:
+        names = {path.stem for path in RECIPES if path.parent.name == recipe}
+        assert {"sft", "ppo", "eval"} <= names
+        assert (ROOT / "recipes" / recipe / "README.md").is_file()
+    assert (ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml").is_file()
+
+
+def check_command(words):
+    """Raise where a command of a document would not be taken."""
+    if words[0] == "onetrunk":
+        if words[1] in PARSERS and "--help" not in words:
+            PARSERS[words[1]](words[2:])
+        else:
+            assert words[1] in (*VERBS, "--help", "--version", "VERB"), words
+    elif words[0] == "accelerate":
+        assert words[1] == "launch", words
+        launch = launch_command_parser().parse_args(words[2:])
+        assert (ROOT / launch.config_file).is_file(), launch.config_file
+        script = (ROOT / launch.training_script).resolve()
+        assert script.is_file(), script
+        rest = [word for word in launch.training_script_args if word != "..."]
+        if rest:
+            PARSERS[VERB_OF_SCRIPT[script.stem]](rest)
+    elif words[0] == "python" and not words[1].startswith("-"):
+        assert (ROOT / words[1]).is_file(), words[1]
+    elif words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word]
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(f"\n{target}: " in makefile for target in targets), targets
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *SCRIPTS], ids=relative)
+def test_every_command_in_a_document_is_taken(path):
+    for words in commands_of(path.read_text()):
+        check_command(words)
+
+
+def test_the_commands_are_found_and_a_wrong_one_is_noticed():
+    text = "```\nonetrunk ppo --config a.yaml \\\n  --beta 1  # why\n```\n`onetrunk sft --config b.yaml`, `make demo`."
+    assert commands_of(text) == [
+        ["onetrunk", "ppo", "--config", "a.yaml", "--beta", "1"],
+        ["onetrunk", "sft", "--config", "b.yaml"],
+    ]
+    assert commands_of((ROOT / "recipes/tiny/README.md").read_text())
+    for wrong in (
+        "onetrunk ppo --config recipes/tiny/ppo.yaml --kl_coef 1",
+        "onetrunk tune --config recipes/tiny/ppo.yaml",
+        "accelerate launch --config_file accelerate_configs/absent.yaml scripts/ppo.py",
+        "make nothing",
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            check_command(wrong.split())

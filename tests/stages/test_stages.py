@@ -1,0 +1,257 @@
+"""The stages end to end through the real command line, on the tiny recipe with very small settings."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import HfApi, RepoUrl
+
+from onetrunk import cli
+from onetrunk.files import load_tensors
+from onetrunk.stages.running import explain, run_stage
+from tests.stages.recipes import ROOT, load_recipe_module
+
+REWARDS = [f"{ROOT}/recipes/tiny/rewards.py:{name}" for name in ("on_task", "polite", "concise", "finished")]
+PPO = "--rollout_batch_size 8 --max_completion_length 6 --num_ppo_epochs 2 --num_minibatches 2 --eval_strategy no"
+PPO = f"{PPO} --per_device_train_batch_size 4 --lora_r 2".split()
+ROLE_FIGURES = {"score/mean", "score/on_task", "score/polite", "score/concise", "score/finished", "completion/length"}
+
+
+def run(verb, folder, *options, recipe=True):
+    """Run a verb in `folder` on the tiny recipe; return its exit code. Later options override earlier ones."""
+    config = ["--config", str(ROOT / f"recipes/tiny/{verb}.yaml")] if recipe else []
+    rewards = [] if verb == "sft" else ["--reward_funcs", *REWARDS]
+    return cli.main([verb, *config, *rewards, *options])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with data, base, sft and ppo of the tiny recipe, as the demo leaves them, but hardly trained."""
+    folder = tmp_path_factory.mktemp("tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        load_recipe_module("tiny", "make_data").make_all(num_sft_rows=200)
+        held_out = folder / "runs/tiny/held_out.jsonl"
+        held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:10]))
+        assert run("sft", folder, "--max_steps", "4", "--logging_steps", "2") == 0
+        assert run("ppo", folder, *PPO, "--num_rollouts", "2", "--save_steps", "3", "--save_total_limit", "3") == 0
+    return folder
+
+
+@pytest.fixture
+def there(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    return trained
+
+
+def metrics(folder):
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def same_files(left, right, names=("adapter_model.safetensors", "value_head.safetensors")):
+    return all(
+        torch.equal(a, b)
+        for name in names
+        for a, b in zip(load_tensors(left / name).values(), load_tensors(right / name).values(), strict=True)
+    )
+
+
+def test_ppo_leaves_an_adapter_its_head_its_tokenizer_and_the_figures_before_and_after(there):
+    folder = there / "runs/tiny/ppo"
+    names = {path.name for path in folder.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "tokenizer.json"} <= names
+    assert not {"model.safetensors", "config.json"} & names
+    figures = metrics(folder)
+    assert figures["steps"] == 8 and figures["num_prompts"] == 10
+    assert ROLE_FIGURES <= set(figures["reference"]) and ROLE_FIGURES | {"kl/ref"} <= set(figures["policy"])
+    assert "kl/ref" not in figures["reference"]
+
+
+def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
+    assert run("eval", there, "--max_completion_length", "6", "--seed", "0", "--num_completions_to_print", "2") == 0
+    out = capsys.readouterr().out
+    assert "before" in out and "after" in out and "samples" in out
+    # Same prompts, seed and weights as at the end of the PPO stage: the same figures.
+    evaluated, trained_figures = metrics(there / "runs/tiny/eval"), metrics(there / "runs/tiny/ppo")
+    assert evaluated["reference"] == trained_figures["reference"]
+    assert evaluated["policy"] == pytest.approx(trained_figures["policy"], abs=1e-6)
+    for role in ("reference", "policy"):
+        lines = (there / f"runs/tiny/eval/samples-{role}.jsonl").read_text().splitlines()
+        assert len(lines) == 10 and {"prompt", "completion", "score", "score/polite"} <= set(json.loads(lines[0]))
+
+
+def test_eval_of_a_base_model_has_one_side(there):
+    options = ["--model_name_or_path", "runs/tiny/sft", "--output_dir", "runs/base-eval", "--seed", "0"]
+    assert run("eval", there, *options, "--max_completion_length", "6") == 0
+    figures = metrics(there / "runs/base-eval")
+    assert "reference" not in figures
+    assert figures["policy"] == metrics(there / "runs/tiny/ppo")["reference"]
+
+
+def test_ppo_goes_on_from_an_adapter_and_eval_compares_with_that_adapter(there):
+    options = ["--model_name_or_path", "runs/tiny/ppo", "--output_dir", "runs/further", "--save_strategy", "no"]
+    lora = ["--lora_r", "16", "--lora_alpha", "32"]
+    assert run("ppo", there, *PPO, *options, *lora, "--num_rollouts", "1") == 0
+    before = metrics(there / "runs/tiny/ppo")["policy"]
+    assert metrics(there / "runs/further")["reference"]["score/mean"] == pytest.approx(before["score/mean"], abs=1e-6)
+    evaluation = ["--model_name_or_path", "runs/further", "--output_dir", "runs/further-eval", "--seed", "0"]
+    assert run("eval", there, *evaluation, "--max_completion_length", "6") == 0
+    figures = metrics(there / "runs/further-eval")
+    assert figures["reference"] == metrics(there / "runs/further")["reference"]
+    assert figures["policy"] == pytest.approx(metrics(there / "runs/further")["policy"], abs=1e-6)
+
+
+def test_a_lora_field_beside_an_adapter_is_refused(there, capsys):
+    assert run("ppo", there, *PPO, "--model_name_or_path", "runs/tiny/ppo", "--output_dir", "runs/refused") == 1
+    assert "is an adapter with a LoRA config of its own; remove lora_r, lora_alpha" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["runs/tiny/ppo-resumed/checkpoint-3", "true"])
+def test_resuming_from_the_command_line_ends_where_the_uninterrupted_run_did(there, how):
+    resumed = there / "runs/tiny/ppo-resumed"
+    shutil.rmtree(resumed, ignore_errors=True)
+    # As after a kill in the middle of the first rollout: one checkpoint, and nothing at the root.
+    shutil.copytree(there / "runs/tiny/ppo/checkpoint-3", resumed / "checkpoint-3")
+    options = ["--num_rollouts", "2", "--save_steps", "3", "--save_total_limit", "3", "--output_dir", str(resumed)]
+    assert run("ppo", there, *PPO, *options, "--resume_from_checkpoint", how) == 0
+    assert same_files(resumed, there / "runs/tiny/ppo")
+    assert metrics(resumed)["policy"] == metrics(there / "runs/tiny/ppo")["policy"]
+
+
+def test_sft_trains_a_lora_adapter_that_ppo_takes(there):
+    assert run("sft", there, "--max_steps", "2", "--use_peft", "true", "--output_dir", "runs/sft-lora") == 0
+    assert (there / "runs/sft-lora/adapter_model.safetensors").is_file()
+    options = ["--model_name_or_path", "runs/sft-lora", "--output_dir", "runs/ppo-lora", "--num_rollouts", "1"]
+    assert run("ppo", there, *PPO, *options, "--lora_r", "16", "--lora_alpha", "32", "--save_strategy", "no") == 0
+    assert (there / "runs/ppo-lora/reference/adapter_model.safetensors").is_file()
+
+
+def test_ppo_and_eval_run_on_a_base_in_4_bit(there):
+    pytest.importorskip("bitsandbytes")
+    quantised = ["--load_in_4bit", "true", "--dtype", "float32"]
+    options = [*PPO, *quantised, "--num_rollouts", "1", "--save_strategy", "no", "--output_dir", "runs/ppo-4bit"]
+    assert run("ppo", there, *options) == 0
+    evaluation = ["--model_name_or_path", "runs/ppo-4bit", "--output_dir", "runs/eval-4bit", "--seed", "0"]
+    assert run("eval", there, *quantised, *evaluation, "--max_completion_length", "6") == 0
+    figures = metrics(there / "runs/eval-4bit")
+    assert figures["policy"] == pytest.approx(metrics(there / "runs/ppo-4bit")["policy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("verb", ["sft", "ppo"])
+def test_what_was_trained_is_pushed_when_asked(there, monkeypatch, verb):
+    uploads = []
+
+    def upload(self, repo_id, folder_path, **kwargs):
+        uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, repo_id, **kwargs: RepoUrl(f"https://huggingface.co/{repo_id}")
+    )
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    options = PPO + ["--num_rollouts", "1"] if verb == "ppo" else ["--max_steps", "1"]
+    options += ["--save_strategy", "no", "--push_to_hub", "true", "--hub_model_id", "someone/tiny"]
+    assert run(verb, there, *options, "--output_dir", f"runs/pushed-{verb}") == 0
+    expected = {
+        "ppo": {"adapter_model.safetensors", "value_head.safetensors", "metrics.json"},
+        "sft": {"model.safetensors"},
+    }
+    repo_id, names = uploads[-1]
+    assert repo_id == "someone/tiny" and expected[verb] | {"README.md", "tokenizer.json"} <= names
+
+
+@pytest.mark.multi_process
+def test_the_script_runs_on_two_processes_and_starts_from_the_same_figures(there):
+    config = [str(ROOT / "scripts/ppo.py"), "--config", str(ROOT / "recipes/tiny/ppo.yaml"), *PPO]
+    options = [
+        "--reward_funcs",
+        *REWARDS,
+        "--num_rollouts",
+        "1",
+        "--save_strategy",
+        "no",
+        "--output_dir",
+        "runs/ppo-2",
+    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([*launch, *config, *options], cwd=there, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures, alone = metrics(there / "runs/ppo-2"), metrics(there / "runs/tiny/ppo")
+    assert figures["num_processes"] == 2 and figures["steps"] == 4
+    # The same prompts with the same random numbers, whoever samples them; sums run in another order.
+    assert figures["reference"] == pytest.approx(alone["reference"], abs=1e-5)
+    assert done.stdout.count("ppo: saved the adapter") == 1
+
+
+@pytest.mark.parametrize("rows", [{"text": "a lamp"}, {"messages": [{"role": "assistant", "content": "a lamp"}]}])
+def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows):
+    (there / "rows.jsonl").write_text("".join(json.dumps({**rows, "prompt": i}) + "\n" for i in range(4)))
+    options = ["--dataset_name", "rows.jsonl", "--eval_size", "1", "--output_dir", "runs/sft-text", "--max_steps", "1"]
+    assert run("sft", there, *options) == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "sentence"),
+    [
+        ("sft", ["--dataset_name", "absent.jsonl"], "absent.jsonl does not exist (working folder"),
+        ("sft", ["--dataset_name", "runs/tiny/prompts.jsonl"], "expected prompt and completion, or messages, or text"),
+        (
+            "sft",
+            ["--model_name_or_path", "runs/tiny/ppo"],
+            "runs/tiny/ppo is an adapter; sft starts from a base model",
+        ),
+        ("sft", ["--model_name_or_path", "runs/nothing"], "the tokenizer 'runs/nothing' cannot be loaded"),
+        ("sft", ["--load_in_8bit", "true"], "a quantised model cannot be trained whole; set use_peft: true"),
+        ("sft", ["--eos_token", "<none>"], "is not found in the vocabulary"),
+        ("sft", ["--resume_from_checkpoint", "true", "--output_dir", "runs/x"], "holds no checkpoint-* folder"),
+        ("ppo", ["--reward_funcs", "nowhere.py:f"], "nowhere.py is not a Python file"),
+        ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
+        ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),
+        ("ppo", ["--num_minibatches", "3"], "set num_minibatches to"),
+        ("ppo", ["--lora_target_modules", "lm_head"], "the output head and the embedding are shared"),
+        ("ppo", ["--resume_from_checkpoint", "runs/absent"], "resume_from_checkpoint runs/absent is no folder"),
+        ("ppo", ["--dataset_columns", '{"prompt": "question"}'], "must name distinct columns of the dataset"),
+        ("eval", ["--model_name_or_path", "runs/nothing"], "runs/nothing"),
+        ("eval", ["--max_completion_length", "500"], "the model has 160 positions"),
+        ("eval", ["--output_dir", "runs/tiny/sft.jsonl"], "is a file; name a folder"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_sentence_and_exit_code_1(there, capsys, verb, options, sentence):
+    assert run(verb, there, *options) == 1
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_an_error_in_a_reward_function_names_it(there, capsys, monkeypatch):
+    (there / "broken.py").write_text("def fails(completions, **kwargs):\n    return [1 / 0]\n")
+    options = [*PPO, "--num_rollouts", "1", "--output_dir", "runs/broken", "--save_strategy", "no"]
+    options += ["--reward_funcs", "broken.py:fails", "--reward_weights", "1"]
+    assert run("ppo", there, *options) == 1
+    assert "error: reward function 'fails' raised ZeroDivisionError" in capsys.readouterr().err
+    monkeypatch.setenv("ONETRUNK_TRACEBACK", "1")
+    assert run("ppo", there, *options) == 1
+    assert "broken.py" in capsys.readouterr().err
+
+
+def test_only_what_nobody_foresaw_leaves_as_an_exception(capsys):
+    def stage(error):
+        def run(argv):
+            raise error
+
+        return run
+
+    with pytest.raises(KeyError):
+        run_stage("ppo", stage(KeyError("x")), [])
+    with pytest.raises(RuntimeError):
+        run_stage("ppo", stage(RuntimeError("shapes")), [])
+    assert run_stage("ppo", stage(KeyboardInterrupt()), []) == 130
+    assert "--resume_from_checkpoint true" in capsys.readouterr().err
+    assert run_stage("ppo", stage(OSError("gated")), []) == 1
+    assert "gated (OSError; ONETRUNK_TRACEBACK=1 shows where)" in capsys.readouterr().err
+    assert "lower per_device_train_batch_size" in explain(torch.OutOfMemoryError("CUDA out of memory."))

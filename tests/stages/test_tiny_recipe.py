@@ -1,0 +1,80 @@
+"""The tiny recipe's grammar and rubric, by hand; and `make demo` as a whole (slow)."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.stages.recipes import ROOT, load_recipe_module
+
+grammar = load_recipe_module("tiny", "make_data")
+rewards = load_recipe_module("tiny", "rewards")
+
+TASK = {"action": ["find"], "thing": ["lamp"], "place": ["attic"]}
+
+
+def scores(text):
+    """Return on_task, polite, concise, finished of one reply to TASK."""
+    completions = [[{"role": "assistant", "content": text}]]
+    rubric = (rewards.on_task, rewards.polite, rewards.concise, rewards.finished)
+    return [function(completions=completions, prompts=None, completion_ids=None, **TASK)[0] for function in rubric]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Gladly, I will find the lamp in the attic.", [1, 1, 1, 1]),
+        ("Yes, I will find the lamp in the hall", [2 / 3, 0.5, 1, 0]),
+        # 17 words: (24 - 17) / (24 - 12); what comes after the first promise does not count as on task.
+        ("Why me, I will move the cup in the hall and then I will find the lamp", [0, 0, 7 / 12, 0]),
+        ("Of course. I find. The lamp.", [2 / 3, 1, 1, 0]),
+        ("", [0, 0, 1, 0]),
+    ],
+)
+def test_the_rubric_scores_by_hand(text, expected):
+    assert scores(text) == pytest.approx(expected)
+
+
+def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        grammar.make_all(tmp_path / name, seed=seed, num_sft_rows=50)
+    files = ["sft.jsonl", "prompts.jsonl", "held_out.jsonl", "base/model.safetensors", "base/tokenizer.json"]
+    read = {name: [(tmp_path / name / file).read_bytes() for file in files] for name in "abc"}
+    assert read["a"] == read["b"]
+    assert all(a != c for a, c in zip(read["a"], read["c"], strict=True))
+
+
+def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):
+    grammar.make_all(tmp_path, num_sft_rows=500)
+
+    def tasks(name):
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return {(row["action"], row["thing"], row["place"]) for row in rows}
+
+    train, held_out = tasks("prompts.jsonl"), tasks("held_out.jsonl")
+    assert len(held_out) == 112 and not train & held_out
+    contents = {" ".join(task) for task in held_out}
+    for line in (tmp_path / "sft.jsonl").read_text().splitlines():
+        words = json.loads(line)["prompt"][0]["content"].strip(".?").split()
+        named = [w for w in words if w in (*grammar.ACTIONS, *grammar.THINGS, *grammar.PLACES)]
+        assert " ".join(named) not in contents
+
+
+def test_the_training_replies_are_of_mixed_quality():
+    rng = random.Random(0)
+    task = ("find", "lamp", "attic")
+    means = [sum(part) / 400 for part in zip(*(scores(grammar.reply(rng, task)) for _ in range(400)), strict=True)]
+    assert all(0.3 < mean < 0.85 for mean in means), means
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_raises_the_score_and_says_so(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    demo = str(ROOT / "recipes/tiny/demo.py")
+    run = subprocess.run([sys.executable, demo], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "demo: held-out score" in run.stdout
