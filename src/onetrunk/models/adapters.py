@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from onetrunk.files import load_tensors, save_tensors
 
@@ -27,6 +28,17 @@ VALUE = "value"
 REFERENCE = "reference"
 VALUE_HEAD_FILE = "value_head.safetensors"
 VALUE_HEADS = ("shared", "detached", "adapter")
+_REFUSED_OPTIONS = {
+    "trainable_token_indices": "trains rows of the embedding, which every role shares",
+    "layer_replication": "changes the layers of the shared trunk",
+    "alora_invocation_tokens": "acts from a token on, which PEFT's own forward tells the layers and a pack does not",
+    "arrow_config": "mixes adapters, where one adapter is one role",
+    "kasa_config": "changes weights of the shared trunk",
+    "monteclora_config": "draws random weights, so that the first PPO ratio would differ from 1",
+    "velora_config": "approximates the gradients",
+    "use_qalora": "has not been tried",
+    "use_bdlora": "has not been tried",
+}
 
 
 class ValueHead(nn.Module):
@@ -61,12 +73,14 @@ class ValueHead(nn.Module):
         """
         path = Path(folder) / VALUE_HEAD_FILE
         if not path.is_file():
-            raise ValueError(f"{path} is missing: the value head lies beside the adapter; pass the folder that has both")
+            raise ValueError(f"{path} is missing: the value head lies beside the adapter; pass a folder with both")
         tensors = load_tensors(path)
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         expected = {name: tuple(p.shape) for name, p in self.linear.named_parameters()}
         if shapes != expected:
-            raise ValueError(f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model")
+            raise ValueError(
+                f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model"
+            )
         self.linear.load_state_dict(tensors)
 
 
@@ -125,8 +139,8 @@ def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
 
 def adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Return the named parameters of one adapter."""
-    marker = re.compile(rf"\.{re.escape(adapter)}(\.|$)")
-    return {n: p for n, p in model.named_parameters() if "lora_" in n and marker.search(n)}
+    marker = re.compile(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)")
+    return {n: p for n, p in model.named_parameters() if marker.search(n)}
 
 
 def layer_index(parameter_name: str, layers_name: str) -> int | None:
@@ -156,7 +170,8 @@ def check_adapter_config(config: PeftConfig) -> None:
     """Refuse adapters that the shared trunk can't carry.
 
     Raises:
-        ValueError: not LoRA; trained whole modules; an adapted head or embedding; bias training.
+        ValueError: not LoRA; trained whole modules; an adapted head or embedding; bias training; a start that is not
+            the base model itself; a variant of LoRA that changes the trunk or was not tried.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"peft_config is a {type(config).__name__}; onetrunk trains LoRA adapters: pass a LoraConfig")
@@ -171,9 +186,17 @@ def check_adapter_config(config: PeftConfig) -> None:
     heads = {"lm_head", "embed_tokens", "wte", "embed_out"} & set(targets)
     if heads:
         raise ValueError(
-            f"peft_config.target_modules contains {sorted(heads)}: the output head and the embedding are shared by every"
-            " role; leave them out (target_modules='all-linear' does)"
+            f"peft_config.target_modules contains {sorted(heads)}: the output head and the embedding are shared by"
+            " every role; leave them out (target_modules='all-linear' does)"
         )
+    if config.init_lora_weights not in (True, "gaussian"):
+        raise ValueError(
+            f"peft_config.init_lora_weights={config.init_lora_weights!r} starts the policy away from the base model or"
+            " changes the base itself, so that adapters off would be no reference; set it to True or 'gaussian'"
+        )
+    for option, reason in _REFUSED_OPTIONS.items():
+        if getattr(config, option):
+            raise ValueError(f"peft_config.{option} {reason}; leave it unset")
 
 
 def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> LoraConfig:
@@ -181,18 +204,67 @@ def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> Lora
     check_adapter_config(config)
     config = copy.deepcopy(config)
     if config.lora_dropout:
-        logger.warning("lora_dropout %s is set to 0: dropout makes the first PPO ratio differ from 1", config.lora_dropout)
+        logger.warning("lora_dropout %s is set to 0: with it the first PPO ratio differs from 1", config.lora_dropout)
         config.lora_dropout = 0.0
     if first_layer > 0:
+        top = f"adapter_layers 'top-{num_layers - first_layer}'"
         if config.layers_to_transform is not None:
             raise ValueError(
-                f"peft_config.layers_to_transform={config.layers_to_transform} and adapter_layers"
-                f" 'top-{num_layers - first_layer}' both choose layers; set one of them"
+                f"peft_config.layers_to_transform={config.layers_to_transform} and {top} both choose layers; set one"
+                " of them"
+            )
+        if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
+            # PEFT would adapt every layer that the pattern matches, and refuse to load what it saved.
+            raise ValueError(
+                f"peft_config.target_modules={config.target_modules!r} is a pattern and {top} chooses layers; write"
+                " the layers into the pattern and set adapter_layers to 'all', or list module names"
             )
         config.layers_to_transform = list(range(first_layer, num_layers))
     config.task_type = "CAUSAL_LM"
     config.inference_mode = False
     return config
+
+
+def name_linear_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
+    """Write 'all-linear' out as the names of the linear modules of a decoder layer, where the config chooses layers.
+
+    Left to PEFT it becomes full paths in a model of fewer than 20 linear modules, and those overrule the choice.
+    """
+    if config.target_modules == "all-linear" and config.layers_to_transform is not None:
+        linear = (nn.Linear, Conv1D)
+        names = {name.rsplit(".", 1)[-1] for name, m in layers.named_modules() if isinstance(m, linear)}
+        config.target_modules = sorted(names)
+
+
+def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Return the config and a copy of the weights of the active adapter, for a policy to go on from.
+
+    Raises:
+        ValueError: several adapters are active, the adapter is merged, or `check_adapter_config` refuses it.
+    """
+    names = model.active_adapters
+    if len(names) != 1:
+        raise ValueError(f"adapters {names} are active together; call model.set_adapter with the one to go on from")
+    config = copy.deepcopy(model.peft_config[names[0]])
+    if getattr(config, "init_lora_weights", None) in (False, "eva", "orthogonal"):
+        config.init_lora_weights = True  # They leave the base alone, and the weights are loaded over the start.
+    check_adapter_config(config)
+    if any(layer.merged for layer in model.modules() if isinstance(layer, BaseTunerLayer)):
+        raise ValueError("the adapter is merged into the base model, which must stay the base; load the model anew")
+    weights = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
+    return config, {key: tensor.clone() for key, tensor in weights.items()}
+
+
+def first_trained_layer(model: nn.Module, layers_name: str) -> int:
+    """Return the lowest decoder layer with a weight of the policy or the value that trains; 0 for one outside layers.
+
+    Raises:
+        ValueError: nothing trains.
+    """
+    trained = [n for a in (POLICY, VALUE) for n, p in adapter_parameters(model, a).items() if p.requires_grad]
+    if not trained:
+        raise ValueError("adapter_layers leaves no layer to train that has a weight of the adapter; set it to 'all'")
+    return min(layer_index(name, layers_name) or 0 for name in trained)
 
 
 def copy_adapter(model: PeftModel, source: str, target: str, trainable: bool) -> None:
@@ -201,5 +273,13 @@ def copy_adapter(model: PeftModel, source: str, target: str, trainable: bool) ->
     weights = adapter_parameters(model, source)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model, target).items():
-            parameter.copy_(weights[name.replace(f".{target}", f".{source}")])
+            parameter.copy_(weights[re.sub(rf"(\.lora_\w+)\.{target}(?=\.|$)", rf"\1.{source}", name)])
             parameter.requires_grad_(trainable)
+
+
+def freeze_below(model: nn.Module, layers_name: str, first_layer: int) -> None:
+    """Freeze what the policy and the value have below a layer, and outside the layers where it is not the first."""
+    for adapter in (POLICY, VALUE):
+        for name, parameter in adapter_parameters(model, adapter).items():
+            if (layer_index(name, layers_name) or 0) < first_layer:
+                parameter.requires_grad_(False)

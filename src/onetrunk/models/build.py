@@ -5,13 +5,15 @@ Knows loading; no trainer.
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from onetrunk.models.backbone import load_base
+from onetrunk.models.adapters import parse_adapter_layers
+from onetrunk.models.backbone import decoder_layers, load_base
 from onetrunk.models.trunk_model import TrunkModel
 
 
@@ -21,7 +23,7 @@ def default_peft_config() -> LoraConfig:
 
 
 def build_trunk(
-    model: str | PreTrainedModel | PeftModel,
+    model: str | PathLike[str] | PreTrainedModel | PeftModel,
     peft_config: PeftConfig | None = None,
     *,
     value_head: str = "shared",
@@ -43,22 +45,42 @@ def build_trunk(
     Raises:
         ValueError: settings that exclude each other, or a model that the trunk can't be made of.
     """
+    if isinstance(model, PathLike):
+        model = fspath(model)
     if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
         raise ValueError(
-            "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded already"
+            "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded"
+            " already"
         )
     if isinstance(model, str):
         model = _load(model, peft_config, quantization_config, model_init_kwargs or {})
     if isinstance(model, TrunkModel):
+        _check_settings(model, peft_config, value_head, adapter_layers)
         return model
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
-                "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to go on"
-                " training the adapter, or merge it first (model.merge_and_unload())"
+                "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to go"
+                " on training the adapter, or merge it first (model.merge_and_unload())"
             )
         return TrunkModel.from_adapter(model, value_head=value_head, adapter_layers=adapter_layers)
-    return TrunkModel(model, peft_config or default_peft_config(), value_head=value_head, adapter_layers=adapter_layers)
+    peft_config = peft_config or default_peft_config()
+    return TrunkModel(model, peft_config, value_head=value_head, adapter_layers=adapter_layers)
+
+
+def _check_settings(model: TrunkModel, peft_config: PeftConfig | None, value_head: str, adapter_layers: str) -> None:
+    if peft_config is not None:
+        raise ValueError("the model is a TrunkModel, which has its own LoRA config; leave peft_config out")
+    if value_head != model.value_head_kind:
+        raise ValueError(
+            f"the model is a TrunkModel with value_head {model.value_head_kind!r}, and the settings ask for"
+            f" {value_head!r}; set value_head to {model.value_head_kind!r}"
+        )
+    if parse_adapter_layers(adapter_layers, len(decoder_layers(model))) > model.cut:
+        raise ValueError(
+            f"the model is a TrunkModel that trains from layer {model.cut} on, which is below adapter_layers"
+            f" {adapter_layers!r}; build it with adapter_layers, or set 'all'"
+        )
 
 
 def _load(
@@ -67,7 +89,7 @@ def _load(
     if find_adapter_config_file(name, revision=kwargs.get("revision")) is None:
         return load_base(name, quantization_config=quantization_config, **kwargs)
     if peft_config is not None:
-        raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out to go on from it")
+        raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out to go on")
     base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
     base_name = PeftConfig.from_pretrained(name, revision=kwargs.get("revision")).base_model_name_or_path
     base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)

@@ -1,7 +1,8 @@
 """Run the decoder layers below a cut alone, or those above it from kept states, inside the model's own forward.
 
-Every decoder of transformers walks one ModuleList and hands `layer_types[i]` masks to layer i, so the list must keep its
-length: stand-ins without parameters take the places of the layers that are left out. Knows layers; no roles, no packs.
+Every decoder of transformers walks one ModuleList and hands `layer_types[i]` masks to layer i, so the list must keep
+its length: stand-ins without parameters take the places of the layers that are left out. That a model can be run so is
+proved once (`verify_cut`). Knows layers; no roles, no packs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from onetrunk.models.backbone import backbone, check_cut_supported, decoder_layers
 
 
 class _StandIn(nn.Module):
-    """Takes a layer's place and passes the hidden states on; any attribute that the decoder reads is the layer's own."""
+    """Takes a layer's place and passes the states on; an attribute that the decoder reads is the layer's own."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -74,3 +78,35 @@ def only_above(layers: nn.ModuleList, cut: int, states: Tensor) -> Iterator[None
     hand_in.__dict__["states"] = states
     with _replaced(layers, {cut - 1: hand_in} | {i: _StandIn(layers[i]) for i in range(cut - 1)}):
         yield
+
+
+@torch.no_grad()
+def verify_cut(model: nn.Module, cut: int) -> None:
+    """Prove over 8 tokens that the layers above `cut`, run from kept states, give what a full forward gives.
+
+    The largest difference may be .1% of the largest state, as in `verify_head`: kernels that add in any order pass.
+
+    Raises:
+        ValueError: they don't: layers that share keys and values, return tuples, or hand on more than their states.
+    """
+    check_cut_supported(model)
+    body, layers = backbone(model), decoder_layers(model)
+    embedding = model.get_input_embeddings()
+    ids = torch.linspace(0, embedding.weight.shape[0] - 1, 8, device=embedding.weight.device).long()[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    whole, error = body(**inputs).last_hidden_state.float(), float("inf")
+    try:
+        with only_below(layers, cut) as kept:
+            body(**inputs)
+        body(**inputs | {"input_ids": ids.flip(1)})  # What a layer might leave for later ones is another row's now.
+        with only_above(layers, cut, kept[0]):
+            halves = body(**inputs).last_hidden_state.float()
+        if halves.shape == whole.shape:
+            error = (whole - halves).abs().max().item()
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+        pass  # A layer that returns a tuple ends here.
+    if not error <= 1e-3 * whole.abs().max().item():
+        raise ValueError(
+            f"the layers of {type(body).__name__} can't be run in two halves (one returns more than its hidden states,"
+            " or reads more than those of the layer below); set adapter_layers to 'all'"
+        )

@@ -1,8 +1,9 @@
 """One frozen base model that plays every role of PPO: a pass of roles over a pack -> logprobs, values, entropy.
 
-The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden state, or on that of an adapter
-of its own; the reference is the trunk with adapters off, or a frozen copy of the adapter that the policy started from.
-Layers below the cut carry nothing that trains: they run once a pack, without gradient, and every role starts from there.
+The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden state, or on that of an
+adapter of its own; the reference is the trunk with adapters off, or a frozen copy of the adapter that the policy
+started from. Layers below the cut carry nothing that trains: they run once a pack, without gradient, and every role
+starts from there.
 Knows packs and roles; no reward, no objective and no optimizer.
 """
 
@@ -15,39 +16,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import (
-    PeftConfig,
-    PeftModel,
-    PeftModelForCausalLM,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from onetrunk.models.adapter_files import read_branches, set_adapter_weights
 from onetrunk.models.adapters import (
     POLICY,
     REFERENCE,
     VALUE,
     VALUE_HEADS,
     ValueHead,
-    adapter_parameters,
     copy_adapter,
-    layer_index,
+    first_trained_layer,
+    freeze_below,
+    initial_weights,
+    name_linear_layers,
     parse_adapter_layers,
     policy_config,
     role,
 )
 from onetrunk.models.backbone import (
     backbone,
-    check_cut_supported,
     decoder_layers,
     disable_dropout,
     output_head,
     verify_head,
 )
-from onetrunk.models.cut import only_above, only_below
+from onetrunk.models.cut import only_above, only_below, verify_cut
+from onetrunk.models.quantized import keep_train_kernels
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack
 
@@ -77,8 +74,8 @@ class PackOutput(NamedTuple):
 class TrunkModel(PeftModelForCausalLM):
     """A PEFT model whose forward over a pack answers for the policy, the value and the reference.
 
-    Called without a pack it is the plain PEFT model with the policy active, so that sampling, `generate` and every tool
-    for PEFT models work on it. `model.cut` is the first layer that trains (0: all do).
+    Called without a pack it is the plain PEFT model with the policy active, so that sampling, `generate` and every
+    tool for PEFT models work on it. `model.cut` is the first layer that trains (0: all do).
 
     Args:
         base: a decoder that transformers loads; it is frozen, and its dropout set to 0.
@@ -86,8 +83,8 @@ class TrunkModel(PeftModelForCausalLM):
         value_head: "shared" (gradient of the value loss reaches the policy's adapter), "detached" (stop-gradient) or
             "adapter" (a LoRA of its own on the same trunk).
         adapter_layers: "all", or "top-k" to adapt the last k layers alone.
-        initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a frozen
-            copy of them, and what of them lies below the cut stays frozen and active in every role.
+        initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a
+            frozen copy of them, and what of them lies below the cut stays frozen and active in every role.
 
     Raises:
         ValueError: a setting above that the trunk can't carry; the sentence names it.
@@ -106,60 +103,63 @@ class TrunkModel(PeftModelForCausalLM):
             raise ValueError(f"value_head {value_head!r} is none of {', '.join(VALUE_HEADS)}")
         num_layers = len(decoder_layers(base))
         first_layer = parse_adapter_layers(adapter_layers, num_layers)
+        keep_train_kernels(base)
         verify_head(base)
         disable_dropout(base)
-        super().__init__(base, policy_config(peft_config, 0 if initial_adapter else first_layer, num_layers), POLICY)
+        whole = initial_adapter is not None
+        config = policy_config(peft_config, 0 if whole else first_layer, num_layers)
+        name_linear_layers(config, decoder_layers(base))
+        super().__init__(base, config, POLICY)
+        if hasattr(base.get_input_embeddings(), "base_layer"):
+            raise ValueError("peft_config.target_modules matches the embedding, which every role shares; leave it out")
         self.value_head_kind = value_head
         self.has_reference_adapter = initial_adapter is not None
         self._role: str | None = POLICY
         self._attach_branches(initial_adapter, first_layer)
         hidden_size = base.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
-        self.cut = self._first_trained_layer()
+        self.cut = first_trained_layer(self, self._layers_name())
         if self.cut:
-            check_cut_supported(base)
+            verify_cut(base, self.cut)
+        if base.is_activation_checkpointing:
+            self.activation_checkpointing_enable()
 
     @classmethod
     def from_adapter(cls, model: PeftModel, *, value_head: str = "shared", adapter_layers: str = "all") -> TrunkModel:
         """Return a trunk whose policy goes on from the active adapter of `model`; the adapter leaves `model`."""
-        name = model.active_adapters[0]
-        weights = {key: tensor.clone() for key, tensor in get_peft_model_state_dict(model, adapter_name=name).items()}
-        config = model.peft_config[name]
+        config, weights = initial_weights(model)
         return cls(
             model.unload(), config, value_head=value_head, adapter_layers=adapter_layers, initial_adapter=weights
         )
 
     def _attach_branches(self, initial_adapter: dict[str, Tensor] | None, first_layer: int) -> None:
         if initial_adapter is not None:
-            self._load_adapter_weights(initial_adapter, POLICY, "the initial adapter")
+            set_adapter_weights(self, initial_adapter, POLICY, "the initial adapter")
             copy_adapter(self, POLICY, REFERENCE, trainable=False)
         if self.value_head_kind == "adapter" and initial_adapter is not None:
             copy_adapter(self, POLICY, VALUE, trainable=True)
         elif self.value_head_kind == "adapter":
             self.add_adapter(VALUE, copy.deepcopy(self.peft_config[POLICY]))
             self.set_requires_grad(VALUE)
-        layers_name = self._layers_name()
-        for adapter in (POLICY, VALUE):
-            for name, parameter in adapter_parameters(self, adapter).items():
-                if (layer_index(name, layers_name) or 0) < first_layer:
-                    parameter.requires_grad_(False)
+        freeze_below(self, self._layers_name(), first_layer)
 
     def _layers_name(self) -> str:
         layers = decoder_layers(self.get_base_model())
         return next(name for name, m in self.named_modules() if m is layers).rsplit(".", 1)[-1]
 
-    def _first_trained_layer(self) -> int:
-        layers_name = self._layers_name()
-        trained = [n for a in (POLICY, VALUE) for n, p in adapter_parameters(self, a).items() if p.requires_grad]
-        return min(layer_index(name, layers_name) or 0 for name in trained)
-
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
-        """Play a role ("policy", "value" or "reference") inside the block, for passes that are no pack (sampling, say)."""
-        adapter = {"policy": POLICY, "value": VALUE, "reference": REFERENCE if self.has_reference_adapter else None}[name]
-        before, self._role = self._role, adapter
+        """Play a role ("policy", "value" or "reference") in the block, for passes without a pack (sampling, say)."""
+        adapters = {
+            "policy": POLICY,
+            "value": VALUE if self.value_head_kind == "adapter" else POLICY,
+            "reference": REFERENCE if self.has_reference_adapter else None,
+        }
+        if name not in adapters:
+            raise ValueError(f"role {name!r} is none of {', '.join(adapters)}")
+        before, self._role = self._role, adapters[name]
         try:
-            with role(self, adapter):
+            with role(self, adapters[name]):
                 yield
         finally:
             self._role = before
@@ -178,8 +178,8 @@ class TrunkModel(PeftModelForCausalLM):
 
         Args:
             pack: the rows, on the model's device.
-            roles: some of "policy", "value", "reference" and "trunk". Values without "policy" leave the policy's adapter
-                without gradient (value pretraining).
+            roles: some of "policy", "value", "reference" and "trunk". Values without "policy" leave the policy's
+                adapter without gradient (value pretraining).
             states: [R, T, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
             temperature: divides the logits of policy and reference alike.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
@@ -191,6 +191,8 @@ class TrunkModel(PeftModelForCausalLM):
             raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
         if states is None and self.cut:
             states = self._trunk_states(pack)
+        if states is not None and states.shape[:2] != pack.input_ids.shape:
+            raise ValueError(f"states {list(states.shape)} are not of this pack, {list(pack.input_ids.shape)}")
         out: dict[str, Tensor | None] = {"states": states if "trunk" in roles else None}
         shares = "value" in roles and self.value_head_kind != "adapter"
         hidden = None
@@ -258,6 +260,12 @@ class TrunkModel(PeftModelForCausalLM):
         next_values = self.value_head(hidden[every_row, first + pack.completion_mask.sum(dim=1)])
         return _spread(values, rows, columns, pack.completion_mask), next_values
 
+    def train(self, mode: bool = True) -> TrunkModel:
+        """Set train or eval mode; a quantised base computes the same in both."""
+        super().train(mode)
+        keep_train_kernels(self)
+        return self
+
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -266,9 +274,10 @@ class TrunkModel(PeftModelForCausalLM):
         Source: torch.utils.checkpoint, `context_fn`. Without it the recompute would see the adapter of the last role.
         """
         settings = dict(activation_checkpointing_kwargs or {})
-        if settings.pop("use_reentrant", False):
+        if settings.pop("use_reentrant", False) or "context_fn" in settings:
             raise ValueError(
-                "activation_checkpointing_kwargs: use_reentrant=True recomputes under the wrong adapter; leave it out"
+                "activation_checkpointing_kwargs: use_reentrant=True, or a context_fn other than ours, recomputes"
+                " under the wrong adapter; leave both out"
             )
 
         def context_fn() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
@@ -276,6 +285,10 @@ class TrunkModel(PeftModelForCausalLM):
 
         settings |= {"use_reentrant": False, "context_fn": context_fn}
         self.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=settings, **kwargs)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Do the same under transformers' older name, which PEFT would otherwise pass on to the base model."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
         """Write the adapters (the policy at the root, as PEFT and vLLM expect it) and the value head into a folder."""
@@ -288,27 +301,12 @@ class TrunkModel(PeftModelForCausalLM):
         """Load every adapter and the value head from a folder that `save_pretrained` wrote; what trains stays so.
 
         Raises:
-            ValueError: a file is missing, or does not fit this trunk.
+            ValueError: a file is missing, one too many, or does not fit this trunk; no weight has changed then.
         """
-        folder = Path(folder)
-        for adapter in self.peft_config:
-            source = folder if adapter == POLICY else folder / adapter
-            if not (source / "adapter_model.safetensors").is_file():
-                raise ValueError(f"{source} holds no adapter_model.safetensors: adapter {adapter!r} can't be restored")
-            weights = load_peft_weights(str(source), device="cpu")
-            self._load_adapter_weights(weights, adapter, str(source))
+        weights = read_branches(self, folder)
         self.value_head.load(folder)
-
-    def _load_adapter_weights(self, weights: dict[str, Tensor], adapter: str, source: str) -> None:
-        expected = get_peft_model_state_dict(self, adapter_name=adapter, save_embedding_layers=False)
-        wrong = sorted(expected.keys() ^ weights.keys())
-        wrong += [k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape]
-        if wrong:
-            raise ValueError(
-                f"{source} does not fit adapter {adapter!r} of this trunk: {len(wrong)} tensors are missing, unexpected"
-                f" or of another shape, the first is {wrong[0]}; use the base model and LoRA config it was trained with"
-            )
-        set_peft_model_state_dict(self, weights, adapter_name=adapter)
+        for adapter, tensors in weights.items():
+            set_adapter_weights(self, tensors, adapter, folder)
 
 
 def _spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:

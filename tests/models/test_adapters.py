@@ -1,0 +1,265 @@
+"""Switching roles, the reference, what trains and what never does; and adapters that the trunk can't carry."""
+
+import functools
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+
+from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, policy_config, role
+from onetrunk.models.backbone import backbone, output_head
+from onetrunk.models.build import build_trunk
+from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.ops.logprobs import fused_token_logprobs
+from tests.models.branches import (
+    a_pack,
+    a_trunk,
+    base_weights,
+    lora,
+    loss_of,
+    move,
+    same,
+    step_gradients,
+    weights_of,
+)
+from tests.tiny import FAMILIES, tiny_model
+
+IDS = torch.arange(3, 43).reshape(2, 20)
+BOTH = ("policy", "reference")
+
+
+def flags(model):
+    return {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+
+
+def an_sft_model(family="llama", **config):
+    """Return a PEFT model whose adapter is far from zero, as after supervised training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return get_peft_model(tiny_model(family), lora(init_lora_weights=False, **config)).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
+    base, pack = tiny_model(family), a_pack()
+    trunk = a_trunk(family, value_head="adapter")
+    with trunk.as_role("reference"):
+        assert same(logits(trunk), logits(base))
+    assert not torch.allclose(logits(trunk), logits(base), atol=0.1)
+    hidden = backbone(base)(input_ids=pack.input_ids, attention_mask=pack.attention_mask).last_hidden_state
+    head, found = output_head(base), trunk(pack=pack, roles=("reference",)).ref_logprobs
+    rows, columns = pack.completion_mask.nonzero(as_tuple=True)
+    states = hidden[rows, pack.prompt_lengths[rows] - 1 + columns].detach()
+    more = {"softcap": head.softcap, "logit_scale": head.logit_scale}
+    expected, _ = fused_token_logprobs(states, head.weight.detach(), pack.completion_ids[rows, columns], **more)
+    assert same(found[rows, columns], expected) and not found.requires_grad
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_adapter_has_no_divergence_at_all(family, precision):
+    base = tiny_model(family).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    trunk = TrunkModel(base, lora(), adapter_layers="top-2").train()
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
+    with autocast():
+        output = trunk(pack=a_pack(), roles=BOTH)
+    assert output.logprobs.requires_grad and same(output.logprobs.detach(), output.ref_logprobs)
+    move(trunk)
+    with autocast():  # anew, as a trainer does for every forward: within one block it keeps the weights it has cast
+        moved = trunk(pack=a_pack(), roles=BOTH)
+    assert same(moved.ref_logprobs, output.ref_logprobs) and not same(moved.logprobs, output.logprobs)
+
+
+@pytest.mark.parametrize("value_head", ["shared", "adapter"])
+@pytest.mark.parametrize("adapter_layers", ["all", "top-1"])
+def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head, adapter_layers):
+    sft = an_sft_model()
+    sft_logits, base_logits = logits(sft), logits(tiny_model("llama"))
+    assert not torch.allclose(sft_logits, base_logits, atol=0.1)
+    trunk = build_trunk(sft, value_head=value_head, adapter_layers=adapter_layers).train()
+    start = trunk(pack=a_pack(), roles=BOTH)
+    assert same(start.logprobs.detach(), start.ref_logprobs)
+    for name in ("policy", "reference", "value"):
+        with trunk.as_role(name):
+            assert same(logits(trunk), sft_logits)
+    optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.05)
+    frozen = weights_of(trunk, "reference")
+    for _ in range(3):
+        loss_of(trunk(pack=a_pack())).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    moved = trunk(pack=a_pack(), roles=BOTH)
+    assert same(moved.ref_logprobs, start.ref_logprobs) and not same(moved.logprobs, start.logprobs)
+    assert same(frozen, weights_of(trunk, "reference"))
+    with role(trunk, None):
+        assert same(logits(trunk), base_logits)
+
+
+def test_a_continued_dora_adapter_starts_without_divergence():
+    trunk = build_trunk(an_sft_model(use_dora=True), value_head="adapter")
+    names = adapter_parameters(trunk, "reference")
+    assert sum("magnitude" in name for name in names) == 28
+    start = trunk(pack=a_pack(), roles=BOTH)
+    assert same(start.logprobs, start.ref_logprobs)
+    move(trunk)
+    assert same(trunk(pack=a_pack(), roles=BOTH).ref_logprobs, start.ref_logprobs)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
+@pytest.mark.parametrize("adapter_layers", ["all", "top-2"])
+def test_only_adapters_and_the_head_train_and_the_base_never_moves(value_head, adapter_layers, continued):
+    model = an_sft_model() if continued else tiny_model("llama")
+    config = None if continued else lora()
+    trunk = build_trunk(model, config, value_head=value_head, adapter_layers=adapter_layers).train()
+    trained = {name for name, p in trunk.named_parameters() if p.requires_grad}
+    cut = 2 if adapter_layers == "top-2" else 0
+    adapters = ("default", "value") if value_head == "adapter" else ("default",)
+    assert trained == {
+        *("value_head.linear.weight", "value_head.linear.bias"),
+        *(n for a in adapters for n in adapter_parameters(trunk, a) if layer_index(n, "layers") >= cut),
+    }
+    assert len(trained) == 2 + len(adapters) * 14 * (4 - cut) and trunk.cut == cut
+    before, start = base_weights(trunk), weights_of(trunk)
+    optimizer = torch.optim.Adam(trunk.parameters(), lr=0.05)
+    for _ in range(3):
+        loss_of(trunk(pack=a_pack())).backward()
+        optimizer.step()
+    assert same(before, base_weights(trunk))
+    assert {n for n, p in weights_of(trunk).items() if not same(p, start[n])} == trained - {
+        *("value_head.linear.weight", "value_head.linear.bias")
+    }
+
+
+def test_adapters_and_the_head_are_float32_over_a_bfloat16_base():
+    model = an_sft_model().to(torch.bfloat16)
+    for trunk in (
+        build_trunk(tiny_model("llama").to(torch.bfloat16), lora(), value_head="adapter"),
+        build_trunk(model, value_head="adapter"),
+    ):
+        assert {p.dtype for n, p in trunk.named_parameters() if "lora_" in n or "value_head" in n} == {torch.float32}
+        assert {p.dtype for p in base_weights(trunk).values()} == {torch.bfloat16}
+
+
+def test_roles_change_no_flag_inside_or_after_the_block():
+    trunk = build_trunk(an_sft_model(), value_head="adapter", adapter_layers="top-2")
+    before = flags(trunk)
+    outputs = {}
+    for name in ("policy", "value", "reference"):
+        move(trunk, (name if name == "value" else "default",), seed=len(name))
+        with trunk.as_role(name):
+            assert flags(trunk) == before
+            outputs[name] = logits(trunk)
+        assert flags(trunk) == before
+    with role(trunk, None):
+        assert flags(trunk) == before
+        outputs["off"] = logits(trunk)
+    assert flags(trunk) == before
+    assert len({tensor.sum().item() for tensor in outputs.values()}) == 4
+
+
+def test_roles_nest():
+    trunk = build_trunk(an_sft_model(), value_head="adapter")
+    move(trunk)
+    names = ("reference", "value", "policy")
+    expected = {}
+    for name in names:
+        with trunk.as_role(name):
+            expected[name] = logits(trunk)
+    for outer in names:
+        with trunk.as_role(outer):
+            for inner in names:
+                with trunk.as_role(inner), role(trunk, None), trunk.as_role(inner):
+                    assert same(logits(trunk), expected[inner])
+                assert same(logits(trunk), expected[outer])
+    assert same(logits(trunk), expected["policy"])
+
+
+def test_an_exception_inside_a_role_leaves_the_policy_active():
+    trunk = a_trunk(value_head="adapter")
+    before, expected, gradient = flags(trunk), logits(trunk), step_gradients(trunk, a_pack())[1]
+    for name in ("value", "reference"):
+        with pytest.raises(ZeroDivisionError), trunk.as_role(name), trunk.as_role("policy"), trunk.as_role(name):
+            raise ZeroDivisionError
+    assert flags(trunk) == before and same(logits(trunk), expected)
+    assert same(step_gradients(trunk, a_pack())[1], gradient)
+
+
+def test_the_value_role_of_a_shared_head_is_the_policy_and_other_names_are_refused():
+    trunk = a_trunk(value_head="shared")
+    with trunk.as_role("value"):
+        assert same(logits(trunk), logits(a_trunk()))
+    with pytest.raises(ValueError, match="'critic' is none of policy, value, reference"), trunk.as_role("critic"):
+        pass
+
+
+def test_an_adapter_is_told_from_a_module_of_the_same_name():
+    # RWKV's and BERT's attention has a module named "value".
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value, self.reference_proj, self.default = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    config = LoraConfig(r=2, target_modules=["value", "reference_proj", "default"], init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(Block()), config)
+    copy_adapter(model, "default", "value", trainable=True)
+    copy_adapter(model, "default", "reference", trainable=False)
+    for name in ("default", "value", "reference"):
+        found = adapter_parameters(model, name)
+        assert len(found) == 6 and all(key.endswith(f".{name}.weight") for key in found)
+        assert same([*found.values()][0], [*adapter_parameters(model, "default").values()][0])
+        assert {p.requires_grad for p in found.values()} == {name != "reference"}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "IA3Config; onetrunk trains LoRA"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PromptTuningConfig; onetrunk trains LoRA"),
+        (lora(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\].* trunk must stay frozen"),
+        (lora(bias="all"), "bias='all' trains biases of the frozen trunk; set bias='none'"),
+        (lora(bias="lora_only"), "bias='lora_only'"),
+        (lora(target_modules=["q_proj", "lm_head"]), r"contains \['lm_head'\]"),
+        (lora(target_modules=["q_proj", "embed_tokens"]), r"contains \['embed_tokens'\]"),
+        (lora(target_modules=r".*(q_proj|lm_head)"), "output head carries an adapter"),
+        (lora(target_modules=r".*(q_proj|embed_tokens)"), "matches the embedding"),
+        (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*set it to True or 'gaussian'"),
+        (lora(init_lora_weights=False), "init_lora_weights=False"),
+        (lora(trainable_token_indices=[3]), "trainable_token_indices trains rows of the embedding"),
+        (lora(alora_invocation_tokens=[3]), "alora_invocation_tokens acts from a token on"),
+        (lora(layer_replication=[(0, 4), (2, 4)]), "layer_replication changes the layers"),
+    ],
+)
+def test_adapters_that_the_trunk_cannot_carry_are_refused(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TrunkModel(tiny_model("llama"), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            lora(target_modules=["q_proj"], layers_to_transform=[3]),
+            r"layers_to_transform=\[3\] and.*'top-2' both choose",
+        ),
+        (lora(target_modules=r".*q_proj"), "is a pattern and adapter_layers 'top-2' chooses layers"),
+    ],
+)
+def test_two_choices_of_layers_are_refused(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TrunkModel(tiny_model("llama"), config, adapter_layers="top-2")
+
+
+def test_the_given_config_is_left_as_it_was():
+    config = lora(lora_dropout=0.05, inference_mode=True)
+    before = config.to_dict()
+    made = policy_config(config, 2, 4)
+    assert config.to_dict() == before
+    assert made.layers_to_transform == [2, 3] and made.lora_dropout == 0 and not made.inference_mode
+    assert TrunkModel(tiny_model("llama"), config).peft_config["default"].r == config.r

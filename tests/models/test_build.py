@@ -1,0 +1,269 @@
+"""From what a user hands over to a trunk, and from a trunk to files and back."""
+
+import json
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from onetrunk.models.adapter_files import ADAPTER_FILE
+from onetrunk.models.adapters import VALUE_HEAD_FILE, adapter_parameters
+from onetrunk.models.build import build_trunk, default_peft_config
+from onetrunk.models.trunk_model import TrunkModel
+from tests.models.branches import a_pack, a_trunk, lora, loss_of, move, same, step_gradients
+from tests.tiny import FAMILIES, tiny_model
+
+IDS = torch.arange(3, 43).reshape(2, 20)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+
+
+def an_sft_model(base=None, **config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = get_peft_model(base or tiny_model("llama"), lora(init_lora_weights=False, **config))
+    return model.eval()
+
+
+def branches(trunk):
+    return {n: p.detach().clone() for n, p in trunk.named_parameters() if "lora_" in n or "value_head" in n}
+
+
+def test_a_trunk_is_built_from_a_model_a_name_and_a_path(tmp_path):
+    base = tiny_model("llama")
+    base.save_pretrained(tmp_path)
+    for model in (base, str(tmp_path), tmp_path):
+        trunk = build_trunk(model, adapter_layers="top-2", value_head="detached")
+        assert trunk.peft_config["default"].r == 16 and trunk.cut == 2 and not trunk.has_reference_adapter
+        assert trunk.value_head_kind == "detached"
+        assert same(logits(trunk), logits(tiny_model("llama")))
+    assert default_peft_config().lora_dropout == 0
+    trunk = build_trunk(str(tmp_path), lora(), model_init_kwargs={"dtype": "bfloat16"})
+    assert trunk.peft_config["default"].r == 4 and trunk.get_base_model().dtype == torch.bfloat16
+
+
+def test_a_trunk_goes_on_from_a_folder_with_an_adapter_as_from_its_model(tmp_path):
+    base = tiny_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    loaded = build_trunk(str(tmp_path / "base"), lora()).get_base_model()  # so that it knows where it comes from
+    sft = an_sft_model(tiny_model("llama").from_pretrained(loaded.name_or_path), lora_dropout=0.05)
+    expected = logits(sft)
+    sft.save_pretrained(tmp_path / "sft")
+    trunks = [build_trunk(model, value_head="adapter") for model in (tmp_path / "sft", str(tmp_path / "sft"), sft)]
+    for trunk in trunks:
+        assert same(logits(trunk), expected)
+        assert trunk.has_reference_adapter and all(c.lora_dropout == 0 for c in trunk.peft_config.values())
+        output = trunk(pack=a_pack(), roles=("policy", "reference"))
+        assert same(output.logprobs.detach(), output.ref_logprobs)
+        move(trunk)
+    assert same(step_gradients(trunks[0], a_pack()), step_gradients(trunks[2], a_pack()))
+
+
+def test_a_merged_or_doubly_active_adapter_is_refused():
+    sft = an_sft_model()
+    sft.merge_adapter()
+    with pytest.raises(ValueError, match="merged into the base model"):
+        build_trunk(sft)
+    sft = an_sft_model()
+    sft.add_adapter("other", lora())
+    sft.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"adapters \['default', 'other'\] are active together"):
+        build_trunk(sft)
+
+
+def test_the_active_adapter_is_the_one_that_goes_on():
+    sft = an_sft_model()
+    sft.add_adapter("other", lora(r=2, init_lora_weights=False))
+    sft.set_adapter("other")
+    expected = logits(sft)
+    trunk = build_trunk(sft)
+    assert same(logits(trunk), expected) and trunk.peft_config["default"].r == 2
+    assert set(trunk.peft_config) == {"default", "reference"}
+
+
+def test_settings_that_exclude_each_other_are_refused(tmp_path):
+    sft = an_sft_model()
+    with pytest.raises(ValueError, match="carries an adapter already.*leave peft_config out"):
+        build_trunk(sft, lora())
+    sft.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} is an adapter and peft_config asks for a new one"):
+        build_trunk(str(tmp_path), lora())
+    for settings in ({"model_init_kwargs": {"dtype": "bfloat16"}}, {"quantization_config": object()}):
+        with pytest.raises(ValueError, match="given by name or path; this one is loaded already"):
+            build_trunk(tiny_model("llama"), lora(), **settings)
+    with pytest.raises(ValueError, match="PromptTuningConfig; onetrunk trains LoRA"):
+        prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        build_trunk(get_peft_model(tiny_model("llama"), prompts))
+    with pytest.raises(ValueError, match="leaves no layer to train"):
+        build_trunk(an_sft_model(target_modules=["q_proj"], layers_to_transform=[0, 1]), adapter_layers="top-2")
+    with pytest.raises(ValueError, match="init_lora_weights='pissa'"):  # its base is no longer the base model
+        build_trunk(get_peft_model(tiny_model("llama"), lora(init_lora_weights="pissa")))
+
+
+def test_a_trunk_passes_through_when_the_settings_agree():
+    trunk = a_trunk(value_head="adapter", adapter_layers="top-2")
+    assert build_trunk(trunk, value_head="adapter", adapter_layers="top-2") is trunk
+    assert build_trunk(trunk, value_head="adapter") is trunk
+    with pytest.raises(ValueError, match="TrunkModel with value_head 'adapter'.*set value_head to 'adapter'"):
+        build_trunk(trunk)
+    with pytest.raises(ValueError, match="leave peft_config out"):
+        build_trunk(trunk, lora(), value_head="adapter")
+    with pytest.raises(ValueError, match="trains from layer 2 on"):
+        build_trunk(trunk, value_head="adapter", adapter_layers="top-1")
+
+
+@pytest.mark.parametrize("value_head", ["shared", "adapter"])
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}, {"use_rslora": True}])
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path, value_head, continued, config):
+    def build(seed):
+        model = an_sft_model(**config) if continued else tiny_model("llama")
+        trunk = build_trunk(
+            model, None if continued else lora(**config), value_head=value_head, adapter_layers="top-2"
+        )
+        move(trunk, seed=seed)
+        return trunk
+
+    trunk, other = build(1), build(2)
+    trunk.save_pretrained(tmp_path)
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    expected = {"value"} if value_head == "adapter" else set()
+    assert folders == expected | ({"reference"} if continued else set())
+    assert (tmp_path / VALUE_HEAD_FILE).is_file() and (tmp_path / ADAPTER_FILE).is_file()
+    assert not any("value_head" in key or "embed" in key for key in load_file(tmp_path / ADAPTER_FILE))
+    roles, flags = ("policy", "value", "reference"), [p.requires_grad for p in other.parameters()]
+    assert not same(branches(other), branches(trunk))
+    other.load_branches(tmp_path)
+    assert same(branches(other), branches(trunk))
+    assert [p.requires_grad for p in other.parameters()] == flags
+    assert same(other(pack=a_pack(), roles=roles), trunk(pack=a_pack(), roles=roles))
+    assert same(step_gradients(other, a_pack())[1], step_gradients(trunk, a_pack())[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_alone_loads_the_policy(family, tmp_path):
+    trunk = a_trunk(family, value_head="adapter", adapter_layers="top-2")
+    trunk.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(tiny_model(family), tmp_path)
+    assert same(logits(plain), logits(trunk)) and list(plain.peft_config) == ["default"]
+    assert len(load_file(tmp_path / ADAPTER_FILE)) == len(adapter_parameters(trunk, "default"))
+
+
+def test_a_continued_adapter_is_saved_whole_also_below_the_cut(tmp_path):
+    sft = an_sft_model()
+    trunk = build_trunk(sft, adapter_layers="top-1").train()
+    lower = {n: p.detach().clone() for n, p in adapter_parameters(trunk, "default").items() if ".layers.3." not in n}
+    optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.1)
+    loss_of(trunk(pack=a_pack())).backward()
+    optimizer.step()
+    assert len(lower) == 42
+    assert all(torch.equal(adapter_parameters(trunk, "default")[name], weight) for name, weight in lower.items())
+    trunk.save_pretrained(tmp_path)
+    assert len(load_file(tmp_path / ADAPTER_FILE)) == 56
+    plain = PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
+    assert same(logits(plain), logits(trunk))
+
+
+def test_a_module_named_value_does_not_confuse_the_files(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("gpt_neox", intermediate_size=64, **sizes)
+    trunk = a_trunk(base=AutoModelForCausalLM.from_config(config), value_head="adapter")  # has query_key_value
+    trunk.save_pretrained(tmp_path)
+    before = branches(trunk)
+    move(trunk, seed=5)
+    trunk.load_branches(tmp_path)
+    assert same(before, branches(trunk))
+    assert len(load_file(tmp_path / ADAPTER_FILE)) == len(load_file(tmp_path / "value" / ADAPTER_FILE)) == 16
+
+
+def test_the_saved_config_names_the_base(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    build_trunk(tmp_path / "base").save_pretrained(tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base") and config["task_type"] == "CAUSAL_LM"
+    assert build_trunk(tmp_path / "run").has_reference_adapter
+
+
+def test_only_the_main_process_writes(tmp_path):
+    a_trunk(value_head="adapter").save_pretrained(tmp_path / "run", is_main_process=False)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def saved(folder, **settings):
+    trunk = build_trunk(an_sft_model(), value_head="adapter", **settings)
+    move(trunk)
+    trunk.save_pretrained(folder)
+    return trunk
+
+
+@pytest.mark.parametrize("lost", [ADAPTER_FILE, f"value/{ADAPTER_FILE}", f"reference/{ADAPTER_FILE}", VALUE_HEAD_FILE])
+def test_a_missing_file_is_named_and_nothing_is_loaded(tmp_path, lost):
+    trunk = saved(tmp_path)
+    (tmp_path / lost).unlink()
+    move(trunk, seed=9)
+    before = branches(trunk)
+    with pytest.raises(ValueError, match=f"{tmp_path / lost} is missing"):
+        trunk.load_branches(tmp_path)
+    assert same(branches(trunk), before)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape"])
+@pytest.mark.parametrize("file", [ADAPTER_FILE, f"value/{ADAPTER_FILE}", VALUE_HEAD_FILE])
+def test_a_file_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, file, damage):
+    trunk = saved(tmp_path)
+    tensors = load_file(tmp_path / file)
+    first = sorted(tensors)[0]
+    if damage == "missing":
+        del tensors[first]
+    elif damage == "unexpected":
+        tensors["something.else"] = torch.zeros(1)
+    else:
+        tensors[first] = torch.zeros(7, 3)
+    save_file(tensors, tmp_path / file)
+    move(trunk, seed=9)
+    before = branches(trunk)
+    with pytest.raises(ValueError, match=str(tmp_path / file)):
+        trunk.load_branches(tmp_path)
+    assert same(branches(trunk), before)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    trunk = saved(tmp_path)
+    path = tmp_path / "value" / ADAPTER_FILE
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(RuntimeError, match=f"{path} is damaged"):
+        trunk.load_branches(tmp_path)
+
+
+def test_branches_that_this_trunk_has_not_are_refused(tmp_path):
+    saved(tmp_path)
+    fresh = TrunkModel(tiny_model("llama"), lora(), value_head="adapter")
+    with pytest.raises(ValueError, match="holds an adapter 'reference' and this trunk has none"):
+        fresh.load_branches(tmp_path)
+    narrow = a_trunk(base=tiny_model("llama", hidden_size=16))
+    a_trunk().save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'wide' / ADAPTER_FILE} does not fit adapter 'default'"):
+        narrow.load_branches(tmp_path / "wide")
+
+
+def test_a_head_that_does_more_than_we_know_is_refused_in_building():
+    base = tiny_model("llama")
+    base.lm_head.register_forward_hook(lambda _head, _args, logits: logits * 2)
+    with pytest.raises(ValueError, match="head of LlamaForCausalLM computes something else"):
+        build_trunk(base, lora())
+
+
+def test_building_says_nothing_alarming(caplog, recwarn):
+    with caplog.at_level(logging.WARNING):
+        build_trunk(an_sft_model(), value_head="adapter", adapter_layers="top-2")
+        build_trunk(tiny_model("llama"), LoraConfig(r=2, target_modules="all-linear"), value_head="adapter")
+    assert not caplog.records
+    # PEFT asks for `is_gradient_checkpointing` itself.
+    assert not [w for w in recwarn if "is_gradient_checkpointing" not in str(w.message)]

@@ -1,0 +1,108 @@
+"""Activation checkpointing with several adapters in one graph: the recompute runs under the adapter of its forward."""
+
+import contextlib
+
+import pytest
+import torch
+
+from onetrunk.models.backbone import decoder_layers
+from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, gradients, lora, loss_of, same, step_gradients
+from tests.tiny import FAMILIES, tiny_model
+
+
+def checkpointed_step(trunk, **arguments):
+    trunk.train()
+    plain = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    trunk.activation_checkpointing_enable(**arguments)
+    return plain, step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_changes_no_bit_of_outputs_and_gradients(family):
+    trunk = a_trunk(family, value_head="adapter")
+    plain, checkpointed = checkpointed_step(trunk)
+    assert same(plain, checkpointed)
+    assert any("value" in name for name in plain[1]) and any("default" in name for name in plain[1])
+
+
+def test_without_our_context_the_gradients_would_be_wrong():
+    # What the test above catches: by the time of the backward the policy's adapter is active again.
+    plain, checkpointed = checkpointed_step(a_trunk(value_head="adapter"))
+    assert same(plain, checkpointed)
+    trunk = a_trunk(value_head="adapter").train()
+    trunk.get_base_model().activation_checkpointing_enable()
+    output, found = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    assert same(output, plain[0])  # silently: the outputs don't show it
+    assert set(found) != set(plain[1]) or not same(found, plain[1])
+
+
+def test_layers_are_really_recomputed():
+    trunk = a_trunk(value_head="adapter").train()
+    layers = decoder_layers(trunk)
+    with counted(layers) as counts:
+        step_gradients(trunk, a_pack())
+    assert counts == [2] * 4
+    trunk.activation_checkpointing_enable()
+    with counted(layers) as counts:
+        step_gradients(trunk, a_pack())
+    assert counts == [4] * 4
+
+
+def test_below_the_cut_nothing_is_recomputed():
+    trunk = a_trunk(value_head="adapter", adapter_layers="top-1").train()
+    trunk.activation_checkpointing_enable()
+    with counted(decoder_layers(trunk)) as counts:
+        step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    assert counts == [1, 1, 1, 5]  # policy and value twice, the reference has no backward
+
+
+def test_the_backward_leaves_the_role_as_it_was():
+    trunk = a_trunk(value_head="adapter").train()
+    trunk.activation_checkpointing_enable()
+    expected = step_gradients(trunk, a_pack())
+    trunk.zero_grad(set_to_none=True)
+    output = trunk(pack=a_pack())
+    flags = {name: p.requires_grad for name, p in trunk.named_parameters()}
+    with trunk.as_role("reference"):  # sampling between forward and backward, say
+        loss_of(output).backward()
+        ids = a_pack().input_ids[:1, :5]
+        off = trunk(input_ids=ids).logits
+    assert same(gradients(trunk), expected[1])
+    assert flags == {name: p.requires_grad for name, p in trunk.named_parameters()}
+    assert torch.equal(off, tiny_model("llama")(input_ids=ids).logits)
+
+
+def test_the_base_model_s_own_checkpointing_is_replaced_by_ours():
+    expected = step_gradients(a_trunk(value_head="adapter"), a_pack())[1]
+    base = tiny_model("llama")
+    base.activation_checkpointing_enable()
+    for trunk in (a_trunk(base=base, value_head="adapter"), a_trunk(value_head="adapter")):
+        if trunk.get_base_model() is not base:
+            trunk.gradient_checkpointing_enable()  # the older name, which PEFT would pass on to the base model
+        trunk.train()
+        with counted(decoder_layers(trunk)) as counts:
+            assert same(step_gradients(trunk, a_pack())[1], expected)
+        assert counts == [4] * 4
+
+
+@pytest.mark.parametrize("setting", [{"use_reentrant": True}, {"context_fn": contextlib.nullcontext}])
+def test_settings_that_recompute_under_the_wrong_adapter_are_refused(setting):
+    with pytest.raises(ValueError, match="under the wrong adapter; leave both out"):
+        a_trunk(config=lora()).activation_checkpointing_enable(activation_checkpointing_kwargs=setting)
+
+
+def test_settings_of_transformers_pass_through():
+    trunk = a_trunk(value_head="adapter")
+    kwargs = {"use_reentrant": False, "preserve_rng_state": False}
+    plain, checkpointed = checkpointed_step(trunk, activation_checkpointing_kwargs=kwargs, every_n_layers=2)
+    assert same(plain, checkpointed)
+    with counted(decoder_layers(trunk)) as counts:
+        step_gradients(trunk, a_pack(), roles=("policy",))
+    assert sorted(counts) == [1, 1, 2, 2]
+
+
+def test_checkpointing_under_autocast_changes_no_bit():
+    trunk = a_trunk("qwen2", value_head="adapter", adapter_layers="top-3")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, checkpointed = checkpointed_step(trunk)
+    assert same(plain, checkpointed)
