@@ -1,9 +1,10 @@
 """What is carried between the rooms: frozen dataclasses with a shape on every field.
 
-Conventions, stated once. R rows of a pack, T padded tokens of a row (prompt, then completion, then padding), C padded
-tokens of a completion. Rows are padded on the RIGHT, so that token t stands at the same index padded or not. Column t of
-a [R, C] tensor belongs to the t-th completion token: its logprob, and the value of the state that predicts it. Masks are
-True where an entry counts; an entry that does not count holds 0. Knows no model, no tokenizer and no trainer.
+Conventions, stated once. R rows of a pack, T padded tokens of a row (prompt, then completion, then padding), C
+padded tokens of a completion. Rows are padded on the RIGHT, so that token t stands at the same index padded or not.
+Column t of a [R, C] tensor belongs to the t-th completion token: its logprob, and the value of the state that
+predicts it. Masks are True where an entry counts; an entry that does not count holds 0. Knows no model, no tokenizer
+and no trainer.
 """
 
 from __future__ import annotations

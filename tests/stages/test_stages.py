@@ -142,6 +142,12 @@ def test_ppo_and_eval_run_on_a_base_in_4_bit(there):
     assert figures["policy"] == pytest.approx(metrics(there / "runs/ppo-4bit")["policy"], abs=1e-6)
 
 
+def test_evaluating_a_quantised_base_during_sft_on_a_cpu_is_refused(there, capsys):
+    options = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "float32", "--eval_strategy", "steps"]
+    assert run("sft", there, *options, "--output_dir", "runs/sft-4bit") == 1
+    assert "a quantised base passes no gradient after an evaluation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["sft", "ppo"])
 def test_what_was_trained_is_pushed_when_asked(there, monkeypatch, verb):
     uploads = []

@@ -1,6 +1,6 @@
-"""The riskiest path first, on canned completions: every kind of trunk under Trainer, killed in mid-rollout and resumed.
+"""The riskiest path first, on canned completions: each kind of trunk under Trainer, killed in mid-rollout and resumed.
 
-What must hold: the first ratio is exactly 1, the base stays bitwise, and killed-and-resumed equals uninterrupted, bitwise.
+What must hold: the first ratio is exactly 1, the base stays bitwise, and killed-and-resumed equals uninterrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ model, quantization = base, None
 if kind == "nf4":
     base.save_pretrained(folder + "/base")
     model = folder + "/base"
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
 args = PPOConfig(
     output_dir=folder + "/out", use_cpu=True, rollout_batch_size=8, num_rollouts=2, max_completion_length=6,
     num_ppo_epochs=2, num_minibatches=2, per_device_train_batch_size=2, learning_rate=1e-2, seed=5, save_steps=1,
@@ -75,8 +77,8 @@ for number in sorted(moments):
     for name in sorted(moments[number]):
         optimizer.update(moments[number][name].float().numpy().tobytes())
 print(json.dumps({
-    "base_kept": before == digest(only_base=True), "branches": digest(only_base=False), "optimizer": optimizer.hexdigest(),
-    "log": trainer.state.log_history,
+    "base_kept": before == digest(only_base=True), "branches": digest(only_base=False),
+    "optimizer": optimizer.hexdigest(), "log": trainer.state.log_history,
 }))
 """
 

@@ -65,6 +65,11 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     quantization = get_quantization_config(model_args)
     if quantization is not None and not model_args.use_peft:
         raise ValueError("a quantised model cannot be trained whole; set use_peft: true")
+    if quantization is not None and args.device.type == "cpu" and args.eval_strategy != "no":
+        raise ValueError(
+            "on a CPU a quantised base passes no gradient after an evaluation (models/quantized.py); leave"
+            " eval_strategy out: the held-out rows are evaluated at the end"
+        )
     kwargs = {
         **model_args.init_kwargs(),
         "trust_remote_code": args.trust_remote_code,

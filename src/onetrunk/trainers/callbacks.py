@@ -1,22 +1,16 @@
-"""What happens around an optimizer step: bad gradients are thrown away, progress is shown, samples are written.
+"""What happens around an optimizer step: bad gradients are thrown away, progress is shown.
 
 Knows the trainer's state; no tensors but gradients.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from onetrunk.trainers.sampling import ScoredRollout
 
 SHOWN = {
     "score": "score/mean",
@@ -24,11 +18,10 @@ SHOWN = {
     "len": "completion/length",
     "tok/s": "throughput/completion_tokens_per_s",
 }
-LONGEST_CELL = 400
 
 
 class StepGuard(TrainerCallback):
-    """Empties an optimizer step whose gradient is not finite or that exceeds `target_kl`; stops after several in a row.
+    """Empties an optimizer step whose gradient is not finite or that exceeds `target_kl`; stops after some in a row.
 
     A gradient of None leaves weights and optimizer state alone, while the schedule and the step count go on.
 
@@ -92,7 +85,9 @@ class RolloutProgress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="PPO", unit="step", dynamic_ncols=True)
+            self.bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="PPO", unit="step", dynamic_ncols=True
+            )
 
     def rollout(self, done_rows: int, total_rows: int, tokens: int) -> None:
         """Show how far a rollout is; the rollout backend calls it."""
@@ -126,42 +121,3 @@ class RolloutProgress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-
-def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
-    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path."""
-    path = Path(folder) / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for i, prompt in enumerate(scored.batch.prompts):
-            row = {"prompt": prompt, "completion": scored.completions[i], "score": scored.scores.total[i].item()}
-            row |= {f"score/{n}": s[i].item() for n, s in scored.scores.by_function.items()}
-            row["stopped"] = scored.rollout.stopped[i]
-            row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-    return path
-
-
-def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
-    """Return a table of the first rows of a scored rollout."""
-    table = Table(title=title, show_lines=True)
-    for column in ("prompt", "completion", "score"):
-        table.add_column(column, overflow="fold")
-    for i in range(min(num_rows, len(scored.completions))):
-        cells = (_cell(scored.batch.prompts[i]), _cell(scored.completions[i]), f"{scored.scores.total[i].item():.3f}")
-        table.add_row(*cells)
-    return table
-
-
-def _cell(text: Any) -> str:
-    plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
-    plain = plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
-    return plain.replace("[", r"\[")
-
-
-def show(table: Table) -> None:
-    """Print a table to the terminal, above a running progress bar."""
-    console = Console(width=None)
-    with console.capture() as capture:
-        console.print(table)
-    tqdm.write(capture.get())

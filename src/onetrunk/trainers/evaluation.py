@@ -1,23 +1,66 @@
 """Held-out evaluation: sample, score, and measure the KL of a policy to its reference.
 
-The same prompts get the same random numbers at every evaluation, so that differences are the policy's. Knows the sampler
-and the model's roles; no optimizer.
+The same prompts get the same random numbers at every evaluation, so that differences are the policy's. Knows the
+sampler and the model's roles; no optimizer.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from transformers import Trainer
 
 from onetrunk.models.trunk_model import TrunkModel
-from onetrunk.ops.packing import make_pack, plan_packs
 from onetrunk.trainers.rollout_figures import rollout_figures
-from onetrunk.trainers.sampling import EVALUATION_STREAM, Sampler, ScoredRollout, prompt_batch
-from onetrunk.types import Pack, to_device
+from onetrunk.trainers.sampling import EVALUATION_STREAM, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.trainers.setup import check_lengths, prepare_dataset
+
+
+class PromptEvaluation(Trainer):
+    """The part of PPOTrainer that evaluates on held-out prompts."""
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Sample one completion per held-out prompt and return its figures: `eval_score/mean`, `eval_kl/ref`, ...
+
+        Several datasets by name give `eval_<name>_score/mean`, ..., as in transformers.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
+        if isinstance(dataset, dict):
+            parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
+            return {name: value for part in parts for name, value in part.items()}
+        if "prompt_ids" not in dataset.column_names:
+            dataset = prepare_dataset(dataset, self.processing_class, self.args)
+            check_lengths(self.model, self.args, [dataset])
+        start = time.perf_counter()
+        figures, scored = evaluate_prompts(
+            self.model,
+            self.sampler,
+            dataset,
+            self.accelerator,
+            seed=self.args.seed,
+            rows_per_pack=self.args.per_device_eval_batch_size,
+            max_tokens=self.args.microbatch_tokens,
+            version=self.state.global_step,
+            extras={"trainer_state": self.state},
+        )
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
+        self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
 
 def evaluate_prompts(
@@ -28,7 +71,9 @@ def evaluate_prompts(
     *,
     seed: int,
     rows_per_pack: int,
+    max_tokens: int | None = None,
     role: str = "policy",
+    version: int = 0,
     extras: dict[str, Any] | None = None,
 ) -> tuple[dict[str, float], ScoredRollout]:
     """Return the figures of one completion per prompt, and this process's scored rollout.
@@ -40,35 +85,31 @@ def evaluate_prompts(
         accelerator: processes, device and autocast.
         seed: of the completions.
         rows_per_pack: most rows in one scoring forward.
+        max_tokens: most padded tokens in one; None: no bound.
         role: "policy", or "reference" for the figures before training (its KL to itself is not reported).
+        version: optimizer steps that the policy has seen.
         extras: keywords for the reward functions.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     share = math.ceil(len(dataset) / world)
-    # Every process has as many rows, for the figures are gathered; surplus rows come again from the start.
-    rows = [(rank + i * world) % len(dataset) for i in range(share)]
+    # Every process has as many rows, for the figures are gathered; surplus rows come again and do not count.
+    places = [rank + i * world for i in range(share)]
+    rows, counted = [place % len(dataset) for place in places], torch.tensor(places) < len(dataset)
     batch = prompt_batch(dataset, rows, [(seed, EVALUATION_STREAM, row) for row in rows])
     with torch.no_grad(), accelerator.autocast(), model.as_role(role):
-        sampler.backend.sync(model, 0)
+        sampler.backend.sync(model, version)
         rollout = sampler.generate(batch)
     scored = sampler.score(batch, rollout, **(extras or {}))
-    packs = _packs(scored, rows_per_pack, sampler.params.pad_token_id) if role == "policy" else []
-    packs = [to_device(pack, accelerator.device) for pack in packs]
+    packs, pack_rows = [], []
+    if role == "policy":
+        pad_id = sampler.params.pad_token_id
+        packs, pack_rows = rollout_packs(scored.rollout, rows_per_pack, max_tokens, pad_id, accelerator.device)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()
     with torch.no_grad(), accelerator.autocast():
         outputs = [model(pack=pack, roles=("policy", "reference"), temperature=temperature) for pack in packs]
     model.train(was_training)
-    figures = rollout_figures(scored, packs, outputs, accelerator)
+    figures = rollout_figures(scored, packs, pack_rows, outputs, accelerator, counted)
     del figures["num_tokens"]
     return figures, scored
-
-
-def _packs(scored: ScoredRollout, rows_per_pack: int, pad_id: int) -> list[Pack]:
-    rollout = scored.rollout
-    lengths = [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
-    return [
-        make_pack([rollout.prompt_ids[i] for i in rows], [rollout.completion_ids[i] for i in rows], pad_id)
-        for rows in plan_packs(lengths, rows_per_pack, None)
-    ]

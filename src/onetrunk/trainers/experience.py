@@ -1,8 +1,8 @@
 """ExperienceStream: prompts -> rollouts -> rewards -> advantages -> minibatches, the train dataloader of PPOTrainer.
 
-One item is one optimizer step. The stream samples when its buffer is used up, so a rollout always comes from the weights
-that the last update left; it must never be read ahead. Knows the sampler, the model's roles and the batch arithmetic;
-no optimizer and no loss.
+One item is one optimizer step. The stream samples when its buffer is used up, so a rollout always comes from the
+weights that the last update left; it must never be read ahead. Knows the sampler, the model's roles and the batch
+arithmetic; no optimizer and no loss.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ from onetrunk.ops.advantages import (
     token_rewards,
 )
 from onetrunk.ops.masking import masked_moments, masked_whiten, merge_moments
-from onetrunk.ops.packing import make_pack, plan_packs, split_minibatches
+from onetrunk.ops.packing import split_minibatches
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_stop_penalty
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig, plan_batches
 from onetrunk.trainers.prompt_order import PromptOrder
 from onetrunk.trainers.rollout_figures import rollout_figures
-from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch
-from onetrunk.trainers.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
+from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.trainers.stream_state import (
+    StreamState,
+    load_buffer,
+    load_state,
+    place_settings,
+    save_buffer,
+    save_state,
+)
 from onetrunk.types import Experience, Minibatch, Pack, to_device
 
 MINIBATCH_STREAM = 2**32 - 3
@@ -93,6 +100,7 @@ class ExperienceStream:
             else FixedKLController(config.beta)
         )
         self.score_moments = RunningMoments()
+        self.settings = place_settings(config, len(dataset), accelerator.num_processes)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras: Callable[[], dict[str, Any]] = dict
@@ -122,7 +130,8 @@ class ExperienceStream:
     def _advance(self) -> None:
         self.state.slot += 1
         if self.state.slot == self.config.slots_per_rollout:
-            self.state = StreamState(iteration=self.state.iteration + 1)
+            # beta stays: the last step of the rollout is still to come.
+            self.state = StreamState(iteration=self.state.iteration + 1, beta=self.state.beta)
             self._experiences = None
 
     def skip_rest_of_rollout(self) -> None:
@@ -152,7 +161,7 @@ class ExperienceStream:
         return experiences
 
     def shape_scores(self, scored: ScoredRollout) -> Tensor:
-        """Return the scores [n] that PPO maximises: raw ones after penalties, normalisation and clipping; NaN: none."""
+        """Return the scores [n] that PPO maximises: raw ones after penalties, normalisation, clipping; NaN: none."""
         config, scores = self.config, scored.scores.total
         if config.missing_eos_penalty is not None:
             scores = missing_stop_penalty(scores, torch.tensor(scored.rollout.stopped), config.missing_eos_penalty)
@@ -168,8 +177,10 @@ class ExperienceStream:
         """Return the experience of a scored rollout: packs with logprobs, values, advantages and returns."""
         scores = self.shape_scores(scored)
         scored_rows = scores.isfinite()
-        packs, rows = self._packs(scored)
-        device = self.accelerator.device
+        device, pad_id = self.accelerator.device, self.sampler.params.pad_token_id
+        packs, rows = rollout_packs(
+            scored.rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device
+        )
         outputs = self._model_outputs(packs)
         loss_rows = scored_rows.clone()
         if self.config.truncated_completions == "mask":
@@ -181,7 +192,7 @@ class ExperienceStream:
             self.advantages(pack, output, reward, stopped[r].to(device))
             for pack, output, reward, r in zip(packs, outputs, rewards, rows, strict=True)
         ]
-        figures = rollout_figures(scored, packs, outputs, self.accelerator)
+        figures = rollout_figures(scored, packs, rows, outputs, self.accelerator)
         self._account(figures, scored_rows)
         advantages = [a for a, _ in shaped]
         if self.config.whiten_advantages:
@@ -216,16 +227,6 @@ class ExperienceStream:
         return advantages, returns
 
     # --- the parts of shape -----------------------------------------------------------------------------------------
-
-    def _packs(self, scored: ScoredRollout) -> tuple[list[Pack], list[list[int]]]:
-        rollout = scored.rollout
-        lengths = [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
-        rows = plan_packs(lengths, self.plan.rows_per_pack, self.config.microbatch_tokens)
-        pad_id = self.sampler.params.pad_token_id
-        packs = [
-            make_pack([rollout.prompt_ids[i] for i in r], [rollout.completion_ids[i] for i in r], pad_id) for r in rows
-        ]
-        return [to_device(pack, self.accelerator.device) for pack in packs], rows
 
     @torch.no_grad()
     def _model_outputs(self, packs: list[Pack]) -> list[PackOutput]:
@@ -271,7 +272,8 @@ class ExperienceStream:
                 f" max_unscored_fraction {self.config.max_unscored_fraction:.0%}; look at the reward functions"
                 f" ({', '.join(self.sampler.rewards.names)}) or raise the limit"
             )
-        figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.kl_controller.value}
+        self.state.beta = self.kl_controller.value
+        figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
         if "kl/ref" in figures:
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(figures["kl/ref"], num_rows)
@@ -285,13 +287,15 @@ class ExperienceStream:
         chosen = split_minibatches(rows, self.config.num_minibatches, generator)[number]
         experiences = tuple(self._experiences[i] for i in chosen)
         own = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
+        num_tokens = self.accelerator.reduce(own, reduction="sum").item()
         return Minibatch(
             experiences=experiences,
-            num_tokens=max(1.0, self.accelerator.reduce(own, reduction="sum").item()),
+            num_tokens=max(1.0, num_tokens),
             trains_policy=self.state.iteration >= self.config.value_pretraining_rollouts,
             first_pass=epoch == 0,
             slot=slot,
-            is_empty_slot=self.state.skips_rest,
+            # Where no token trains, momentum alone would still move the weights.
+            is_empty_slot=self.state.skips_rest or not num_tokens,
         )
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ class ExperienceStream:
     def save(self, folder: str | Path) -> None:
         """Write the stream's state and this process's share of the rollout in use into a checkpoint."""
         if self.accelerator.is_main_process:
-            save_state(folder, self.state, self.kl_controller, self.score_moments)
+            save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
         save_buffer(folder, self._experiences or [], self.accelerator.process_index)
 
     def load(self, folder: str | Path) -> None:
@@ -308,7 +312,7 @@ class ExperienceStream:
         Raises:
             ValueError: a file is missing, or does not fit this run.
         """
-        self.state = load_state(folder, self.kl_controller, self.score_moments)
+        self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments)
         self._experiences = None
         if self.state.slot:
             buffer = load_buffer(folder, self.accelerator.process_index)

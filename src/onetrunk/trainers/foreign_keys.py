@@ -30,6 +30,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "min_p": _SAMPLER + "; leave it out",
     "repetition_penalty": _SAMPLER + "; put a penalty into a reward function",
     "generation_kwargs": _SAMPLER + "; pass a rollout_backend of your own",
+    "group_by_length": "packs are sorted by length already",
+    "cast_lm_head_to_fp32": "logprobs are computed in float32 whatever the head's dtype",
     "cache_implementation": "the rollout backend keeps its own cache",
     "disable_dropout": "dropout is always 0 here",
     "use_vllm": _VLLM,
@@ -86,8 +88,21 @@ INHERITED_WITHOUT_MEANING: dict[str, str] = {
     "dataloader_num_workers": "the stream samples in the main process",
     "dataloader_persistent_workers": "the stream samples in the main process",
     "dataloader_prefetch_factor": "a rollout sampled ahead of its update would be off-policy",
-    "group_by_length": "packs are sorted by length already",
+    "dataloader_multiprocessing_context": "the stream samples in the main process",
+    "train_sampling_strategy": "shuffle_dataset says how prompts are drawn, and packs are sorted by length already",
     "torch_compile": "not tested with adapter switching yet",
+    "torch_compile_backend": "not tested with adapter switching yet",
+    "torch_compile_mode": "not tested with adapter switching yet",
+    "torch_empty_cache_steps": "it would act on Trainer's own training step only",
+    "fp16_full_eval": "evaluation runs as training does",
+    "bf16_full_eval": "evaluation runs as training does",
+    "batch_eval_metrics": "evaluation samples and scores",
+    "eval_accumulation_steps": "evaluation samples and scores",
+    "eval_use_gather_object": "evaluation samples and scores",
+    "include_for_metrics": "evaluation samples and scores; a reward function sees every column",
+    "prediction_loss_only": "evaluation samples and scores",
+    "label_names": "PPO has no labels",
+    "parallelism_config": "not supported yet; use accelerate_configs/ddp.yaml",
     "fsdp": "not supported yet; use accelerate_configs/ddp.yaml",
     "deepspeed": "not supported yet; use accelerate_configs/ddp.yaml",
 }
@@ -95,15 +110,24 @@ INHERITED_WITHOUT_MEANING: dict[str, str] = {
 
 def explain_unknown_keys(config_class: type, keys: dict[str, Any] | list[str]) -> str | None:
     """Return one sentence about the keys that `config_class` does not know, None if it knows all."""
-    known = [f.name for f in dataclasses.fields(config_class) if f.init]
-    unknown = [key for key in keys if key not in known or key in FOREIGN_KEYS]
+    defaults = {f.name: f.default for f in dataclasses.fields(config_class) if f.init}
+    known = [name for name in defaults if name not in FOREIGN_KEYS]
+    unknown = [key for key in keys if key not in known and not _says_nothing(key, keys, defaults)]
     if not unknown:
         return None
     return "; ".join(explain_key(key, known) for key in unknown)
 
 
+def _says_nothing(key: str, keys: dict[str, Any] | list[str], defaults: dict[str, Any]) -> bool:
+    # A parser hands over every field, also at its default; dataclasses.replace an old name with the value of the new.
+    if key not in defaults or not isinstance(keys, dict):
+        return False
+    new = key.replace("gradient_checkpointing", "activation_checkpointing")
+    return keys[key] in (defaults[key], keys.get(new, defaults[new]))
+
+
 def explain_key(key: str, known: list[str]) -> str:
-    """Return what to say of a key that is not among the known ones: its name here, the reason, or its nearest neighbour."""
+    """Return what to say of a key that is not among the known ones: its name here, the reason, or its neighbour."""
     if key in FOREIGN_KEYS:
         return f"{key}: {FOREIGN_KEYS[key]}"
     if key.startswith("vllm_"):

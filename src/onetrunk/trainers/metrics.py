@@ -1,8 +1,9 @@
 """Metrics of a run: gathered on the device as they arise, reduced over processes once per log.
 
-Three kinds, by how they add up. Step stats are sums over this process's tokens divided by the GLOBAL count of the
+Four kinds, by how they add up. Step stats are sums over this process's tokens divided by the GLOBAL count of the
 optimizer step (ops/losses.py): packs and processes add, steps average. Maxima take the largest. Rollout figures are
-already global numbers: rollouts average. Knows names and numbers; no model.
+already global numbers: rollouts average. What a reward function logs is this process's own: calls and processes
+average. Knows names and numbers; no model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import defaultdict
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from onetrunk.ops.losses import explained_variance_from_stats
@@ -45,6 +47,7 @@ class MetricLog:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._rollouts: dict[str, list[float]] = defaultdict(list)
+        self._own: dict[str, list[float]] = defaultdict(list)
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_skipped = 0
@@ -55,7 +58,7 @@ class MetricLog:
         self._pending += [(f"{room}/{key}", value.detach().float()) for key, value in stats.items()]
 
     def end_step(self, skipped: bool) -> None:
-        """Count an optimizer step and take in the stats of its packs; a skipped one trained nothing and says nothing."""
+        """Count an optimizer step and take in the stats of its packs; a skipped one trained nothing, says nothing."""
         self._num_skipped += skipped
         self._num_steps += not skipped
         for name, value in [] if skipped else self._pending:
@@ -71,13 +74,18 @@ class MetricLog:
         for name, value in figures.items():
             self._rollouts[name].append(value)
 
+    def add_own(self, name: str, value: float) -> None:
+        """Add a figure of this process alone; reward functions call it as `log_metric`."""
+        self._own[name].append(float(value))
+
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add the duration of a phase: generate, score or update."""
         self._seconds[phase] += seconds
 
     def flush(self) -> dict[str, float]:
-        """Return the metrics since the last flush by their public names, and start anew. Every process must call it."""
+        """Return the metrics since the last flush by their public names, and start anew. Every process calls it."""
         figures = {name: sum(values) / len(values) for name, values in self._rollouts.items()}
+        figures |= self._own_means()
         names = sorted(self._sums)
         sums = self._reduced([self._sums[n] for n in names])
         stats = {n: sums[i] / max(1, self._num_steps) for i, n in enumerate(names)}
@@ -95,6 +103,14 @@ class MetricLog:
         figures["memory/peak_gib"] = peak_gib()
         self._clear()
         return figures
+
+    def _own_means(self) -> dict[str, float]:
+        # Processes may have logged under different names, so the names travel too.
+        everyone: dict[str, list[float]] = defaultdict(list)
+        for own in gather_object([dict(self._own)]):
+            for name, values in own.items():
+                everyone[name] += values
+        return {name: sum(values) / len(values) for name, values in everyone.items()}
 
     def _reduced(self, values: list[Tensor]) -> Tensor:
         if not values:

@@ -1,41 +1,41 @@
 """PPOTrainer: transformers.Trainer whose train dataloader is the experience stream of a policy on one shared trunk.
 
-Trainer keeps schedule, logging, callbacks, checkpoints, DDP and Hub. Here stand the loop over packs, the objective, and
-what a checkpoint has beside the adapter. Math: onetrunk.ops; batch arithmetic: PPOConfig.
+Trainer keeps schedule, logging, callbacks, checkpoints, DDP and Hub. Here stand the loop over packs and the objective;
+evaluation.py and checkpoint.py have what PPO adds there. Math: onetrunk.ops; batch arithmetic: PPOConfig.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
 
-from onetrunk.models.adapters import VALUE, VALUE_HEAD_FILE, adapter_parameters
+from onetrunk.models.adapters import VALUE, adapter_parameters
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import policy_loss, value_loss
 from onetrunk.ops.masking import masked_mean
-from onetrunk.rewards.base import RewardFunction
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard, sample_table, show, write_samples
-from onetrunk.trainers.evaluation import evaluate_prompts
+from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard
+from onetrunk.trainers.checkpoint import BranchCheckpoints, find_checkpoint
+from onetrunk.trainers.evaluation import PromptEvaluation
 from onetrunk.trainers.experience import ExperienceStream
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.trainers.samples import SampleLog
 from onetrunk.trainers.setup import Reward, prepare_run
 from onetrunk.types import Experience, Minibatch, to_device
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(BranchCheckpoints, PromptEvaluation):
     """Trains a LoRA policy with PPO; policy, value and reference share one frozen base model.
 
     A user of TRL's GRPOTrainer changes the two names:
@@ -48,19 +48,19 @@ class PPOTrainer(Trainer):
         )
         trainer.train()
 
-    Batch arithmetic, worked: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2:
-    32 completions per process, 8 per minibatch and process, 8 optimizer steps per rollout.
+    Batch arithmetic, worked: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs
+    2: 32 completions per process, 8 per minibatch and process, 8 optimizer steps per rollout.
 
-    To change the objective override `compute_loss`; to change advantages or scoring set `stream_class` to a subclass of
-    ExperienceStream.
+    To change the objective override `compute_loss`; to change advantages or scoring set `stream_class` to a subclass
+    of ExperienceStream.
 
     Args:
-        model: a name or path (of a base model, or of an adapter to go on from), a transformers decoder, or a PeftModel.
+        model: a name or path (of a base model, or of an adapter to go on from), a transformers decoder, a PeftModel.
         reward_funcs: one or several of: a function with TRL's signature, a dotted path to one, the name or path of a
             sequence-classification model, such a model.
         args: the settings.
         train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
-        eval_dataset: held-out rows of the same kind, for `evaluate` and eval_strategy.
+        eval_dataset: held-out rows of the same kind (or several such sets by name), for `evaluate` and eval_strategy.
         processing_class: the policy's tokenizer; None loads it from the model's name.
         reward_processing_classes: tokenizers of reward models, one per reward function (None for functions).
         callbacks: further callbacks.
@@ -70,11 +70,11 @@ class PPOTrainer(Trainer):
         rollout_backend: where completions come from; None: this process.
 
     Raises:
-        ValueError, TypeError: a setting, a row or a reward function that can't work; before the model loads where possible.
+        ValueError, TypeError: a setting, a row or a reward function that can't work; before the model loads where
+            possible.
     """
 
     stream_class = ExperienceStream
-    _tag_names = ["onetrunk", "ppo"]
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PPOTrainer(Trainer):
         reward_funcs: Reward | Sequence[Reward],
         args: PPOConfig | None = None,
         train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -111,7 +111,7 @@ class PPOTrainer(Trainer):
         self.guard = StepGuard(args.max_skipped_steps, has_scaler=args.fp16)
         self._stream: ExperienceStream | None = None
         self._resume_from: str | None = None
-        self._samples: dict[str, list[Any]] = {}
+        self._finite_loss = 0.0
         super().__init__(
             model=run.model,
             args=args,
@@ -123,7 +123,11 @@ class PPOTrainer(Trainer):
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True
+        # PEFT writes the model card, and takes its tags from the base.
+        self.model.get_base_model().add_model_tags(["onetrunk", "ppo"])
         self.metric_log = MetricLog(self.accelerator)
+        is_on = args.log_completions and args.should_save
+        self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on)
         self._replace_progress_bar()
 
     def _replace_progress_bar(self) -> None:
@@ -138,11 +142,8 @@ class PPOTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Train; with `resume_from_checkpoint` (a folder, or True for the last one) go on where it was written."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"{self.args.output_dir} holds no checkpoint-* folder to resume from")
-        self._resume_from = resume_from_checkpoint or None
+        self._resume_from = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self._finite_loss = 0.0
         return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
 
     def get_train_dataloader(self) -> ExperienceStream:
@@ -160,15 +161,18 @@ class PPOTrainer(Trainer):
         """Return the number of training prompts."""
         return len(self.train_dataset)
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Any = None
-    ) -> Tensor:
+    def get_total_train_batch_size(self, args: PPOConfig) -> int:
+        """Return the completions of one optimizer step, all processes; Trainer's samples per second use it."""
+        return args.rollout_batch_size * args.num_generations // args.num_minibatches
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
         minibatch = inputs["minibatch"]
         self._step_start = time.perf_counter()
         self.guard.begin_step(minibatch.is_empty_slot)
         total = torch.zeros((), device=self.accelerator.device)
         if minibatch.is_empty_slot:
+            self._give_scaler_gradients(model)
             return total
         model.train()
         self._policy_kl = torch.zeros_like(total)
@@ -183,6 +187,12 @@ class PPOTrainer(Trainer):
             total += loss.detach() * self.accelerator.num_processes
         self._stop_on_target_kl()
         return total
+
+    def _give_scaler_gradients(self, model: nn.Module) -> None:
+        # The gradient scaler of fp16 fails on a step that has seen no gradient; StepGuard takes these away again.
+        if self.args.fp16:
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.grad = torch.zeros_like(parameter)
 
     def compute_loss(
         self,
@@ -233,7 +243,7 @@ class PPOTrainer(Trainer):
             kl = kl_estimate(logprobs, experience.ref_logprobs, args.kl_estimator)
             kl = masked_mean(kl, counted["mask"], num_tokens=counted["num_tokens"])
             self.metric_log.add_stats("kl", {"loss": kl})
-            loss = loss + self._stream.kl_controller.value * kl
+            loss = loss + self._stream.state.beta * kl
         return loss
 
     def _end_step(self, state: TrainerState) -> None:
@@ -270,81 +280,27 @@ class PPOTrainer(Trainer):
         self.guard.grad_norm = float(norm)
         return norm
 
-    # --- logging, evaluation ----------------------------------------------------------------------------------------
+    # --- logging ----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log `logs` together with the PPO metrics gathered since the last log."""
         if "loss" in logs:
+            self._drop_non_finite_loss(logs["loss"])
             logs = {**logs, **self.metric_log.flush()}
-            self._log_samples()
+            if self._stream and self._stream.last_scored:
+                self.samples.record(f"step-{self.state.global_step:06d}", self._stream.last_scored)
+                self._stream.last_scored = None
         super().log(logs, start_time)
 
-    def _log_samples(self) -> None:
-        if not (self.args.log_completions and self._stream and self._stream.last_scored and self.args.should_save):
-            return
-        scored, self._stream.last_scored = self._stream.last_scored, None
-        folder = Path(self.args.output_dir) / "completions"
-        write_samples(folder, f"step-{self.state.global_step:06d}", scored, self._samples)
-        show(sample_table(scored, f"step {self.state.global_step}", self.args.num_completions_to_print))
+    def _drop_non_finite_loss(self, loss: float) -> None:
+        # Trainer empties its running loss by subtracting it from itself: one NaN would stay in every later log.
+        if math.isfinite(loss):
+            self._finite_loss = self._total_loss_scalar
+        else:
+            self._tr_loss.zero_()
+            self._total_loss_scalar = self._finite_loss
 
     def _reward_extras(self) -> dict[str, Any]:
-        self._samples = {}
-
-        def log_extra(column: str, values: list[Any]) -> None:
-            self._samples[column] = list(values)
-
-        def log_metric(name: str, value: float) -> None:
-            self.metric_log.add_rollout({name: float(value)})
-
-        return {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
-
-    def evaluate(
-        self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Sample one completion per held-out prompt and return its figures: `eval_score/mean`, `eval_kl/ref`, ..."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
-        start = time.perf_counter()
-        figures, scored = evaluate_prompts(
-            self.model,
-            self.sampler,
-            dataset,
-            self.accelerator,
-            seed=self.args.seed,
-            rows_per_pack=self.args.per_device_eval_batch_size,
-            extras={"trainer_state": self.state},
-        )
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
-        if self.args.log_completions and self.args.should_save:
-            folder = Path(self.args.output_dir) / "completions"
-            write_samples(folder, f"{metric_key_prefix}-{self.state.global_step:06d}", scored, {})
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self._stream.save(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.model.load_branches(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        self.model.load_branches(self.state.best_model_checkpoint)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.is_world_process_zero():
-            for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != "default")):
-                source, target = Path(checkpoint_folder) / name, Path(self.args.output_dir) / name
-                if source.is_dir():
-                    shutil.copytree(source, target, dirs_exist_ok=True)
-                elif source.is_file():
-                    shutil.copy(source, target)
-        super()._push_from_checkpoint(checkpoint_folder)
+        self.samples.begin()
+        log_metric = self.metric_log.add_own
+        return {"trainer_state": self.state, "log_extra": self.samples.add_column, "log_metric": log_metric}

@@ -28,14 +28,14 @@ def _option(default: Any, text: str) -> Any:
 class PPOConfig(TrainingArguments):
     """Settings of a PPO run.
 
-    Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give 32
-    completions per process and rollout, 8 per optimizer step and process, and 8 optimizer steps per rollout. A forward
-    holds at most per_device_train_batch_size rows and, where it is set, microbatch_tokens padded tokens; neither changes
-    the gradient.
+    Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
+    32 completions per process and rollout, 8 per optimizer step and process, and 8 optimizer steps per rollout. A
+    forward holds at most per_device_train_batch_size rows and, where it is set, microbatch_tokens padded tokens;
+    neither changes the gradient.
 
     Raises:
-        ValueError: a value out of range, settings that contradict each other, or a key of another trainer; the sentence
-            says what to change.
+        ValueError: a value out of range, settings that contradict each other, or a key of another trainer; the
+            sentence says what to change.
     """
 
     # What differs from TrainingArguments' own defaults.
@@ -51,22 +51,28 @@ class PPOConfig(TrainingArguments):
     num_generations: int = _option(1, "Completions per prompt.")
     num_rollouts: int | None = _option(None, "Rollouts in all; None: as num_train_epochs or max_steps say.")
     max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: no limit but the model's.")
-    overlong_prompts: str = _option("error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens.")
+    overlong_prompts: str = _option(
+        "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+    )
     max_completion_length: int = _option(256, "Longest completion, tokens.")
     temperature: float = _option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
     stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
-    max_rollout_rows: int | None = _option(None, "Most rows that decode at once on a process; None: all of the rollout.")
+    max_rollout_rows: int | None = _option(
+        None, "Most rows that decode at once on a process; None: all of the rollout."
+    )
     chat_template_kwargs: dict[str, Any] | None = _option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = _option(True, "New order of the prompts in every pass, drawn from data_seed or seed.")
 
     # Reward
     reward_weights: list[float] | None = _option(None, "Weight of each reward function; None: 1 each.")
-    missing_eos_penalty: float | None = _option(None, "Taken off the score of a completion without a stop token; >= 0.")
+    missing_eos_penalty: float | None = _option(
+        None, "Taken off the score of a completion without a stop token; >= 0."
+    )
     length_penalty: float = _option(0.0, "Taken off the score at max_completion_length tokens, in proportion below.")
     truncated_completions: str = _option(
         "terminal",
-        "A completion cut at max_completion_length: 'terminal' (as if it had ended), 'bootstrap' (its last state's value"
-        " follows), 'penalize' (missing_eos_penalty), 'mask' (left out of the update).",
+        "A completion cut at max_completion_length: 'terminal' (as if it had ended), 'bootstrap' (its last state's"
+        " value follows), 'penalize' (missing_eos_penalty), 'mask' (left out of the update).",
     )
     normalize_scores: bool = _option(False, "Shift and scale scores by their running mean and standard deviation.")
     score_clip: float | None = _option(None, "Bound on |score| after normalisation; None: none.")
@@ -75,8 +81,12 @@ class PPOConfig(TrainingArguments):
     # Advantage
     beta: float = _option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
     kl_estimator: str = _option("k1", "Per-token KL estimator: k1, k2 or k3.")
-    kl_in_loss: bool = _option(False, "Add beta * KL to the loss instead of taking it off the rewards (then k2 or k3).")
-    kl_target: float | None = _option(None, "KL per completion (nats) that an adaptive beta holds; None: beta is fixed.")
+    kl_in_loss: bool = _option(
+        False, "Add beta * KL to the loss instead of taking it off the rewards (then k2 or k3)."
+    )
+    kl_target: float | None = _option(
+        None, "KL per completion (nats) that an adaptive beta holds; None: beta is fixed."
+    )
     kl_horizon: int = _option(10_000, "Completions over which the adaptive beta moves.")
     gamma: float = _option(1.0, "Discount per token, in (0, 1].")
     lam: float = _option(0.95, "Lambda of GAE, in [0, 1].")
@@ -89,16 +99,22 @@ class PPOConfig(TrainingArguments):
     # Loss
     num_ppo_epochs: int = _option(4, "Passes over a rollout.")
     num_minibatches: int = _option(1, "Optimizer steps per pass.")
-    microbatch_tokens: int | None = _option(None, "Most padded tokens (prompt + completion) in one forward; None: no bound.")
+    microbatch_tokens: int | None = _option(
+        None, "Most padded tokens (prompt + completion) in one forward; None: no bound."
+    )
     epsilon: float = _option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = _option(None, "Upper clip range; None: epsilon.")
     dual_clip: float | None = _option(None, "Bound c > 1 on the ratio for negative advantages; None: off.")
     value_clip: float | None = _option(0.2, "Clip range of the value around its rollout value; None: off.")
     value_coef: float = _option(0.1, "Weight of the value loss.")
     entropy_coef: float = _option(0.0, "Weight of the entropy bonus.")
-    target_kl: float | None = _option(None, "Skip the rest of a rollout's steps once KL(old, new) per token exceeds it.")
+    target_kl: float | None = _option(
+        None, "Skip the rest of a rollout's steps once KL(old, new) per token exceeds it."
+    )
     value_pretraining_rollouts: int = _option(0, "First rollouts that train the value alone.")
-    value_learning_rate: float | None = _option(None, "Learning rate of the value head and its adapter; None: as above.")
+    value_learning_rate: float | None = _option(
+        None, "Learning rate of the value head and its adapter; None: as above."
+    )
 
     # Trunk
     value_head: str = _option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
@@ -122,7 +138,9 @@ class PPOConfig(TrainingArguments):
         self._check_rollout()
         self._check_objective()
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = (
+                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            )
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = True
         if self.ddp_broadcast_buffers is None:
@@ -144,27 +162,35 @@ class PPOConfig(TrainingArguments):
                 raise ValueError(f"{f.name}={value!r} has no meaning here: {INHERITED_WITHOUT_MEANING[f.name]}")
         if self.gradient_accumulation_steps != 1:
             raise ValueError(
-                f"gradient_accumulation_steps {self.gradient_accumulation_steps} has no meaning here: an optimizer step is"
-                " a minibatch, cut into forwards by microbatch_tokens or per_device_train_batch_size; leave it at 1"
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps} has no meaning here: an optimizer"
+                " step is a minibatch, cut into forwards by microbatch_tokens or per_device_train_batch_size; leave it"
+                " at 1"
             )
-        for name, fixed in (("ignore_data_skip", True), ("remove_unused_columns", False), ("logging_nan_inf_filter", False)):
+        for name, fixed in (
+            ("ignore_data_skip", True),
+            ("remove_unused_columns", False),
+            ("logging_nan_inf_filter", False),
+        ):
             if getattr(self, name) is not fixed:
                 raise ValueError(f"{name} must stay {fixed}: the experience stream depends on it")
 
     def _check_ranges(self) -> None:
-        positive = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length temperature"
-        positive += " max_rollout_rows score_clip kl_target kl_horizon length_adaptive_lam num_ppo_epochs num_minibatches"
-        positive += " microbatch_tokens epsilon epsilon_high value_clip target_kl value_learning_rate max_skipped_steps"
-        positive += " gamma num_completions_to_print"
-        for name in positive.split():
-            _require(self, name, lambda v: v > 0, "above 0")
+        whole = (
+            "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
+        )
+        whole += " num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps num_completions_to_print"
+        for name in whole.split():
+            _require(self, name, lambda v: isinstance(v, int) and v > 0, "a whole number above 0")
+        positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
+        for name in f"{positive} target_kl value_learning_rate gamma".split():
+            _require(self, name, lambda v: _is_number(v) and v > 0, "a number above 0")
         for name in ("missing_eos_penalty", "length_penalty", "beta", "value_coef", "entropy_coef"):
-            _require(self, name, lambda v: v >= 0, "0 or more")
+            _require(self, name, lambda v: _is_number(v) and v >= 0, "0 or more")
         for name in ("gamma", "lam", "lam_policy", "lam_value", "max_unscored_fraction"):
-            _require(self, name, lambda v: 0 <= v <= 1, "between 0 and 1")
-        _require(self, "dual_clip", lambda v: v > 1, "above 1")
+            _require(self, name, lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1")
+        _require(self, "dual_clip", lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
-        _require(self, "value_pretraining_rollouts", lambda v: v >= 0, "0 or more")
+        _require(self, "value_pretraining_rollouts", lambda v: isinstance(v, int) and v >= 0, "0 or more")
         for name, words in (
             ("kl_estimator", KL_ESTIMATORS),
             ("truncated_completions", TRUNCATED),
@@ -178,8 +204,8 @@ class PPOConfig(TrainingArguments):
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):
                 raise ValueError(
-                    f"num_rollouts {self.num_rollouts} makes {steps} optimizer steps, but max_steps is {self.max_steps};"
-                    " set one of them"
+                    f"num_rollouts {self.num_rollouts} makes {steps} optimizer steps, but max_steps is"
+                    f" {self.max_steps}; set one of them"
                 )
             self.max_steps = steps
         if self.max_prompt_length is None and self.overlong_prompts != "error":
@@ -194,7 +220,9 @@ class PPOConfig(TrainingArguments):
 
     def _check_objective(self) -> None:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
-            raise ValueError(f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out")
+            raise ValueError(
+                f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out"
+            )
         if self.kl_in_loss and self.kl_estimator == "k1":
             raise ValueError("kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3")
         if self.kl_in_loss and not self.beta:
@@ -205,11 +233,15 @@ class PPOConfig(TrainingArguments):
             raise ValueError("length_adaptive_lam and lam_policy both set the policy's lambda; set one of them")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def _require(config: PPOConfig, name: str, holds: Any, expected: str) -> None:
     value = getattr(config, name)
     if value is None:
         return
-    if isinstance(value, float) and not math.isfinite(value) or not holds(value):
+    if not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {expected}")
 
 
@@ -247,16 +279,16 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
         divisors = [d for d in range(1, rows + 1) if rows % d == 0]
         near = sorted(divisors, key=lambda d: abs(d - config.num_minibatches))[:2]
         raise ValueError(
-            f"the {rows} completions of a process (rollout_batch_size {config.rollout_batch_size}, {world_size} processes,"
-            f" num_generations {config.num_generations}) are not divisible by {config.num_minibatches} minibatches; set"
-            f" num_minibatches to {' or '.join(str(d) for d in sorted(near))}"
+            f"the {rows} completions of a process (rollout_batch_size {config.rollout_batch_size}, {world_size}"
+            f" processes, num_generations {config.num_generations}) are not divisible by {config.num_minibatches}"
+            f" minibatches; set num_minibatches to {' or '.join(str(d) for d in sorted(near))}"
         )
     rows_per_minibatch = rows // config.num_minibatches
     rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
     if config.microbatch_tokens is None and rows_per_minibatch % rows_per_pack:
         raise ValueError(
-            f"per_device_train_batch_size {config.per_device_train_batch_size} does not divide the {rows_per_minibatch}"
-            f" completions of an optimizer step and process; set it to {math.gcd(rows_per_minibatch, rows_per_pack)} or set"
-            " microbatch_tokens"
+            f"per_device_train_batch_size {config.per_device_train_batch_size} does not divide the"
+            f" {rows_per_minibatch} completions of an optimizer step and process; set it to"
+            f" {math.gcd(rows_per_minibatch, rows_per_pack)} or set microbatch_tokens"
         )
     return BatchPlan(prompts, rows, rows_per_minibatch, rows_per_pack)

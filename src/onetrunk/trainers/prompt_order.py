@@ -24,8 +24,8 @@ class PromptOrder:
         num_prompts: rows of the dataset, at least 1.
         rollout_batch_size: prompts per rollout, all processes together.
         num_generations: completions per prompt.
-        seed: of the permutations.
-        order_seed: of the completions.
+        order_seed: of the permutations.
+        seed: of the completions.
         shuffle: False keeps the order of the dataset in every pass.
     """
 

@@ -19,37 +19,51 @@ from onetrunk.types import Pack
 
 
 def rollout_figures(
-    scored: ScoredRollout, packs: Sequence[Pack], outputs: Sequence[PackOutput], accelerator: Accelerator
+    scored: ScoredRollout,
+    packs: Sequence[Pack],
+    pack_rows: Sequence[Sequence[int]],
+    outputs: Sequence[PackOutput],
+    accelerator: Accelerator,
+    counted: Tensor | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a rollout by their public names, equal on every process.
 
     `score/*` are means over the completions that have a score (raw, before penalties); `kl/ref` is the k1 estimate
     summed over a completion's tokens, mean over completions; `num_tokens` counts completion tokens.
+
+    Args:
+        scored: n rows of this process.
+        packs: their packs; none where no KL is wanted.
+        pack_rows: the rows that each pack holds.
+        outputs: policy and reference of each pack.
+        accelerator: gathers over the processes, which have n rows each.
+        counted: [n] bool, False for rows that another process counts too; all count where None.
     """
     device = accelerator.device
-    lengths = scored.lengths.float()
+    total, lengths = scored.scores.total, scored.lengths.float()
+    counts = torch.ones_like(lengths) if counted is None else counted.float()
     stopped = torch.tensor(scored.rollout.stopped, dtype=torch.float32)
-    by_function = [scored.scores.by_function[name] for name in scored.scores.by_function]
-    own = torch.stack([scored.scores.total, lengths, stopped, *by_function], dim=1).to(device)
-    rows = accelerator.gather(own)
-    total = rows[:, 0]
+    has_kl = bool(outputs) and outputs[0].ref_logprobs is not None
+    kl = torch.zeros_like(lengths).to(device)
+    for pack, rows, output in zip(packs, pack_rows, outputs, strict=True) if has_kl else ():
+        of_tokens = kl_estimate(output.logprobs, output.ref_logprobs, "k1")
+        kl[torch.tensor(rows, device=device)] = masked_sum(of_tokens, pack.completion_mask, dim=1).float()
+    columns = [counts, total, lengths, stopped, kl, *scored.scores.by_function.values()]
+    rows = accelerator.gather(torch.stack([column.to(device) for column in columns], dim=1))
+    _, total, lengths, stopped, kl, *by_function = rows[rows[:, 0] > 0].unbind(dim=1)
+    finite = total[total.isfinite()]
     figures = {
         "score/mean": _finite_mean(total),
-        "score/std": total[total.isfinite()].std().nan_to_num().item() if total.isfinite().sum() > 1 else 0.0,
-        "completion/length": rows[:, 1].mean().item(),
-        "completion/stopped_fraction": rows[:, 2].mean().item(),
-        "num_tokens": rows[:, 1].sum().item(),
+        "score/std": finite.std().item() if len(finite) > 1 else 0.0,
+        "completion/length": lengths.mean().item(),
+        "completion/stopped_fraction": stopped.mean().item(),
+        "num_tokens": lengths.sum().item(),
     }
-    for i, name in enumerate(scored.scores.by_function):
-        figures[f"score/{name}"] = _finite_mean(rows[:, 3 + i])
-    if outputs and outputs[0].ref_logprobs is not None:
-        own_kl = torch.stack([_kl_sum(p, o) for p, o in zip(packs, outputs, strict=True)]).sum().reshape(1)
-        figures["kl/ref"] = accelerator.gather(own_kl).sum().item() / len(rows)
+    for name, scores in zip(scored.scores.by_function, by_function, strict=True):
+        figures[f"score/{name}"] = _finite_mean(scores)
+    if has_kl:
+        figures["kl/ref"] = kl.mean().item()
     return figures
-
-
-def _kl_sum(pack: Pack, output: PackOutput) -> Tensor:
-    return masked_sum(kl_estimate(output.logprobs, output.ref_logprobs, "k1"), pack.completion_mask)
 
 
 def _finite_mean(x: Tensor) -> float:

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data import decode_completion
+from onetrunk.ops.packing import make_pack, plan_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.types import Message, Prompt, Rollout, RowKey
+from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
 
 # In place of the iteration in a key: no rollout has this number.
 EVALUATION_STREAM = 2**32 - 1
@@ -60,6 +61,25 @@ def prompt_batch(dataset: Dataset, rows: Sequence[int], keys: Sequence[RowKey]) 
     """Return the rows of a dataset (with `prompt` and `prompt_ids`) as a PromptBatch."""
     columns = dataset[list(rows)]
     return PromptBatch(columns.pop("prompt"), columns.pop("prompt_ids"), columns, list(keys))
+
+
+def rollout_packs(
+    rollout: Rollout, rows_per_pack: int, max_tokens: int | None, pad_id: int, device: torch.device
+) -> tuple[list[Pack], list[list[int]]]:
+    """Return the packs of a rollout on `device`, and the rows of the rollout that each one holds.
+
+    Args:
+        rollout: n rows.
+        rows_per_pack: most rows of a pack.
+        max_tokens: most padded tokens of a pack; None: no bound.
+        pad_id: fills the padding.
+        device: where the packs go.
+    """
+    prompts, completions = rollout.prompt_ids, rollout.completion_ids
+    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    rows = plan_packs(lengths, rows_per_pack, max_tokens)
+    packs = [make_pack([prompts[i] for i in r], [completions[i] for i in r], pad_id) for r in rows]
+    return [to_device(pack, device) for pack in packs], rows
 
 
 class Sampler:

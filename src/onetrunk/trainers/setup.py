@@ -5,6 +5,7 @@ Knows every room below; trains nothing.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from transformers.utils import find_adapter_config_file
 
 from onetrunk.data import prepare_prompts
 from onetrunk.files import require_output_dir
-from onetrunk.models.backbone import load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import RewardFunction
@@ -40,7 +41,7 @@ class Run:
     model: TrunkModel
     tokenizer: PreTrainedTokenizerBase
     train_dataset: Dataset
-    eval_dataset: Dataset | None
+    eval_dataset: Dataset | dict[str, Dataset] | None
     sampler: Sampler
 
 
@@ -49,7 +50,7 @@ def prepare_run(
     reward_funcs: Reward | Sequence[Reward],
     args: PPOConfig,
     train_dataset: Dataset | None,
-    eval_dataset: Dataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
     *,
     tokenizer: PreTrainedTokenizerBase | None,
     reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
@@ -58,17 +59,20 @@ def prepare_run(
     rollout_backend: RolloutBackend | None,
     progress: Callable[[int, int, int], None],
 ) -> Run:
-    """Return the parts of a run: settings, tokenizer, rows and reward functions are checked first, the model loads last."""
+    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last."""
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
+    check_model_kwargs(args.model_init_kwargs or {})
     tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     train_dataset = prepare_dataset(train_dataset, tokenizer, args)
-    eval_dataset = None if eval_dataset is None else prepare_dataset(eval_dataset, tokenizer, args)
-    check_lengths(model, args, [train_dataset] + ([eval_dataset] if eval_dataset is not None else []))
+    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    eval_datasets = {name: prepare_dataset(d, tokenizer, args) for name, d in eval_datasets.items() if d is not None}
+    check_lengths(model, args, [train_dataset, *eval_datasets.values()])
     rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args), args.reward_weights)
-    rewards.check_columns(name for name in train_dataset.column_names if name not in ("prompt", "prompt_ids"))
+    for dataset in (train_dataset, *eval_datasets.values()):
+        rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     set_seed(args.seed)
     trunk = build_trunk(
         model,
@@ -82,30 +86,51 @@ def prepare_run(
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
         temperature=args.temperature,
-        stop_token_ids=tuple(sorted({*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops})),
+        stop_token_ids=tuple(
+            sorted({*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops})
+        ),
         pad_token_id=tokenizer.pad_token_id,
     )
     backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
-    return Run(trunk, tokenizer, train_dataset, eval_dataset, Sampler(backend, rewards, tokenizer, params))
+    prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
+    return Run(trunk, tokenizer, train_dataset, prepared, Sampler(backend, rewards, tokenizer, params))
 
 
 def check_launch(args: PPOConfig) -> None:
-    """Refuse a launch that can't work: the output folder, several GPUs in one process, sharded training.
+    """Refuse a launch that can't work: foreign settings, the output folder, several GPUs in one process, sharding.
 
     Raises:
-        ValueError: with the sentence that says what to change.
+        ValueError, TypeError: with the sentence that says what to change.
     """
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}; PPOTrainer takes a PPOConfig (onetrunk.PPOConfig)")
     if args.should_save:
         require_output_dir(args.output_dir)
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch --config_file"
-            f" accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ..., or set CUDA_VISIBLE_DEVICES=0"
+            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch"
+            f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
+            " or set CUDA_VISIBLE_DEVICES=0"
         )
     for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
         if os.environ.get(variable, "false").lower() == "true":
-            raise ValueError(f"{name} is not supported yet; launch with accelerate_configs/ddp.yaml or single_gpu.yaml")
+            raise ValueError(
+                f"{name} is not supported yet; launch with accelerate_configs/ddp.yaml or single_gpu.yaml"
+            )
     plan_batches(args, args.world_size)
+
+
+def check_model_kwargs(kwargs: dict[str, Any]) -> None:
+    """Refuse keywords that the loading of the base model does not have.
+
+    Raises:
+        ValueError: names the keyword and those that there are.
+    """
+    known = [n for n in inspect.signature(load_base).parameters if n not in ("name_or_path", "quantization_config")]
+    unknown = [name for name in kwargs if name not in known]
+    if unknown:
+        hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
+        raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
 
 
 def policy_tokenizer(
@@ -116,7 +141,9 @@ def policy_tokenizer(
         return repair_padding(tokenizer)
     source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     if not isinstance(model, str):
-        name = model.get_base_model().config.name_or_path if isinstance(model, PeftModel) else model.config.name_or_path
+        name = (
+            model.get_base_model().config.name_or_path if isinstance(model, PeftModel) else model.config.name_or_path
+        )
         if not name:
             raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
         return load_tokenizer(name)
@@ -136,7 +163,9 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
     for text in stop_tokens:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            raise ValueError(f"stop_tokens: {text!r} is {len(ids)} tokens; a completion can only end at a single token")
+            raise ValueError(
+                f"stop_tokens: {text!r} is {len(ids)} tokens; a completion can only end at a single token"
+            )
         found += ids
     return found
 
@@ -162,7 +191,9 @@ def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, dat
     most = longest + args.max_completion_length
     remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
     if args.microbatch_tokens is not None and most > args.microbatch_tokens:
-        raise ValueError(f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it")
+        raise ValueError(
+            f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it"
+        )
     limit = getattr(_config(model, args.model_init_kwargs or {}), "max_position_embeddings", None)
     if limit is not None and most > limit:
         raise ValueError(
@@ -181,7 +212,8 @@ def resolve_rewards(
     given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(listed)
     if len(given) != len(listed):
         raise ValueError(
-            f"{len(given)} reward_processing_classes for {len(listed)} reward functions; give one each (None for functions)"
+            f"{len(given)} reward_processing_classes for {len(listed)} reward functions; give one each (None"
+            " for functions)"
         )
     return [_resolve(r, t, args) for r, t in zip(listed, given, strict=True)]
 
@@ -189,7 +221,9 @@ def resolve_rewards(
 def _resolve(reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig) -> RewardFunction | str:
     if isinstance(reward, PreTrainedModel):
         return ModelReward(reward, tokenizer, device=args.device)
-    is_model_name = isinstance(reward, str) and (Path(reward).is_dir() or not re.search(r"\.py:|^[\w.]+\.\w+$", reward))
+    is_model_name = isinstance(reward, str) and (
+        Path(reward).is_dir() or not re.search(r"\.py:|^[\w.]+\.\w+$", reward)
+    )
     if is_model_name:
         return ModelReward(reward, tokenizer, device=args.device)
     return reward

@@ -14,9 +14,19 @@ from torch import Tensor
 from onetrunk.files import atomic_write_json, load_tensors, read_json, save_tensors
 from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController
 from onetrunk.rewards.normalize import RunningMoments
+from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.types import Experience, Pack
 
 STATE_FILE = "experience_stream.json"
+PLACE_SETTINGS = (
+    "rollout_batch_size",
+    "num_generations",
+    "num_ppo_epochs",
+    "num_minibatches",
+    "shuffle_dataset",
+    "seed",
+    "data_seed",
+)
 
 
 @dataclass
@@ -27,22 +37,32 @@ class StreamState:
         iteration: number of the rollout in use, from 0.
         slot: next optimizer step of that rollout, from 0; above 0 there is a buffer.
         skips_rest: True after a `target_kl` stop, until the rollout ends.
+        beta: KL coefficient of the rollout in use.
     """
 
     iteration: int = 0
     slot: int = 0
     skips_rest: bool = False
+    beta: float = 0.0
+
+
+def place_settings(config: PPOConfig, num_prompts: int, num_processes: int) -> dict[str, Any]:
+    """Return the settings that the place in a run rests on: a run that resumes must have the same."""
+    settings = {name: getattr(config, name) for name in PLACE_SETTINGS}
+    return {**settings, "num_prompts": num_prompts, "num_processes": num_processes}
 
 
 def save_state(
     folder: str | Path,
     state: StreamState,
+    settings: dict[str, Any],
     kl_controller: FixedKLController | AdaptiveKLController,
     score_moments: RunningMoments,
 ) -> None:
-    """Write `experience_stream.json`."""
+    """Write `experience_stream.json`; `settings` are those that the place in the run rests on."""
     content = {
         "stream": asdict(state),
+        "settings": settings,
         "kl_controller": kl_controller.state_dict(),
         "score_moments": score_moments.state_dict(),
     }
@@ -50,23 +70,39 @@ def save_state(
 
 
 def load_state(
-    folder: str | Path, kl_controller: FixedKLController | AdaptiveKLController, score_moments: RunningMoments
+    folder: str | Path,
+    settings: dict[str, Any],
+    kl_controller: FixedKLController | AdaptiveKLController,
+    score_moments: RunningMoments,
 ) -> StreamState:
     """Read `experience_stream.json`; the controllers take their state from it.
 
     Raises:
-        ValueError: the file is missing or is not one of ours.
+        ValueError: the file is missing, is not one of ours, or was written under other `settings`. The number of
+            processes may differ where the checkpoint lies between two rollouts.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {folder} is no checkpoint of onetrunk's PPOTrainer; pass one of its checkpoint-* folders")
+        raise ValueError(
+            f"{path} is missing: {folder} is no checkpoint of onetrunk's PPOTrainer; pass one of its"
+            " checkpoint-* folders"
+        )
     content = read_json(path)
     try:
+        state = StreamState(**content["stream"])
+        _check_settings(path, content["settings"], settings, in_rollout=state.slot > 0)
         kl_controller.load_state_dict(content["kl_controller"])
         score_moments.load_state_dict(content["score_moments"])
-        return StreamState(**content["stream"])
+        return state
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold the state of an experience stream ({error})") from error
+
+
+def _check_settings(path: Path, written: dict[str, Any], own: dict[str, Any], in_rollout: bool) -> None:
+    changed = [n for n in own if written.get(n) != own[n] and (in_rollout or n != "num_processes")]
+    if changed:
+        pairs = ", ".join(f"{name} {written.get(name)} (here {own[name]})" for name in changed)
+        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
 
 
 def buffer_file(rank: int) -> str:

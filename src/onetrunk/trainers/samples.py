@@ -1,0 +1,96 @@
+"""What a policy wrote, for people to read: a table in the terminal and JSON lines beside the run.
+
+Knows scored rollouts; no metric and no model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tqdm.auto import tqdm
+
+from onetrunk.trainers.sampling import ScoredRollout
+
+FOLDER = "completions"
+LONGEST_CELL = 400
+
+
+class SampleLog:
+    """Prints the first rows of a scored rollout and writes all of them into `output_dir`/completions.
+
+    Args:
+        output_dir: of the run.
+        num_rows: rows of the table.
+        is_on: False records nothing.
+    """
+
+    def __init__(self, output_dir: str | Path, num_rows: int, is_on: bool):
+        self.folder = Path(output_dir) / FOLDER
+        self.num_rows = num_rows
+        self.is_on = is_on
+        self._extra: dict[str, list[Any]] = {}
+
+    def begin(self) -> None:
+        """Forget the columns of the rollout before."""
+        self._extra = {}
+
+    def add_column(self, column: str, values: list[Any]) -> None:
+        """Keep a further column of the rollout at hand; reward functions call it as `log_extra`."""
+        self._extra[column] = list(values)
+
+    def record(self, name: str, scored: ScoredRollout, with_columns: bool = True) -> None:
+        """Write `name`.jsonl and print the table."""
+        if not self.is_on:
+            return
+        write_samples(self.folder, name, scored, self._extra if with_columns else {})
+        show(sample_table(scored, name, self.num_rows))
+
+
+def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
+    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path."""
+    path = Path(folder) / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for i, prompt in enumerate(scored.batch.prompts):
+            row = {"prompt": prompt, "completion": scored.completions[i], "score": _number(scored.scores.total[i])}
+            row |= {f"score/{n}": _number(s[i]) for n, s in scored.scores.by_function.items()}
+            row["stopped"] = bool(scored.rollout.stopped[i])
+            row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    return path
+
+
+def _number(value: Any) -> float | None:
+    # JSON has no NaN and no infinity; a row without a score has null.
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
+    """Return a table of the first rows of a scored rollout."""
+    table = Table(title=title, show_lines=True)
+    for column in ("prompt", "completion", "score"):
+        table.add_column(column, overflow="fold")
+    for i in range(min(num_rows, len(scored.completions))):
+        cells = (_cell(scored.batch.prompts[i]), _cell(scored.completions[i]), f"{scored.scores.total[i].item():.3f}")
+        table.add_row(*cells)
+    return table
+
+
+def _cell(text: Any) -> str:
+    plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
+    plain = plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
+    return plain.replace("[", r"\[")
+
+
+def show(table: Table) -> None:
+    """Print a table to the terminal, above a running progress bar."""
+    console = Console(width=None)
+    with console.capture() as capture:
+        console.print(table)
+    tqdm.write(capture.get())

@@ -1,0 +1,202 @@
+"""What a run tells: metrics, samples, held-out evaluation, TensorBoard; and the best checkpoint at the end."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.trainers.support import (
+    CannedBackend,
+    assert_same,
+    differ,
+    even_share,
+    logged,
+    make_trainer,
+    prompts,
+    trained,
+    trained_weights,
+)
+
+STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
+value/loss value/clip_fraction value/explained_variance time/update_s memory/peak_gib epoch step""".split()
+ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/ref kl/beta completion/length
+completion/stopped_fraction time/generate_s time/score_s throughput/completion_tokens_per_s""".split()
+
+
+def test_every_step_logs_its_metrics_and_the_first_of_a_rollout_those_of_the_rollout(tmp_path):
+    trainer = trained(tmp_path, num_rollouts=2, num_ppo_epochs=2)
+    *steps, summary = trainer.state.log_history
+    assert [set(s) for s in steps] == [set(STEP + ROLLOUT), set(STEP)] * 2
+    assert all(math.isfinite(v) for s in steps for v in s.values())
+    # 2 rollouts of 4 rows, each trained on twice.
+    assert summary["train_samples_per_second"] == pytest.approx(16 / summary["train_runtime"], rel=1e-2)
+
+
+def test_metrics_of_several_steps_are_averaged_into_one_log(tmp_path):
+    each = trained(tmp_path / "each", num_rollouts=2, num_ppo_epochs=2)
+    both = trained(tmp_path / "both", num_rollouts=2, num_ppo_epochs=2, logging_steps=4)
+    for name in ("loss", "policy/loss", "value/loss", "kl/approx", "policy/entropy", "score/mean", "kl/ref"):
+        assert logged(both, name) == [pytest.approx(sum(logged(each, name)) / len(logged(each, name)), abs=1e-6)]
+    assert logged(both, "policy/ratio_max") == [max(logged(each, "policy/ratio_max"))]
+
+
+def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
+    trainer = trained(tmp_path, num_ppo_epochs=2, value_coef=0.7, entropy_coef=0.3, per_device_train_batch_size=1)
+    parts = (logged(trainer, n) for n in ("loss", "policy/loss", "value/loss", "policy/entropy"))
+    for loss, policy, value, entropy in zip(*parts, strict=True):
+        assert loss == pytest.approx(policy + 0.7 * value - 0.3 * entropy, rel=1e-5)
+
+
+def test_the_entropy_bonus_raises_the_entropy(tmp_path):
+    entropy = {}
+    for coefficient in (0.0, 1.0):
+        # A constant score: without the bonus nothing but the KL term acts.
+        trainer = trained(
+            tmp_path / str(coefficient),
+            reward=lambda prompts, **kw: [1.0] * len(prompts),
+            entropy_coef=coefficient,
+            num_ppo_epochs=4,
+        )
+        entropy[coefficient] = logged(trainer, "policy/entropy")[-1]
+    assert entropy[1.0] > entropy[0.0] + 0.01
+
+
+@pytest.mark.parametrize(
+    ("metric", "narrow", "wide"),
+    [
+        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 0.99}),
+        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 1e-4, "epsilon_high": 1e3}),
+        ("policy/clip_fraction", {"epsilon": 0.9, "dual_clip": 1.0001}, {"epsilon": 0.9}),
+        ("value/clip_fraction", {"value_clip": 1e-4}, {"value_clip": None}),
+    ],
+)
+def test_clip_ranges_decide_what_is_clipped(tmp_path, metric, narrow, wide):
+    clipped = [
+        logged(trained(tmp_path / str(i), num_ppo_epochs=3, **ranges), metric)[-1]
+        for i, ranges in enumerate((narrow, wide))
+    ]
+    assert clipped[0] > clipped[1]
+
+
+def test_samples_are_written_and_shown(tmp_path, capsys):
+    def picky(completion_ids, **kwargs):
+        return [None, *(float(len(ids)) for ids in completion_ids[1:])]
+
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "log_completions": True, "num_completions_to_print": 3}
+    trainer = trained(
+        tmp_path, reward=picky, eval_dataset=prompts(3), eval_strategy="epoch", max_unscored_fraction=0.5, **settings
+    )
+    files = sorted(p.name for p in (tmp_path / "completions").iterdir())
+    assert files == ["eval-000004.jsonl", "step-000001.jsonl", "step-000003.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "completions" / files[1]).read_text().splitlines()]
+    assert len(rows) == 4 and set(rows[0]) == {"prompt", "completion", "score", "score/picky", "stopped"}
+    # No score is null: JSON has no NaN.
+    assert rows[0]["score"] is None and "NaN" not in (tmp_path / "completions" / files[1]).read_text()
+    assert [r["score"] for r in rows[1:]] == [6.0] * 3
+    assert logged(trainer, "score/picky")[0] == 6.0
+    shown = capsys.readouterr().out
+    assert "step-000001" in shown and "eval-000004" in shown and shown.count("completion") >= 3
+
+
+def test_without_log_completions_nothing_is_written(tmp_path):
+    trained(tmp_path, eval_dataset=prompts(2), eval_strategy="epoch", num_rollouts=2)
+    assert not (tmp_path / "completions").exists()
+
+
+def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
+    plain = trained(tmp_path / "plain", num_rollouts=3)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    evaluated = trained(tmp_path / "eval", num_rollouts=3, eval_dataset=prompts(5), **settings)
+    assert_same(trained_weights(evaluated.model), trained_weights(plain.model))
+    assert len(logged(evaluated, "eval_score/mean")) == 4
+    first, second = evaluated.evaluate(), evaluated.evaluate()
+    for metrics in (first, second):
+        assert metrics.pop("eval_runtime") > 0
+    assert first == second
+    assert set(first) == {f"eval_{n}" for n in ROLLOUT[:3]} | {
+        "epoch",
+        "eval_kl/ref",
+        "eval_completion/length",
+        "eval_completion/stopped_fraction",
+    }
+    assert logged(evaluated, "eval_kl/ref")[0] == 0.0 != first["eval_kl/ref"]
+
+
+def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
+    trainer = trained(tmp_path, eval_dataset={"short": prompts(2), "long": prompts(4)})
+    metrics = trainer.evaluate()
+    assert {"eval_short_score/mean", "eval_long_score/mean"} <= set(metrics)
+    fresh = trainer.evaluate(prompts(2), metric_key_prefix="test")
+    assert fresh["test_score/mean"] == metrics["eval_short_score/mean"]
+    with pytest.raises(ValueError, match="evaluation needs held-out prompts"):
+        make_trainer(tmp_path / "none").evaluate()
+
+
+def test_a_backend_is_told_which_policy_it_evaluates(tmp_path):
+    backend = CannedBackend([[5, 6, 1]])
+    settings = {"num_ppo_epochs": 2, "num_rollouts": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trained(tmp_path, rollout_backend=backend, eval_dataset=prompts(2), **settings)
+    assert backend.synced == [0, 1, 2, 2, 3, 4]
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    settings = {
+        "num_rollouts": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_score/mean",
+        "value_head": "adapter",
+    }
+    eval_scores = iter([0.1, 0.9, 0.2])
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        # Held-out prompts come two at a time, and the second evaluation is the best one.
+        if len(prompts) == 2:
+            return [next(eval_scores)] * 2
+        return even_share(prompts, completions, completion_ids)
+
+    trainer = trained(tmp_path, reward=reward, eval_dataset=prompts(2), **settings)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert trainer.state.best_metric == pytest.approx(0.9)
+    best = trained_weights(trainer.model)
+    for step, is_best in ((2, True), (3, False)):
+        trainer.model.load_branches(tmp_path / f"checkpoint-{step}")
+        assert (not differ(trained_weights(trainer.model), best)) == is_best
+
+
+def test_old_checkpoints_are_rotated(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trained(tmp_path, num_rollouts=4, **settings)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_tensorboard_has_every_metric(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = trained(
+        tmp_path,
+        report_to="tensorboard",
+        logging_steps=1,
+        num_rollouts=2,
+        eval_dataset=prompts(2),
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    folders = {p.parent for p in tmp_path.rglob("events.out.*")}
+    tags = {}
+    for folder in folders:
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        tags |= {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    for name in ("score/mean", "kl/ref", "policy/clip_fraction", "value/explained_variance"):
+        assert tags[f"train/{name}"] == pytest.approx(logged(trainer, name), rel=1e-6)
+    assert tags["eval/score/mean"] == pytest.approx(logged(trainer, "eval_score/mean"), rel=1e-6)
+
+
+def test_the_model_stays_in_float32_branches_under_bf16(tmp_path):
+    trainer = trained(tmp_path, bf16=True, value_head="adapter")
+    assert {p.dtype for p in trained_weights(trainer.model).values()} == {torch.float32}

@@ -1,0 +1,166 @@
+"""A run that was interrupted and resumed is the run that was not: weights, optimizer, schedule and log, bit by bit."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+from tests.trainers.support import (
+    StopAt,
+    assert_same,
+    logged,
+    make_trainer,
+    prompts,
+    trained_weights,
+    without_wall_clock,
+)
+
+# 6 prompts in rollouts of 4: two rollouts a pass, the second one filled up. 4 steps a rollout, 12 in all.
+SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
+VARIANTS = {
+    "fixed": {},
+    "adaptive": {
+        "kl_target": 0.05,
+        "kl_horizon": 40,
+        "normalize_scores": True,
+        "value_head": "adapter",
+        "value_learning_rate": 3e-2,
+        "value_pretraining_rollouts": 1,
+        "num_generations": 2,
+    },
+    "in_loss": {"kl_target": 0.05, "kl_horizon": 40, "kl_in_loss": True, "kl_estimator": "k3", "target_kl": 0.02},
+}
+# Between rollouts, between PPO epochs, in the middle of one; in the first and in the second pass.
+STOPS = (3, 4, 6, 9)
+
+
+def run(folder, variant, callbacks=(), resume=None):
+    trainer = make_trainer(folder, dataset=prompts(6), callbacks=callbacks, **SHAPE, **VARIANTS[variant])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@cache
+def uninterrupted(variant):
+    trainer = run(mkdtemp(), variant)
+    assert trainer.state.global_step == 12
+    return trainer
+
+
+@cache
+def checkpoint(variant, step):
+    folder = mkdtemp()
+    trainer = run(folder, variant, [StopAt(step)])
+    assert trainer.state.global_step == step
+    return Path(folder) / f"checkpoint-{step}"
+
+
+def flat_optimizer(trainer):
+    state = trainer.optimizer.state_dict()["state"]
+    return {f"{i}.{name}": torch.as_tensor(value) for i, own in state.items() for name, value in own.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("step", STOPS)
+def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
+    whole = uninterrupted(variant)
+    resumed = run(tmp_path, variant, resume=str(checkpoint(variant, step)))
+    assert resumed.state.global_step == 12
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    assert_same(flat_optimizer(resumed), flat_optimizer(whole))
+    assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
+    assert [e["epoch"] for e in resumed.state.log_history if "loss" in e] == [i / 8 for i in range(1, 13)]
+    assert resumed._stream.kl_controller.value == whole._stream.kl_controller.value
+    assert resumed._stream.score_moments == whole._stream.score_moments
+
+
+def test_the_variants_exercise_what_they_name():
+    beta = logged(uninterrupted("adaptive"), "kl/beta")
+    assert len(set(beta)) == 3
+    assert uninterrupted("adaptive")._stream.score_moments.count == 3 * 8
+    assert len({g["lr"] for g in checkpoint_groups("adaptive")}) == 2
+    assert sum(logged(uninterrupted("in_loss"), "policy/skipped_steps")) > 0
+    assert len(logged(uninterrupted("in_loss"), "kl/loss")) > 0
+
+
+def checkpoint_groups(variant):
+    return torch.load(checkpoint(variant, 4) / "optimizer.pt", weights_only=True)["param_groups"]
+
+
+def test_resuming_from_the_last_checkpoint_needs_no_name(tmp_path):
+    shutil.copytree(checkpoint("fixed", 6), tmp_path / "checkpoint-6")
+    resumed = run(tmp_path, "fixed", resume=True)
+    assert_same(trained_weights(resumed.model), trained_weights(uninterrupted("fixed").model))
+
+
+def test_resuming_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(ValueError, match="holds no checkpoint-"):
+        run(tmp_path, "fixed", resume=True)
+    with pytest.raises(ValueError, match="there is no folder .*checkpoint-7"):
+        run(tmp_path, "fixed", resume=str(tmp_path / "checkpoint-7"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer_state.json",
+        "optimizer.pt",
+        "scheduler.pt",
+        "experience_stream.json",
+        "value_head.safetensors",
+        "adapter_model.safetensors",
+        "experience_buffer_0.safetensors",
+    ],
+)
+def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(tmp_path, name):
+    damaged = tmp_path / "checkpoint-6"
+    shutil.copytree(checkpoint("fixed", 6), damaged)
+    (damaged / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        run(tmp_path / "out", "fixed", resume=str(damaged))
+
+
+def test_a_damaged_stream_state_is_refused(tmp_path):
+    damaged = tmp_path / "checkpoint-6"
+    shutil.copytree(checkpoint("fixed", 6), damaged)
+    content = json.loads((damaged / "experience_stream.json").read_text())
+    del content["kl_controller"]
+    (damaged / "experience_stream.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="does not hold the state of an experience stream"):
+        run(tmp_path / "out", "fixed", resume=str(damaged))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"num_minibatches": 4}, r"num_minibatches 2 \(here 4\)"),
+        ({"seed": 8}, r"seed 3 \(here 8\)"),
+        ({"rollout_batch_size": 6}, r"rollout_batch_size 4 \(here 6\)"),
+    ],
+)
+def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path, changed, sentence):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **changed})
+    with pytest.raises(ValueError, match=sentence):
+        trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+
+
+def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
+    other = tmp_path / "checkpoint-6"
+    shutil.copytree(checkpoint("fixed", 6), other)
+    content = json.loads((other / "experience_stream.json").read_text())
+    content["settings"]["num_processes"] = 2
+    (other / "experience_stream.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"num_processes 2 \(here 1\)"):
+        run(tmp_path / "out", "fixed", resume=str(other))
+
+
+def test_a_second_training_starts_at_the_first_prompt_again(tmp_path):
+    trainer = make_trainer(tmp_path, num_rollouts=2)
+    trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer._stream.state.iteration == 2
