@@ -19,7 +19,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_
 PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-soak check format
+.PHONY: help setup demo test test-slow test-soak check bench format
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ NONE_IS_FINE = || { code=$$?; [ $$code -eq 5 ] && echo "$@: there are no such te
 check: setup ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+bench: setup ## time the fused and vectorised parts against their naive twins, as ratios
+	$(BIN)/python scripts/bench_ops.py
 
 format: setup ## put imports and formatting in order
 	$(BIN)/ruff check --fix --select I .
