@@ -1,0 +1,65 @@
+"""Rewards that read the calculator annotations of a GSM8K solution, `<<48/2=24>>`, and its last line, `#### 72`.
+
+Plain functions with TRL's signature. `annotation_score` and `final_line` are what PPO maximises; `answer_accuracy` is
+logged beside them with weight 0: it tells real progress from annotations that are merely right.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from fractions import Fraction
+
+ANNOTATION = re.compile(r"<<([^<>=]{1,80})=([^<>=]{1,20})>>")
+FINAL_LINE = re.compile(r"\n#### (-?[\d,]*\.?\d+)\s*$")
+NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def annotation_score(prompts, completions, completion_ids=None, **columns) -> list[float]:
+    """Return the share of distinct annotations whose arithmetic is right; 0 for a completion without any."""
+    return [_share_right(text) for text in completions]
+
+
+def final_line(prompts, completions, completion_ids=None, **columns) -> list[float]:
+    """Return 1 where the completion ends with a line `#### number`, else 0."""
+    return [float(bool(FINAL_LINE.search(text))) for text in completions]
+
+
+def answer_accuracy(prompts, completions, completion_ids=None, answer=None, **columns) -> list[float]:
+    """Return 1 where the number of the last line is that of the true solution, else 0."""
+    return [float(_final_number(text) == _final_number(true)) for text, true in zip(completions, answer, strict=True)]
+
+
+def _share_right(text: str) -> float:
+    annotations = set(ANNOTATION.findall(text))
+    return sum(_is_right(*annotation) for annotation in annotations) / len(annotations) if annotations else 0.0
+
+
+def _is_right(expression: str, value: str) -> bool:
+    """Say whether `value` is the expression's result, rounded to the decimals that `value` shows."""
+    if not NUMBER.fullmatch(value) or not any(sign in expression.lstrip("-") for sign in "+-*/"):
+        return False
+    try:
+        result = _evaluate(ast.parse(expression.replace(",", ""), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False
+    plain = value.replace(",", "")
+    decimals = len(plain.partition(".")[2])
+    return abs(result - Fraction(plain)) <= Fraction(1, 2 * 10**decimals) * (decimals > 0)
+
+
+def _evaluate(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate(node.operand)
+    raise ValueError(f"{ast.dump(node)} is no arithmetic of numbers")
+
+
+def _final_number(text: str) -> Fraction | None:
+    found = FINAL_LINE.search(text)
+    return Fraction(found.group(1).replace(",", "")) if found else None
