@@ -131,6 +131,8 @@ def test_fields_that_the_stream_rests_on_cannot_be_changed(setting):
         ({"overlong_prompts": "drop"}, "overlong_prompts 'drop' needs max_prompt_length"),
         ({"truncated_completions": "penalize"}, "'penalize' needs a penalty"),
         ({"truncated_completions": "mask", "missing_eos_penalty": 1.0}, "contradict each other"),
+        ({"kl_estimator": "k2"}, "kl_estimator k2 in the reward has another gradient than the KL"),
+        ({"kl_estimator": "k3"}, "use k1, or set kl_in_loss"),
         ({"kl_in_loss": True}, "kl_in_loss with kl_estimator k1 has no useful gradient"),
         ({"kl_in_loss": True, "kl_estimator": "k2", "beta": 0.0}, "kl_in_loss needs beta above 0"),
         ({"kl_target": 1.0, "beta": 0.0}, "kl_target adapts beta by factors"),

@@ -80,9 +80,14 @@ class PPOConfig(TrainingArguments):
 
     # Advantage
     beta: float = _option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
-    kl_estimator: str = _option("k1", "Per-token KL estimator: k1, k2 or k3.")
+    kl_estimator: str = _option(
+        "k1",
+        "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss, where k2 has the gradient of the KL.",
+    )
     kl_in_loss: bool = _option(
-        False, "Add beta * KL to the loss instead of taking it off the rewards (then k2 or k3)."
+        False,
+        "Add beta * KL to the loss instead of taking it off the rewards. The KL of later tokens is then not credited,"
+        " and whiten_advantages makes beta count in standard deviations of the advantage.",
     )
     kl_target: float | None = _option(
         None, "KL per completion (nats) that an adaptive beta holds; None: beta is fixed."
@@ -113,7 +118,7 @@ class PPOConfig(TrainingArguments):
     )
     value_pretraining_rollouts: int = _option(0, "First rollouts that train the value alone.")
     value_learning_rate: float | None = _option(
-        None, "Learning rate of the value head and its adapter; None: as above."
+        None, "Learning rate of the value head and, with value_head adapter, of its LoRA; None: learning_rate."
     )
 
     # Trunk
@@ -225,6 +230,11 @@ class PPOConfig(TrainingArguments):
             )
         if self.kl_in_loss and self.kl_estimator == "k1":
             raise ValueError("kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3")
+        if self.beta and not self.kl_in_loss and self.kl_estimator != "k1":
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator} in the reward has another gradient than the KL (it pushes tokens"
+                " below the reference further down); use k1, or set kl_in_loss"
+            )
         if self.kl_in_loss and not self.beta:
             raise ValueError("kl_in_loss needs beta above 0")
         if self.kl_target is not None and not self.beta:
