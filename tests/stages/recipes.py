@@ -9,7 +9,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", "venv"} & set(path.parts))
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith("bench"))
 COMMANDS = ("onetrunk ", "accelerate ", "python ", "make ")
 
 

@@ -35,7 +35,7 @@ def test_every_recipe_parses(path):
 
 
 def test_the_promised_recipes_are_there():
-    promised = {"tiny", "smollm2-135m", "qwen2.5-0.5b", "llama-3.1-8b"}
+    promised = {"tiny", "gsm8k-tiny", "smollm2-135m", "qwen2.5-0.5b", "llama-3.1-8b"}
     for recipe in promised:
         names = {path.stem for path in RECIPES if path.parent.name == recipe}
         assert {"sft", "ppo", "eval"} <= names

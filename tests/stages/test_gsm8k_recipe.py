@@ -1,0 +1,80 @@
+"""The gsm8k-tiny recipe: annotations judged by hand, rows made from a file, and both on the real text where it is."""
+
+import json
+
+import pytest
+
+from tests.stages.recipes import ROOT, load_recipe_module
+
+rewards = load_recipe_module("gsm8k-tiny", "rewards")
+prepare = load_recipe_module("gsm8k-tiny", "prepare")
+REAL = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("no annotation", 0),
+        ("<<48/2=24>> and <<48+24=72>>", 1),
+        ("<<48/2=24>> and <<48+24=73>>", 1 / 2),
+        ("<<1+1=2>> <<1+1=2>> <<1+1=3>>", 1 / 2),  # a repeat counts once
+        ("<<10/3=3.33>>", 1),  # rounded to the decimals that are shown
+        ("<<10/3=3>>", 0),  # a whole number must be exact
+        ("<<.5*20=10>> <<1,000*2=2,000>> <<2-5=-3>>", 1),
+        ("<<(1+2)*3=9>>", 1),
+        ("<<5=5>> <<-5=-5>>", 0),  # nothing is calculated
+        ("<<1/0=1>> <<9**9=1>> <<a+b=2>> <<__import__('os')=1>> <<2+2=>>", 0),
+    ],
+)
+def test_the_share_of_annotations_that_are_right(text, share):
+    assert rewards.annotation_score(prompts=None, completions=[text]) == [pytest.approx(share)]
+
+
+def test_the_last_line_and_its_answer():
+    texts = ["so\n#### 72", "so\n#### 71", "#### 72 and more", "so\n#### 1,000", "72"]
+    assert rewards.final_line(prompts=None, completions=texts) == [1, 1, 0, 1, 0]
+    true = ["by hand\n#### 72"] * 3 + ["by hand\n#### 1000", "by hand\n#### 72"]
+    assert rewards.answer_accuracy(prompts=None, completions=texts, answer=true) == [1, 0, 0, 1, 0]
+
+
+def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatch, capsys):
+    rows = [{"question": f" What is {i} + {i}? ", "answer": f"<<{i}+{i}={2 * i}>>\n#### {2 * i}"} for i in range(600)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("sys.argv", ["prepare.py", f"{tmp_path}/train.jsonl", "--output_dir", f"{tmp_path}/out"])
+    assert prepare.main() == 0
+    assert "100 training rows, 500 held out" in capsys.readouterr().out
+    held_out = [json.loads(line) for line in (tmp_path / "out/held_out.jsonl").read_text().splitlines()]
+    assert held_out[0] == {
+        "prompt": "What is 100 + 100?\n",
+        "completion": "<<100+100=200>>\n#### 200",
+        "answer": "<<100+100=200>>\n#### 200",
+    }
+    assert (tmp_path / "out/base/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"text": "x"}\n', "has no column answer, question"),
+        ('{"question": "x", "answer": "y"}\n', "500 of them are held out"),
+        (None, "error: "),
+    ],
+)
+def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, content, sentence):
+    path = tmp_path / "train.jsonl"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["prepare.py", str(path), "--output_dir", str(tmp_path / "out")])
+    assert prepare.main() == 1
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
+def test_the_real_solutions_have_the_last_line_and_mostly_right_annotations():
+    with REAL.open(encoding="utf-8") as lines:
+        answers = [json.loads(line)["answer"] for line in lines]
+    assert set(rewards.final_line(None, answers)) == {1.0}
+    assert set(rewards.answer_accuracy(None, answers, answer=answers)) == {1.0}
+    scores = rewards.annotation_score(None, answers)
+    assert sum(scores) / len(scores) > 0.95
