@@ -18,9 +18,13 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from onetrunk.ops.advantages import gae, gae_reference
 from onetrunk.ops.logprobs import fused_token_logprobs, token_logprobs
+from onetrunk.ops.packing import make_pack
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.local import LocalBackend
 
 Run = Callable[[], None]
 
@@ -49,6 +53,34 @@ def gae_pair(rows: int, length: int) -> tuple[Run, Run]:
     return lambda: run(gae_reference), lambda: run(gae)
 
 
+def decode_pair(rows: int, length: int) -> tuple[Run, Run]:
+    """Return (generate, own decode loop) runs that sample completions of mixed lengths from a 5M-parameter model.
+
+    One token in 40 is a stop token, so that a completion of a random model ends after some 40 tokens. The two draw
+    different completions of one distribution.
+    """
+    config = Qwen2Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [torch.randint(60, 2048, (8 + 24 * i // rows,)).tolist() for i in range(rows)]
+    stops = tuple(range(1, 52))
+    pack = make_pack([p[::-1] for p in prompts], [[]] * rows, 0)
+    ids, mask = pack.input_ids.flip(1), pack.attention_mask.flip(1)
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=list(stops), pad_token_id=0
+    )  # fmt: skip
+    backend, params = LocalBackend(model), SamplingParams(length, stop_token_ids=stops, pad_token_id=0)
+    draw = iter(range(10**6))
+
+    def own() -> None:
+        number = next(draw)
+        backend.generate(prompts, params, [(0, number, row) for row in range(rows)])
+
+    return lambda: model.generate(ids, attention_mask=mask, generation_config=settings), own
+
+
 def medians(pair: tuple[Run, Run], repeats: int) -> tuple[float, float]:
     """Return the median CPU seconds of both, run alternately after one warm-up each."""
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -66,6 +98,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="completion tokens of a pack")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--prompts", type=int, default=32, help="prompts that decode together")
+    parser.add_argument("--completion", type=int, default=128, help="longest completion, tokens")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     if min(vars(given).values()) < 1:
@@ -76,6 +110,9 @@ def main() -> int:
     pairs = {
         f"logprobs, fused against naive ({shape})": logprobs_pair(given.tokens, given.hidden, given.vocab),
         "GAE, scan against loop (64 rows of 512)": gae_pair(64, 512),
+        f"decode loop against generate ({given.prompts} prompts, up to {given.completion} tokens, mixed lengths)": (
+            decode_pair(given.prompts, given.completion)
+        ),
     }
     table = Table("part", "naive s", "ours s", "ratio", title=f"CPU seconds, medians of {given.repeats}, one thread")
     for name, pair in pairs.items():

@@ -14,10 +14,11 @@ def bench_ops(*options: str) -> subprocess.CompletedProcess:
 
 
 def test_the_benchmark_of_the_parts_prints_a_ratio_for_each():
-    done = bench_ops("--tokens", "8", "--hidden", "8", "--vocab", "32", "--repeats", "1")
+    small = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1"
+    done = bench_ops(*small.split())
     assert done.returncode == 0, done.stderr
-    assert "logprobs, fused against naive" in done.stdout and "GAE, scan against loop" in done.stdout
-    assert len(re.findall(r"\d\.\d\dx", done.stdout)) == 2
+    assert all(part in done.stdout for part in ("logprobs, fused", "GAE, scan", "decode loop against generate"))
+    assert len(re.findall(r"\d\.\d\dx", done.stdout)) == 3
 
 
 def test_a_size_of_zero_is_refused_by_the_benchmark():
