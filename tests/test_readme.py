@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.setup import check_launch
+from tests.models import ddp_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,11 +46,13 @@ def test_every_cell_says_yes_or_refused_and_every_row_is_known():
     assert {row for row, _ in CELLS} == set(ROWS)
 
 
-def quantised(settings, tmp_path):
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+
+
+def quantised(settings, tmp_path, **kind):
     # Hidden 64: bitsandbytes quantises in blocks of 64.
     tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    trunk = build_trunk(tmp_path, lora(), quantization_config=config, **settings)
+    trunk = build_trunk(tmp_path, lora(), quantization_config=BitsAndBytesConfig(**(kind or NF4)), **settings)
     move(trunk)
     return trunk
 
@@ -78,7 +82,15 @@ BUILDERS = {
 
 @pytest.mark.parametrize("row, column", [place for place in YES if place[1] in BUILDERS])
 def test_what_the_readme_says_works_gives_gradients_and_a_ratio_of_one(row, column, tmp_path):
-    trunk = BUILDERS[column](ROWS[row], tmp_path)
+    check(BUILDERS[column](ROWS[row], tmp_path))
+
+
+@pytest.mark.parametrize("row", [row for row, column in YES if column == "NF4 / 8-bit base"])
+def test_what_the_readme_says_of_8_bits_gives_gradients_and_a_ratio_of_one(row, tmp_path):
+    check(quantised(ROWS[row], tmp_path, load_in_8bit=True))
+
+
+def check(trunk):
     with torch.no_grad():
         before = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference"))
     output = trunk.train()(pack=a_pack(), roles=("policy", "value"))
@@ -90,11 +102,22 @@ def test_what_the_readme_says_works_gives_gradients_and_a_ratio_of_one(row, colu
     assert any(p.grad.abs().sum() > 0 for p in trained.values())
 
 
+DDP_CASES = {
+    "fused logprobs": ["shared"],
+    "value_head shared, detached": ["shared", "detached"],
+    "value_head adapter": ["adapter", "adapter, checkpointing"],
+    "adapter_layers top-k": ["detached", "adapter"],
+}
+
+
 @pytest.mark.parametrize("row", [row for row, column in YES if column == "DDP"])
-def test_what_the_readme_says_of_ddp_has_a_case_of_two_processes(row):
-    worker = (ROOT / "tests/models/ddp_worker.py").read_text() + (ROOT / "tests/trainers/two_processes.py").read_text()
-    for value in ROWS[row].values():
-        assert value in worker or re.sub(r"\d", "", value) in worker, f"no case of two processes has {value}"
+def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
+    for case in DDP_CASES[row]:
+        value_head, adapter_layers, _, _ = ddp_worker.CASES[case]
+        if row.startswith("value_head"):
+            assert value_head in row
+        if row.startswith("adapter_layers"):
+            assert adapter_layers.startswith("top-")
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -104,3 +127,34 @@ def test_what_the_readme_says_is_refused_is_refused(kind, tmp_path, monkeypatch)
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(ValueError, match="not supported yet; launch with accelerate_configs/ddp.yaml"):
         check_launch(config)
+
+
+def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, monkeypatch):
+    """Executes both blocks: the name of the model, the folder and the sizes are made small, nothing else."""
+    first, second = (textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    small = {
+        "Qwen/Qwen2.5-0.5B-Instruct": str(tmp_path / "base"),
+        "runs/polite": str(tmp_path / "out"),
+        "num_rollouts=50": "num_rollouts=1, use_cpu=True, report_to='none'",
+        "rollout_batch_size=64": "rollout_batch_size=8",
+        "max_completion_length=64": "max_completion_length=4",
+    }
+    for large, tiny in small.items():
+        assert large in first
+        first = first.replace(large, tiny)
+    names: dict = {}
+    exec(first, names)
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    exec(second, names)
+    before = names["trainer"]
+    again = names["ReinforceTrainer"](
+        model=tiny_model("llama"),
+        reward_funcs=names["short_and_polite"],
+        args=before.args,
+        train_dataset=names["prompts"],
+        processing_class=tiny_tokenizer(),
+    )
+    again.train()
+    assert again.state.global_step == before.state.global_step > 0

@@ -7,10 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.models.adapter_files import ADAPTER_FILE
 from onetrunk.models.adapters import VALUE_HEAD_FILE, adapter_parameters
-from onetrunk.models.build import build_trunk, default_peft_config
+from onetrunk.models.build import build_trunk, default_peft_config, init_value_head
 from onetrunk.models.trunk_model import TrunkModel
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
@@ -62,6 +63,35 @@ def test_a_trunk_goes_on_from_a_folder_with_an_adapter_as_from_its_model(tmp_pat
         assert same(output.logprobs.detach(), output.ref_logprobs)
         move(trunk)
     assert same(step_gradients(trunks[0], a_pack()), step_gradients(trunks[2], a_pack()))
+
+
+@pytest.mark.parametrize("value_head", ["shared", "adapter"])
+def test_the_value_goes_on_from_a_folder_that_has_it(value_head, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    first = build_trunk(tmp_path / "base", lora(), value_head=value_head)
+    move(first)
+    first.save_pretrained(tmp_path / "ppo")
+    second = build_trunk(tmp_path / "ppo", value_head=value_head)
+    with torch.no_grad():
+        before, after = (m.eval()(pack=a_pack(), roles=("policy", "value", "reference")) for m in (first, second))
+    assert same(before.values, after.values) and same(before.logprobs, after.logprobs)
+    assert same(after.ref_logprobs, after.logprobs)  # a new run is compared with what it starts from
+    assert before.values.abs().sum() > 0
+
+
+def test_the_value_head_starts_as_the_score_head_of_a_reward_model(tmp_path):
+    scorer = LlamaForSequenceClassification(
+        LlamaConfig(**{**tiny_model("llama").config.to_dict(), "num_labels": 1, "architectures": None})
+    )
+    scorer.save_pretrained(tmp_path / "reward")
+    trunk = build_trunk(tiny_model("llama"), lora())
+    init_value_head(trunk, str(tmp_path / "reward"))
+    assert same(trunk.value_head.linear.weight.detach(), scorer.score.weight.detach())
+    wide = build_trunk(tiny_model("llama", hidden_size=64), lora())
+    with pytest.raises(
+        ValueError, match=r"has one of \[1, 32\] as its head `score`, and the value head needs \[1, 64\]"
+    ):
+        init_value_head(wide, str(tmp_path / "reward"))
 
 
 def test_a_merged_or_doubly_active_adapter_is_refused():

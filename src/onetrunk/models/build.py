@@ -5,16 +5,24 @@ Knows loading; no trainer.
 
 from __future__ import annotations
 
+import logging
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from onetrunk.models.adapters import parse_adapter_layers
+from onetrunk.models.adapter_files import ADAPTER_FILE, read_adapter, set_adapter_weights
+from onetrunk.models.adapters import VALUE, VALUE_HEAD_FILE, parse_adapter_layers
 from onetrunk.models.backbone import decoder_layers, load_base
+from onetrunk.models.scorer import load_scorer
 from onetrunk.models.trunk_model import TrunkModel
+
+logger = logging.getLogger(__name__)
 
 
 def default_peft_config() -> LoraConfig:
@@ -35,7 +43,7 @@ def build_trunk(
 
     Args:
         model: a name or path of a base model or of an adapter, a transformers decoder, or a PeftModel. From an adapter
-            the policy goes on, and its reference is a frozen copy of it.
+            the policy goes on, and its reference is a frozen copy of it; a value head saved beside it goes on too.
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
         value_head: "shared", "detached" or "adapter".
         adapter_layers: "all" or "top-k".
@@ -45,8 +53,7 @@ def build_trunk(
     Raises:
         ValueError: settings that exclude each other, or a model that the trunk can't be made of.
     """
-    if isinstance(model, PathLike):
-        model = fspath(model)
+    model = source = fspath(model) if isinstance(model, PathLike) else model
     if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
         raise ValueError(
             "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded"
@@ -63,9 +70,47 @@ def build_trunk(
                 "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to go"
                 " on training the adapter, or merge it first (model.merge_and_unload())"
             )
-        return TrunkModel.from_adapter(model, value_head=value_head, adapter_layers=adapter_layers)
+        trunk = TrunkModel.from_adapter(model, value_head=value_head, adapter_layers=adapter_layers)
+        if isinstance(source, str):
+            _restore_value(trunk, source, (model_init_kwargs or {}).get("revision"))
+        return trunk
     peft_config = peft_config or default_peft_config()
     return TrunkModel(model, peft_config, value_head=value_head, adapter_layers=adapter_layers)
+
+
+def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None) -> None:
+    """Start the value head as the score head of a reward model of the same width, instead of at zero.
+
+    Args:
+        trunk: its head is overwritten.
+        scorer: name or path of a sequence-classification model with one label.
+
+    Raises:
+        ValueError: the reward model has another width, or no linear score head.
+    """
+    head = getattr(load_scorer(scorer, revision=revision), "score", None)
+    weight, expected = getattr(head, "weight", None), trunk.value_head.linear.weight
+    if weight is None or weight.shape != expected.shape:
+        given = "none" if weight is None else f"one of {list(weight.shape)}"
+        raise ValueError(
+            f"value_head_init {scorer} has {given} as its head `score`, and the value head needs"
+            f" {list(expected.shape)}; take a reward model of the trunk's own architecture and size, or leave it out"
+        )
+    with torch.no_grad():
+        expected.copy_(weight)
+        if getattr(head, "bias", None) is not None:
+            trunk.value_head.linear.bias.copy_(head.bias)
+
+
+def _restore_value(trunk: TrunkModel, adapter: str, revision: str | None) -> None:
+    if not Path(adapter).is_dir():
+        adapter = snapshot_download(adapter, revision=revision, allow_patterns=[VALUE_HEAD_FILE, f"{VALUE}/*"])
+    folder = Path(adapter)
+    if (folder / VALUE_HEAD_FILE).is_file():
+        trunk.value_head.load(folder)
+        logger.info("the value head goes on from %s", folder)
+    if VALUE in trunk.peft_config and (folder / VALUE / ADAPTER_FILE).is_file():
+        set_adapter_weights(trunk, read_adapter(folder / VALUE), VALUE, folder / VALUE)
 
 
 def _check_settings(model: TrunkModel, peft_config: PeftConfig | None, value_head: str, adapter_layers: str) -> None:
