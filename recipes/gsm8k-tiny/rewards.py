@@ -11,7 +11,8 @@ import operator
 import re
 from fractions import Fraction
 
-ANNOTATION = re.compile(r"<<([^<>=]{1,80})=([^<>=]{1,20})>>")
+ANNOTATION = re.compile(r"<<([^<>]*)>>")
+LONGEST = 80
 FINAL_LINE = re.compile(r"\n#### (-?[\d,]*\.?\d+)\s*$")
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -33,13 +34,16 @@ def answer_accuracy(prompts, completions, completion_ids=None, answer=None, **co
 
 
 def _share_right(text: str) -> float:
-    annotations = set(ANNOTATION.findall(text))
-    return sum(_is_right(*annotation) for annotation in annotations) / len(annotations) if annotations else 0.0
+    # Without spaces, for `2*2=4` and `2 * 2 = 4` are one annotation. A malformed one counts as wrong.
+    annotations = {"".join(found.split()) for found in ANNOTATION.findall(text)}
+    return sum(map(_is_right, annotations)) / len(annotations) if annotations else 0.0
 
 
-def _is_right(expression: str, value: str) -> bool:
-    """Say whether `value` is the expression's result, rounded to the decimals that `value` shows."""
-    if not NUMBER.fullmatch(value) or not any(sign in expression.lstrip("-") for sign in "+-*/"):
+def _is_right(annotation: str) -> bool:
+    """Say whether `expression=value` is right: value is the result, rounded to the decimals that it shows."""
+    expression, _, value = annotation.rpartition("=")
+    calculates = any(sign in expression.lstrip("-") for sign in "+-*/")
+    if len(annotation) > LONGEST or not calculates or not NUMBER.fullmatch(value):
         return False
     try:
         result = _evaluate(ast.parse(expression.replace(",", ""), mode="eval").body)

@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from trl import SFTConfig
 
 from onetrunk import __version__, cli
+from onetrunk.stages import parsing
+from onetrunk.stages.eval import parse_eval
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.sft import parse_sft
@@ -57,7 +60,7 @@ def test_lora_stands_on_all_linear_layers_without_dropout_by_default(tmp_path):
         ("learning_rat", "did you mean 'learning_rate'?"),
         ("num_iterations", "here num_ppo_epochs"),
         ("kl_coef", "here beta"),
-        ("top_p", "leave it out (it is 1)"),
+        ("top_p", "leave it out, also at 1.0"),
         ("vllm_mode", "rollouts are sampled in process"),
     ],
 )
@@ -147,6 +150,48 @@ def test_dataset_columns_come_as_a_mapping_or_as_json(tmp_path):
     assert parse_ppo(["--config", inline])[0].dataset_columns == {"prompt": "question"}
     data = parse_ppo(["--config", write_yaml(tmp_path), "--dataset_columns", '{"prompt": "q"}', "--eval_size", "3"])[0]
     assert data.dataset_columns == {"prompt": "q"} and data.eval_size == 3 and isinstance(data.eval_size, int)
+
+
+MAPPINGS = [
+    (parse_ppo, {}, "chat_template_kwargs"),
+    (parse_ppo, {}, "model_init_kwargs"),
+    (parse_eval, {}, "chat_template_kwargs"),
+    (parse_sft, {"reward_funcs": None}, "model_init_kwargs"),
+    (parse_sft, {"reward_funcs": None}, "lr_scheduler_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("parser", "values", "name"), MAPPINGS)
+def test_keywords_come_as_json_on_the_command_line_and_as_a_mapping_in_the_file(tmp_path, parser, values, name):
+    def read(argv):
+        return next(getattr(part, name) for part in parser(argv) if hasattr(part, name))
+
+    plain = write_yaml(tmp_path, **values)
+    assert read(["--config", plain]) is None
+    assert read(["--config", plain, f"--{name}", '{"a": 1, "b": {"c": false}}']) == {"a": 1, "b": {"c": False}}
+    assert read(["--config", plain, f"--{name.replace('_', '-')}={{}}"]) == {}
+    inline = write_yaml(tmp_path, **values, **{name: "{a: 2}"})
+    assert read(["--config", inline]) == {"a": 2}
+    assert read(["--config", inline, f"--{name}", '{"a": 3}']) == {"a": 3}
+
+
+@pytest.mark.parametrize(("verb", "name"), [("ppo", "chat_template_kwargs"), ("eval", "chat_template_kwargs")])
+@pytest.mark.parametrize("text", ["{a: 1}", "[1]", "null", '{"a": 1'])
+def test_keywords_that_are_no_json_mapping_say_what_to_write(tmp_path, capsys, verb, name, text):
+    err = usage(capsys, verb, "--config", write_yaml(tmp_path), f"--{name}", text)
+    assert f"--{name}" in err and f"{text!r} is no mapping in JSON" in err
+    assert """write it such as '{"enable_thinking": false}'""" in err
+
+
+def test_broken_json_for_a_field_that_trl_reads_as_text_is_refused_too(tmp_path, capsys):
+    config = write_yaml(tmp_path, reward_funcs=None)
+    err = usage(capsys, "sft", "--config", config, "--model_init_kwargs", "dtype=float32")
+    assert "'dtype=float32' is no mapping in JSON (Expecting value" in err
+
+
+def test_a_field_that_may_be_a_path_stays_a_text(tmp_path):
+    parser = parsing.StageParser([SFTConfig])
+    assert parser.parse_known_args(["--deepspeed", "zero2.json"])[0].deepspeed == "zero2.json"
 
 
 def test_the_env_block_sets_variables(tmp_path, monkeypatch):

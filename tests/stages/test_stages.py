@@ -13,7 +13,10 @@ from huggingface_hub import HfApi, RepoUrl
 
 from onetrunk import cli
 from onetrunk.files import load_tensors
+from onetrunk.models.backbone import load_tokenizer
+from onetrunk.stages import eval as eval_stage
 from onetrunk.stages.running import explain, run_stage
+from onetrunk.trainers import evaluation
 from tests.stages.recipes import ROOT, load_recipe_module
 
 REWARDS = [f"{ROOT}/recipes/tiny/rewards.py:{name}" for name in ("on_task", "polite", "concise", "finished")]
@@ -83,6 +86,45 @@ def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
     for role in ("reference", "policy"):
         lines = (there / f"runs/tiny/eval/samples-{role}.jsonl").read_text().splitlines()
         assert len(lines) == 10 and {"prompt", "completion", "score", "score/polite"} <= set(json.loads(lines[0]))
+
+
+def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there, monkeypatch):
+    shutil.copytree(there / "runs/tiny/ppo", there / "runs/quiet", dirs_exist_ok=True)
+    tokenizer = load_tokenizer(there / "runs/quiet")
+    tokenizer.chat_template = "{% if not quiet %}a lamp {% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(there / "runs/quiet")
+    texts = []
+
+    def record(parts, *others):
+        texts.append(parts.tokenizer.decode(parts.train_dataset[0]["prompt_ids"]))
+        return {"score/mean": 0.0}, None
+
+    monkeypatch.setattr(eval_stage, "evaluate_role", record)
+    monkeypatch.setattr(eval_stage, "report", lambda *words: None)
+    for keywords in ([], ["--chat_template_kwargs", '{"quiet": true}']):
+        assert run("eval", there, "--model_name_or_path", "runs/quiet", *keywords) == 0
+    loud, _, quiet, _ = texts  # reference and policy of each run
+    assert loud == "a lamp " + quiet
+
+
+def test_eval_bounds_a_forward_by_microbatch_tokens_and_measures_the_same(there, monkeypatch):
+    sizes = []
+    real = evaluation.rollout_packs
+
+    def record(*words):
+        packs, rows = real(*words)
+        sizes[-1].append(len(packs))
+        return packs, rows
+
+    monkeypatch.setattr(evaluation, "rollout_packs", record)
+    kl = []
+    for bound in ([], ["--microbatch_tokens", "100"]):
+        sizes.append([])
+        options = ["--max_completion_length", "6", "--output_dir", "runs/bounded", *bound]
+        assert run("eval", there, *options) == 0
+        kl.append(metrics(there / "runs/bounded")["policy"]["kl/ref"])
+    assert sizes[0] == [1] and sizes[1][0] > 1
+    assert kl[0] == pytest.approx(kl[1], abs=1e-6)
 
 
 def test_eval_of_a_base_model_has_one_side(there):
@@ -220,10 +262,23 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),
         ("ppo", ["--num_minibatches", "3"], "set num_minibatches to"),
         ("ppo", ["--lora_target_modules", "lm_head"], "the output head and the embedding are shared"),
+        (
+            "sft",
+            ["--resume_from_checkpoint", "true", "--output_dir", "runs/tiny/base"],
+            "holds no checkpoint-* folder",
+        ),
+        # Before the rows are read, of which there are none here either.
+        (
+            "ppo",
+            ["--resume_from_checkpoint", "true", "--output_dir", "runs/x", "--dataset_name", "absent.jsonl"],
+            "holds no checkpoint-* folder",
+        ),
+        ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "it is no complete checkpoint of PPOTrainer"),
         ("ppo", ["--resume_from_checkpoint", "runs/absent"], "resume_from_checkpoint runs/absent is no folder"),
         ("ppo", ["--dataset_columns", '{"prompt": "question"}'], "must name distinct columns of the dataset"),
         ("eval", ["--model_name_or_path", "runs/nothing"], "runs/nothing"),
         ("eval", ["--max_completion_length", "500"], "the model has 160 positions"),
+        ("eval", ["--microbatch_tokens", "10"], "does not fit microbatch_tokens 10; raise it"),
         ("eval", ["--output_dir", "runs/tiny/sft.jsonl"], "is a file; name a folder"),
     ],
 )

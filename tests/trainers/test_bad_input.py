@@ -235,3 +235,20 @@ def test_a_conversation_that_the_template_refuses_is_listed(tmp_path):
     refused(
         tmp_path, "ends with a system message", dataset=dataset, tokenizer=tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     )
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
+    big = tiny_tokenizer(vocab_size=200)
+    rows = Dataset.from_dict({"prompt": ["the w120 cat"]})
+    refused(tmp_path, "and the model knows 64 tokens; take the tokenizer that belongs", dataset=rows, tokenizer=big)
+
+
+def test_evaluation_without_rows_and_a_backend_that_is_none_are_refused(tmp_path):
+    refused(tmp_path, "eval_strategy 'steps' needs eval_dataset", eval_strategy="steps")
+    with pytest.raises(TypeError, match="rollout_backend is a object, which lacks generate"):
+        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
+
+
+def test_predicting_is_refused_with_what_there_is_instead(tmp_path):
+    with pytest.raises(ValueError, match="evaluate"):
+        build(tmp_path, model=saved_model()).predict(prompts())

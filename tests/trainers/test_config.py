@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
+from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.foreign_keys import FOREIGN_KEYS, INHERITED_WITHOUT_MEANING
-from onetrunk.trainers.ppo_config import PPOConfig, plan_batches
+from onetrunk.trainers.ppo_config import PPOConfig
 
 # Fields of the last PPOConfig in TRL (1.12) that have another name or none here; from its documentation.
 TRL_PPO = """exp_name reward_model_path model_adapter_name ref_adapter_name num_mini_batches total_episodes
@@ -102,7 +103,14 @@ def test_gradient_accumulation_is_refused_with_what_takes_its_place():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"ignore_data_skip": False}, {"remove_unused_columns": True}, {"logging_nan_inf_filter": True}]
+    "setting",
+    [
+        {"ignore_data_skip": False},
+        {"remove_unused_columns": True},
+        {"logging_nan_inf_filter": True},
+        {"ddp_find_unused_parameters": False},
+        {"ddp_broadcast_buffers": True},
+    ],
 )
 def test_fields_that_the_stream_rests_on_cannot_be_changed(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))} must stay"):
@@ -115,6 +123,18 @@ def test_fields_that_the_stream_rests_on_cannot_be_changed(setting):
         ({"rollout_batch_size": 0}, "rollout_batch_size is 0; it must be a whole number above 0"),
         ({"rollout_batch_size": 6.5}, "rollout_batch_size is 6.5; it must be a whole number"),
         ({"num_ppo_epochs": -1}, "num_ppo_epochs is -1"),
+        ({"num_minibatches": True}, "num_minibatches is True; it must be a whole number above 0"),
+        ({"rollout_batch_size": None}, "rollout_batch_size is None"),
+        ({"beta": None}, "beta is None; it must be 0 or more"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0"),
+        ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size is 0"),
+        ({"max_grad_norm": None}, "max_grad_norm is None; it must be 0 (no clipping) or more"),
+        ({"fp16": True}, "fp16 needs a GPU"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows a loss on labels"),
+        ({"optim": "schedule_free_adamw"}, "its weights in training are not those that it evaluates"),
+        ({"optim": "adalomo"}, "it updates weights inside the backward"),
+        ({"optim": "galore_adamw_layerwise"}, "it updates weights inside the backward"),
+        ({"truncated_completions": "terminal", "missing_eos_penalty": 1.0}, "contradict each other"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be a number above 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"epsilon": "0.2"}, "epsilon is '0.2'; it must be a number"),
@@ -199,3 +219,22 @@ def test_every_field_of_ours_says_what_it_is():
 def test_bf16_is_off_on_the_cpu_unless_asked_for():
     assert config().bf16 is False
     assert config(bf16=True).bf16 is True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+        {"save_strategy": "best", "eval_strategy": "steps"},
+    ],
+)
+def test_the_best_model_is_the_one_with_the_highest_score_unless_said_otherwise(settings):
+    chosen = config(**settings)
+    assert (chosen.metric_for_best_model, chosen.greater_is_better) == ("score/mean", True)
+    assert config(**settings, metric_for_best_model="kl/ref", greater_is_better=False).greater_is_better is False
+
+
+def test_no_table_of_samples_can_be_asked_for_and_a_penalty_implies_penalize():
+    assert config(num_completions_to_print=0).num_completions_to_print == 0
+    assert config(missing_eos_penalty=1.0).truncated_completions == "penalize"
+    assert config().truncated_completions == "terminal"

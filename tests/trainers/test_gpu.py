@@ -1,4 +1,4 @@
-"""What only a GPU can show: half precision under autocast, the gradient scaler of fp16, NF4 kernels."""
+"""What only a GPU can show: half precision under autocast, and the gradient scaler of fp16."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from onetrunk.trainers.ppo import PPOTrainer
 from tests.trainers.support import make_trainer
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +24,18 @@ def test_a_run_in_half_precision_starts_at_ratio_one_and_changes_the_weights(pre
     assert all(math.isfinite(entry["loss"]) for entry in steps)
     after = dict(trainer.model.named_parameters())
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+class NeverFinite(PPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) * math.nan
+
+
+def test_gradients_that_are_never_finite_stop_a_run_in_fp16(tmp_path):
+    settings = {**ON_GPU, "num_rollouts": 30}
+    trainer = make_trainer(tmp_path, trainer_class=NeverFinite, **settings, fp16=True)
+    with pytest.raises(RuntimeError, match="the gradient was not finite in 50 optimizer steps in a row"):
+        trainer.train()
 
 
 def test_the_gradient_scaler_skips_an_overflow_and_the_run_goes_on(tmp_path):

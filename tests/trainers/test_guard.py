@@ -39,6 +39,9 @@ def test_after_target_kl_the_rest_of_the_rollout_is_empty_and_the_count_stays(tm
     assert changed_steps(recorder, first) == [1, 5]
     assert optimizer_steps(trainer) == {2}
     assert logged(trainer, "policy/skipped_steps") == [1.0] * 6
+    # The KL that exceeded the target is logged: 0, then too much, for either rollout.
+    first_kl, too_much, *_ = logged(trainer, "kl/approx")
+    assert first_kl == 0.0 and too_much > 1e-9
     assert len(logged(trainer, "score/mean")) == 2
 
 
@@ -107,6 +110,12 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(tmp_path, 
     assert [step for step, loss in enumerate(losses, start=1) if not math.isfinite(loss)] == sorted(bad)
     assert math.isfinite(result.training_loss)
     assert all(torch.isfinite(w).all() for w in trained_weights(trainer.model).values())
+
+
+def test_nothing_is_saved_after_a_step_that_is_not_finite(tmp_path):
+    make_trainer(tmp_path, trainer_class=NanLoss, num_rollouts=5, save_strategy="steps", save_steps=1).train()
+    saved = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert saved == [1, 4, 5]
 
 
 class AlwaysNan(Diverging):

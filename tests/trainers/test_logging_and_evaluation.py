@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from onetrunk.trainers.metrics import MetricLog
 from tests.trainers.support import (
     CannedBackend,
     assert_same,
@@ -39,6 +41,38 @@ def test_metrics_of_several_steps_are_averaged_into_one_log(tmp_path):
     for name in ("loss", "policy/loss", "value/loss", "kl/approx", "policy/entropy", "score/mean", "kl/ref"):
         assert logged(both, name) == [pytest.approx(sum(logged(each, name)) / len(logged(each, name)), abs=1e-6)]
     assert logged(both, "policy/ratio_max") == [max(logged(each, "policy/ratio_max"))]
+
+
+def step_stats(log, kl, skipped):
+    for value in kl:
+        log.add_stats("policy", {"approx_kl": torch.tensor(value), "ratio_max": torch.tensor(1 + value)})
+    log.end_step(skipped=skipped)
+
+
+def test_a_skipped_step_counts_with_what_it_measured_unless_that_is_nothing_or_not_finite():
+    log = MetricLog(Accelerator(cpu=True))
+    step_stats(log, [0.25, 0.25], skipped=False)
+    step_stats(log, [1.0, 0.5], skipped=True)
+    step_stats(log, [], skipped=True)
+    step_stats(log, [0.5, math.nan], skipped=True)
+    figures = log.flush()
+    # Two packs add up, the two measured steps are averaged.
+    assert figures["kl/approx"] == (0.5 + 1.5) / 2
+    assert figures["policy/ratio_max"] == 2.0
+    assert figures["policy/skipped_steps"] == 3.0
+
+
+class BesideAnotherProcess(Accelerator):
+    """Gathers from a second process, whose step was not finite."""
+
+    def gather(self, tensor):
+        return torch.cat([tensor, torch.zeros_like(tensor)])
+
+
+def test_a_skipped_step_that_is_not_finite_on_another_process_is_dropped_on_all():
+    log = MetricLog(BesideAnotherProcess(cpu=True))
+    step_stats(log, [0.5], skipped=True)
+    assert "kl/approx" not in log.flush()
 
 
 def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):

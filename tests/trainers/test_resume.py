@@ -80,7 +80,8 @@ def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
 
 def test_the_variants_exercise_what_they_name():
     beta = logged(uninterrupted("adaptive"), "kl/beta")
-    assert len(set(beta)) == 3
+    # One rollout of value pretraining, whose KL of 0 says nothing of beta.
+    assert beta[0] == beta[1] != beta[2]
     assert uninterrupted("adaptive")._stream.score_moments.count == 3 * 8
     assert len({g["lr"] for g in checkpoint_groups("adaptive")}) == 2
     assert sum(logged(uninterrupted("in_loss"), "policy/skipped_steps")) > 0
@@ -140,12 +141,58 @@ def test_a_damaged_stream_state_is_refused(tmp_path):
         ({"num_minibatches": 4}, r"num_minibatches 2 \(here 4\)"),
         ({"seed": 8}, r"seed 3 \(here 8\)"),
         ({"rollout_batch_size": 6}, r"rollout_batch_size 4 \(here 6\)"),
+        ({"value_learning_rate": 0.1}, r"value_learning_rate None \(here 0.1\)"),
+        ({"temperature": 0.5}, r"temperature 1.0 \(here 0.5\)"),
+        ({"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
+        ({"beta": 0.0}, r"beta 0.05 \(here 0.0\)"),
+        ({"kl_in_loss": True, "kl_estimator": "k2"}, r"kl_in_loss False \(here True\)"),
+        ({"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
     ],
 )
 def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path, changed, sentence):
     trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **changed})
     with pytest.raises(ValueError, match=sentence):
         trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+
+
+def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
+    others = prompts(7).select(range(1, 7))
+    trainer = make_trainer(tmp_path, dataset=others, **SHAPE)
+    with pytest.raises(ValueError, match=r"prompts 6 rows, sha256 \w+ \(here 6 rows, sha256 "):
+        trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changed", "sentence"),
+    [
+        ("fixed", {"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
+        ("fixed", {"value_learning_rate": 0.1}, r"value_learning_rate None \(here 0.1\)"),
+        ("adaptive", {"kl_target": None}, r"kl_target 0.05 \(here None\)"),
+        ("adaptive", {"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
+    ],
+)
+def test_between_two_rollouts_the_kind_of_controller_and_optimizer_stays(tmp_path, variant, changed, sentence):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **VARIANTS[variant], **changed})
+    with pytest.raises(ValueError, match=sentence):
+        trainer.train(resume_from_checkpoint=str(checkpoint(variant, 4)))
+
+
+def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_path):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "beta": 0.5, "temperature": 0.7})
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 4)))
+    assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
+
+
+def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "learning_rate": 0.5})
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+    assert caplog.text.count("learning_rate stays 0.01 (here 0.5)") == 1
+    assert max(logged(trainer, "learning_rate")) <= 0.01
+
+
+def test_resuming_with_the_same_rates_warns_of_nothing(tmp_path, caplog):
+    run(tmp_path, "adaptive", resume=str(checkpoint("adaptive", 9)))
+    assert "stays" not in caplog.text
 
 
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):

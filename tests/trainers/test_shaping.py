@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
-from tests.trainers.support import CannedBackend, logged, make_trainer, trained
+from tests.tiny import tiny_tokenizer
+from tests.trainers.support import CannedBackend, logged, make_trainer, prompts, trained
 
 PLAIN = {"gamma": 1.0, "lam": 1.0, "beta": 0.0, "whiten_advantages": False, "max_completion_length": 4}
 ENDS, CUT = [5, 6, 1], [5, 6, 7, 8]
@@ -208,3 +209,29 @@ def test_the_loss_of_a_rollout_uses_the_beta_that_is_logged_for_it(tmp_path):
     assert beta[2] > 1.1 * beta[0]
     for loss, policy, kl, coefficient in figures:
         assert loss == pytest.approx(policy + coefficient * kl, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_canned", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_padding_with_the_end_token_gives_the_same_experiences_bit_by_bit(tmp_path, family, is_canned):
+    # Completions with an end token inside the pack's width, and one that is cut.
+    backend = CannedBackend([[5, 6, 1], [7, 8, 9, 10, 11, 12], [1], [5, 1]]) if is_canned else None
+    made, pad_ids = [], []
+    for pad_token in ("<pad>", "<eos>"):
+        tokenizer = tiny_tokenizer()
+        tokenizer.pad_token = pad_token
+        settings = {"beta": 0.5, "per_device_train_batch_size": 4, "truncated_completions": "bootstrap"}
+        trainer = make_trainer(
+            tmp_path, model=family, dataset=prompts(4), rollout_backend=backend, tokenizer=tokenizer, **settings
+        )
+        moved_policy(trainer)
+        with torch.no_grad():
+            trainer.model.value_head.linear.weight.fill_(0.1)
+        made.append(trainer.get_train_dataloader().make_rollout())
+        pad_ids.append([e.pack.input_ids[e.pack.attention_mask == 0].unique().tolist() for e in made[-1]])
+    assert pad_ids == [[[0]], [[1]]]
+    for plain, same in zip(*made, strict=True):
+        assert torch.equal(plain.pack.completion_mask, same.pack.completion_mask)
+        for name in ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs"):
+            assert torch.equal(getattr(plain, name), getattr(same, name)), name
+            assert getattr(plain, name).abs().max() > 1e-2

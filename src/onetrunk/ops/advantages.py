@@ -190,8 +190,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient from a `state_dict`."""
-        self.value = float(state["value"])
+        """Change nothing: a fixed coefficient is the config's."""
 
 
 class AdaptiveKLController:

@@ -197,7 +197,13 @@ class EvalArguments(DatasetArguments):
     temperature: float = _option(1.0, "Divides the logits; above 0.")
     stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
     max_rollout_rows: int | None = _option(None, "Most rows that decode at once on a process; None: all.")
+    chat_template_kwargs: dict[str, Any] | None = _option(
+        None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
+    )
     per_device_eval_batch_size: int = _option(8, "Rows in one forward that measures the KL.")
+    microbatch_tokens: int | None = _option(
+        None, "Most padded tokens (prompt + completion) in one such forward; None: no bound."
+    )
     use_cpu: bool = _option(False, "Stay on the CPU even where there is an accelerator.")
     bf16: bool | None = _option(None, "bfloat16 autocast. None: where an accelerator supports it.")
     num_completions_to_print: int = _option(4, "Samples shown in the terminal; 0 for none.")

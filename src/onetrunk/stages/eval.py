@@ -114,6 +114,7 @@ def evaluate_role(parts: Any, args: Any, accelerator: Any, role: str) -> tuple[d
         accelerator,
         seed=args.seed,
         rows_per_pack=args.per_device_eval_batch_size,
+        max_tokens=args.microbatch_tokens,
         role=role,
     )
 

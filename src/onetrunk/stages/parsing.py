@@ -8,7 +8,9 @@ not from the file. Parsing is TrlParser's (with its `env` block); here stand the
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import json
 import os
 import types
 import typing
@@ -34,10 +36,40 @@ class UsageError(ValueError):
 
 
 class StageParser(TrlParser):
-    """TrlParser that raises UsageError where argparse would print all options and exit."""
+    """TrlParser that reads mappings as JSON, and raises UsageError where argparse would print all options and exit."""
+
+    def __init__(self, dataclass_types: Sequence[type], **kwargs: Any):
+        super().__init__(dataclass_types, **kwargs)
+        mappings = {name for name, hint in _hints(dataclass_types).items() if _is_mapping(name, hint)}
+        for action in self._actions:
+            if action.dest in mappings:
+                action.type = _json_mapping
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)
+
+
+def _hints(dataclass_types: Sequence[type]) -> dict[str, Any]:
+    return {name: hint for t in dataclass_types for name, hint in typing.get_type_hints(t).items()}
+
+
+def _is_mapping(name: str, hint: Any) -> bool:
+    """Say whether a field is a mapping and nothing else: a text in fsdp_config or deepspeed may be a path."""
+    allowed = _plain_types(hint)
+    return dict in allowed and (str not in allowed or name.endswith("_kwargs"))
+
+
+def _json_mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        value, reason = None, f" ({error})"
+    else:
+        reason = ""
+    if not isinstance(value, dict):
+        example = '{"enable_thinking": false}'
+        raise argparse.ArgumentTypeError(f"{text!r} is no mapping in JSON{reason}; write it such as '{example}'")
+    return value
 
 
 def parse(
@@ -98,7 +130,7 @@ def _config_path(argv: list[str], index: int) -> Path:
 
 def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str], knows_ppo: bool) -> None:
     lines, config = _read_yaml(path)
-    hints = {name: hint for t in dataclass_types for name, hint in typing.get_type_hints(t).items()}
+    hints = _hints(dataclass_types)
     choices = {f.name: f.metadata["choices"] for t in dataclass_types for f in fields(t) if "choices" in f.metadata}
     for key, value in config.items():
         place = f"{path} line {lines[key]}"

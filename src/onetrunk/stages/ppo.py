@@ -19,8 +19,9 @@ def run(argv: list[str]) -> None:
     data, args, model_args = parse_ppo(argv)
     from onetrunk.stages.resuming import resume_point
     from onetrunk.stages.rows import load_training_rows
+    from onetrunk.trainers.checkpoint import find_checkpoint
 
-    resume = resume_point(args)
+    resume = find_checkpoint(resume_point(args), args.output_dir)
     train, held_out = load_training_rows(data, args.seed)
     trainer = make_trainer(data, args, model_args, train, held_out)
     reference = reference_figures(trainer) if held_out is not None else None

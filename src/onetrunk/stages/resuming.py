@@ -7,7 +7,9 @@ from typing import Any
 
 
 def resume_point(args: Any) -> str | bool | None:
-    """Return a checkpoint folder, True for the last one in output_dir, or None to start anew.
+    """Return a folder that exists, True for the last checkpoint in output_dir (there or not), or None to start anew.
+
+    What a checkpoint must hold is the trainer's to say: PPO asks `find_checkpoint`, SFT `require_checkpoint`.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -16,11 +18,6 @@ def resume_point(args: Any) -> str | bool | None:
     if value is None or str(value).lower() in ("false", "none", ""):
         return None
     if str(value).lower() == "true":
-        if not any(Path(args.output_dir).glob("checkpoint-*")):
-            raise FileNotFoundError(
-                f"resume_from_checkpoint is true, but {args.output_dir} holds no checkpoint-* folder; leave it out to"
-                " start anew"
-            )
         return True
     if not Path(value).is_dir():
         raise FileNotFoundError(
@@ -28,3 +25,18 @@ def resume_point(args: Any) -> str | bool | None:
             " or true for the last one in output_dir"
         )
     return str(value)
+
+
+def require_checkpoint(resume: str | bool | None, output_dir: str) -> None:
+    """Refuse True where there is no checkpoint, before anything is loaded; TRL's trainer would say so after that.
+
+    Raises:
+        FileNotFoundError: `output_dir` holds none.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    if resume is True and (not Path(output_dir).is_dir() or get_last_checkpoint(output_dir) is None):
+        raise FileNotFoundError(
+            f"resume_from_checkpoint is true, but {output_dir} holds no checkpoint-* folder; leave it out to start"
+            " anew"
+        )

@@ -18,10 +18,11 @@ def run(argv: list[str]) -> None:
     """Parse, read the rows, load the model, train, save, push."""
     data, args, model_args = parse_sft(argv)
     from onetrunk.files import require_output_dir
-    from onetrunk.stages.resuming import resume_point
+    from onetrunk.stages.resuming import require_checkpoint, resume_point
     from onetrunk.stages.rows import load_training_rows
 
     resume = resume_point(args)
+    require_checkpoint(resume, args.output_dir)
     require_output_dir(args.output_dir)
     train, held_out = (rows and completion_rows(rows) for rows in load_training_rows(data, args.seed))
     trainer = make_trainer(args, model_args, train, held_out)

@@ -20,21 +20,27 @@ SHOWN = {
 }
 
 
+# Halvings from the largest scale that a gradient scaler starts with to one that any gradient fits.
+SCALER_PATIENCE = 50
+
+
 class StepGuard(TrainerCallback):
     """Empties an optimizer step whose gradient is not finite or that exceeds `target_kl`; stops after some in a row.
 
-    A gradient of None leaves weights and optimizer state alone, while the schedule and the step count go on.
+    A gradient of None leaves weights and optimizer state alone, while the schedule and the step count go on. Nothing
+    is saved after a step that was not finite.
 
     Args:
         max_skipped_steps: non-finite steps in a row after which the run stops.
-        has_scaler: True in fp16, where the gradient scaler itself skips steps that overflow.
     """
 
-    def __init__(self, max_skipped_steps: int, has_scaler: bool):
+    def __init__(self, max_skipped_steps: int):
         self.max_skipped_steps = max_skipped_steps
-        self.has_scaler = has_scaler
+        # In fp16 the gradient scaler skips steps that overflow, several in a row while it looks for its scale.
+        self.has_scaler = False
         self.grad_norm = 0.0
         self.is_empty = False
+        self.is_bad = False
         self.num_bad_in_a_row = 0
 
     def begin_step(self, is_empty: bool) -> None:
@@ -44,18 +50,31 @@ class StepGuard(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        is_bad = not (self.grad_norm < float("inf")) and not self.has_scaler
-        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_bad else 0
-        self.is_empty = self.is_empty or is_bad
-        if self.is_empty:
+        self.is_bad = not self.grad_norm < float("inf")
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if self.is_bad else 0
+        self.is_empty = self.is_empty or self.is_bad
+        if self.is_empty and not (self.is_bad and self.has_scaler):
             for parameter in model.parameters():
                 parameter.grad = None
-        if self.num_bad_in_a_row >= self.max_skipped_steps:
+        limit = max(self.max_skipped_steps, SCALER_PATIENCE) if self.has_scaler else self.max_skipped_steps
+        if self.num_bad_in_a_row >= limit:
             raise RuntimeError(
                 f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
                 f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
                 " scores, then resume from the last checkpoint"
             )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.is_bad:
+            control.should_save = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.is_bad:
+            control.should_save = False
 
 
 class StepEnd(TrainerCallback):

@@ -26,14 +26,15 @@ from onetrunk.ops.advantages import (
     length_adaptive_lam,
     token_rewards,
 )
-from onetrunk.ops.masking import masked_moments, masked_whiten, merge_moments
+from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import split_minibatches
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_stop_penalty
+from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.metrics import MetricLog
-from onetrunk.trainers.ppo_config import PPOConfig, plan_batches
+from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
-from onetrunk.trainers.rollout_figures import rollout_figures
+from onetrunk.trainers.rollout_figures import global_moments, rollout_figures
 from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch, rollout_packs
 from onetrunk.trainers.stream_state import (
     StreamState,
@@ -100,7 +101,7 @@ class ExperienceStream:
             else FixedKLController(config.beta)
         )
         self.score_moments = RunningMoments()
-        self.settings = place_settings(config, len(dataset), accelerator.num_processes)
+        self.settings = place_settings(config, dataset, accelerator.num_processes)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras: Callable[[], dict[str, Any]] = dict
@@ -168,7 +169,7 @@ class ExperienceStream:
         if config.length_penalty:
             scores = length_penalty(scores, scored.lengths, config.max_completion_length, config.length_penalty)
         if config.normalize_scores:
-            moments = self._global_moments([(scores.nan_to_num(), scores.isfinite())])
+            moments = global_moments([(scores.nan_to_num(), scores.isfinite())], self.accelerator)
             self.score_moments.update(*(float(m) for m in moments))
             scores = self.score_moments.normalize(scores)
         return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
@@ -196,7 +197,7 @@ class ExperienceStream:
         self._account(figures, scored_rows)
         advantages = [a for a, _ in shaped]
         if self.config.whiten_advantages:
-            moments = self._global_moments(list(zip(advantages, masks, strict=True)))
+            moments = global_moments(list(zip(advantages, masks, strict=True)), self.accelerator)
             advantages = [masked_whiten(a, m, moments=moments) for a, m in zip(advantages, masks, strict=True)]
         return [
             Experience(p, m, o.logprobs, o.values, a, returns, o.ref_logprobs)
@@ -251,17 +252,12 @@ class ExperienceStream:
             for p, o, s in zip(packs, outputs, scores, strict=True)
         ]
         if self.config.whiten_rewards:
-            moments = self._global_moments(list(zip(rewards, masks, strict=True)))
+            moments = global_moments(list(zip(rewards, masks, strict=True)), self.accelerator)
             rewards = [
                 masked_whiten(r, p.completion_mask, shift_mean=False, moments=moments)
                 for r, p in zip(rewards, packs, strict=True)
             ]
         return rewards
-
-    def _global_moments(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-        own = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(self.accelerator.device)
-        everyone = self.accelerator.gather(own[None])
-        return merge_moments([tuple(row) for row in everyone])
 
     def _account(self, figures: dict[str, float], scored_rows: Tensor) -> None:
         """Log the figures of a rollout, move the KL coefficient, and stop where too few rows have a score."""
@@ -274,7 +270,8 @@ class ExperienceStream:
             )
         self.state.beta = self.kl_controller.value
         figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
-        if "kl/ref" in figures:
+        # Before the policy trains, its KL is 0 and says nothing of beta.
+        if "kl/ref" in figures and self.state.iteration >= self.config.value_pretraining_rollouts:
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(figures["kl/ref"], num_rows)
         self.metrics.add_rollout(figures)

@@ -25,7 +25,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "loss_type": _GRPO_LOSS,
     "importance_sampling_level": _GRPO_LOSS,
     "multi_objective_aggregation": "scores are summed with reward_weights",
-    "top_p": _SAMPLER + "; leave it out (it is 1)",
+    "top_p": _SAMPLER + "; leave it out, also at 1.0",
     "top_k": _SAMPLER + "; leave it out",
     "min_p": _SAMPLER + "; leave it out",
     "repetition_penalty": _SAMPLER + "; put a penalty into a reward function",
@@ -105,6 +105,28 @@ INHERITED_WITHOUT_MEANING: dict[str, str] = {
     "parallelism_config": "not supported yet; use accelerate_configs/ddp.yaml",
     "fsdp": "not supported yet; use accelerate_configs/ddp.yaml",
     "deepspeed": "not supported yet; use accelerate_configs/ddp.yaml",
+}
+
+
+FIXED = {
+    "ignore_data_skip": True,
+    "remove_unused_columns": False,
+    "logging_nan_inf_filter": False,
+    "ddp_find_unused_parameters": True,
+    "ddp_broadcast_buffers": False,
+}
+WHY_FIXED = {
+    "ignore_data_skip": "the experience stream restores its own place",
+    "remove_unused_columns": "reward functions receive every column",
+    "logging_nan_inf_filter": "a step that is not finite is skipped and counted, not averaged away",
+    "ddp_find_unused_parameters": "a step that trains the value alone leaves the policy without gradient",
+    "ddp_broadcast_buffers": "processes make unequal numbers of forwards",
+}
+
+REFUSED_OPTIMIZERS = {
+    "lomo": "it updates weights inside the backward, which here runs once a pack",
+    "layerwise": "it updates weights inside the backward, which here runs once a pack",
+    "schedule_free": "its weights in training are not those that it evaluates and saves",
 }
 
 

@@ -58,15 +58,26 @@ class MetricLog:
         self._pending += [(f"{room}/{key}", value.detach().float()) for key, value in stats.items()]
 
     def end_step(self, skipped: bool) -> None:
-        """Count an optimizer step and take in the stats of its packs; a skipped one trained nothing, says nothing."""
+        """Count an optimizer step and take in the stats of its packs.
+
+        A skipped step trained nothing; what it measured counts all the same (the KL that exceeded `target_kl`), unless
+        it measured nothing or numbers that are not finite. Every process calls it.
+        """
         self._num_skipped += skipped
-        self._num_steps += not skipped
-        for name, value in [] if skipped else self._pending:
+        is_measured = not skipped or self._is_finite_everywhere()
+        self._num_steps += is_measured
+        for name, value in self._pending if is_measured else []:
             if name.endswith("_max"):
                 self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
             else:
                 self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._pending = []
+
+    def _is_finite_everywhere(self) -> bool:
+        # The processes must agree: `flush` reduces what each of them took in.
+        own = bool(self._pending) and all(bool(v.isfinite().all()) for _, v in self._pending)
+        everyone = self.accelerator.gather(torch.tensor([own], dtype=torch.float32, device=self.accelerator.device))
+        return bool(everyone.min())
 
     def add_rollout(self, figures: dict[str, float]) -> None:
         """Add figures of one rollout, equal on every process."""

@@ -108,7 +108,7 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
             progress=self.progress.rollout,
         )
         self.sampler = run.sampler
-        self.guard = StepGuard(args.max_skipped_steps, has_scaler=args.fp16)
+        self.guard = StepGuard(args.max_skipped_steps)
         self._stream: ExperienceStream | None = None
         self._resume_from: str | None = None
         self._finite_loss = 0.0
@@ -123,6 +123,7 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True
+        self.guard.has_scaler = self.accelerator.scaler is not None
         # PEFT writes the model card, and takes its tags from the base.
         self.model.get_base_model().add_model_tags(["onetrunk", "ppo"])
         self.metric_log = MetricLog(self.accelerator)
@@ -279,6 +280,14 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.guard.grad_norm = float(norm)
         return norm
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a policy has no labels to predict.
+
+        Raises:
+            ValueError: always; the sentence names `evaluate`.
+        """
+        raise ValueError("PPOTrainer predicts no labels; evaluate(eval_dataset) samples and scores held-out prompts")
 
     # --- logging ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,13 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk.models.adapters import VALUE_HEADS
-from onetrunk.trainers.foreign_keys import INHERITED_WITHOUT_MEANING, explain_unknown_keys
+from onetrunk.trainers.foreign_keys import (
+    FIXED,
+    INHERITED_WITHOUT_MEANING,
+    REFUSED_OPTIMIZERS,
+    WHY_FIXED,
+    explain_unknown_keys,
+)
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
@@ -41,7 +47,9 @@ class PPOConfig(TrainingArguments):
     # What differs from TrainingArguments' own defaults.
     learning_rate: float = _option(1e-4, "Peak learning rate of the adapters.")
     logging_steps: float = _option(1, "Log every so many optimizer steps.")
-    bf16: bool | None = _option(None, "bfloat16 autocast. None: where an accelerator supports it.")
+    bf16: bool | None = _option(
+        None, "bfloat16 autocast. None: where an accelerator supports it (not yet run on hardware)."
+    )
     ignore_data_skip: bool = _option(True, "Always True: the stream restores its own position.")
     remove_unused_columns: bool = _option(False, "Always False: reward functions receive every column.")
     logging_nan_inf_filter: bool = _option(False, "Always False: a non-finite step is skipped and counted instead.")
@@ -69,10 +77,11 @@ class PPOConfig(TrainingArguments):
         None, "Taken off the score of a completion without a stop token; >= 0."
     )
     length_penalty: float = _option(0.0, "Taken off the score at max_completion_length tokens, in proportion below.")
-    truncated_completions: str = _option(
-        "terminal",
+    truncated_completions: str | None = _option(
+        None,
         "A completion cut at max_completion_length: 'terminal' (as if it had ended), 'bootstrap' (its last state's"
-        " value follows), 'penalize' (missing_eos_penalty), 'mask' (left out of the update).",
+        " value follows), 'penalize' (missing_eos_penalty), 'mask' (left out of the update). None: 'penalize' where"
+        " there is a penalty, else 'terminal'.",
     )
     normalize_scores: bool = _option(False, "Shift and scale scores by their running mean and standard deviation.")
     score_clip: float | None = _option(None, "Bound on |score| after normalisation; None: none.")
@@ -124,6 +133,10 @@ class PPOConfig(TrainingArguments):
     # Trunk
     value_head: str = _option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
     adapter_layers: str = _option("all", "'all', or 'top-k': adapt and train the last k layers alone.")
+    value_head_init: str | None = _option(
+        None,
+        "Reward model (folder or Hub name, of the trunk's size) whose score head starts the value head; None: zero.",
+    )
     model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
 
     # Safety and logging
@@ -142,6 +155,7 @@ class PPOConfig(TrainingArguments):
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
+        self._choose_best_metric()
         if self.bf16 is None:
             self.bf16 = (
                 not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -171,21 +185,37 @@ class PPOConfig(TrainingArguments):
                 " step is a minibatch, cut into forwards by microbatch_tokens or per_device_train_batch_size; leave it"
                 " at 1"
             )
-        for name, fixed in (
-            ("ignore_data_skip", True),
-            ("remove_unused_columns", False),
-            ("logging_nan_inf_filter", False),
-        ):
-            if getattr(self, name) is not fixed:
-                raise ValueError(f"{name} must stay {fixed}: the experience stream depends on it")
+        for name, fixed in FIXED.items():
+            value = getattr(self, name)
+            if value is not fixed and not (value is None and name.startswith("ddp_")):
+                raise ValueError(f"{name} must stay {fixed}: {WHY_FIXED[name]}")
+        optim = str(getattr(self.optim, "value", self.optim))
+        for part, reason in REFUSED_OPTIMIZERS.items():
+            if part in optim:
+                raise ValueError(f"optim {optim!r} is not supported: {reason}; take adamw_torch, adamw_bnb_8bit, ...")
+        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        if scheduler in ("reduce_lr_on_plateau", "greedy"):
+            raise ValueError(
+                f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO has not; take another"
+            )
+        if self.fp16 and (self.use_cpu or not torch.cuda.is_available()):
+            raise ValueError("fp16 needs a GPU with its gradient scaler; set bf16, or leave both out on a CPU")
+
+    def _choose_best_metric(self) -> None:
+        saves_best = str(getattr(self.save_strategy, "value", self.save_strategy)) == "best"
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or saves_best):
+            # Trainer would look for a loss, which an evaluation by sampling has not.
+            self.metric_for_best_model = "score/mean"
+            self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
 
     def _check_ranges(self) -> None:
         whole = (
             "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
         )
-        whole += " num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps num_completions_to_print"
+        whole += " num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
+        whole += " per_device_train_batch_size per_device_eval_batch_size"
         for name in whole.split():
-            _require(self, name, lambda v: isinstance(v, int) and v > 0, "a whole number above 0")
+            _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
         positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
         for name in f"{positive} target_kl value_learning_rate gamma".split():
             _require(self, name, lambda v: _is_number(v) and v > 0, "a number above 0")
@@ -195,7 +225,9 @@ class PPOConfig(TrainingArguments):
             _require(self, name, lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1")
         _require(self, "dual_clip", lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
-        _require(self, "value_pretraining_rollouts", lambda v: isinstance(v, int) and v >= 0, "0 or more")
+        for name in ("value_pretraining_rollouts", "num_completions_to_print"):
+            _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
+        _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
         for name, words in (
             ("kl_estimator", KL_ESTIMATORS),
             ("truncated_completions", TRUNCATED),
@@ -215,8 +247,8 @@ class PPOConfig(TrainingArguments):
             self.max_steps = steps
         if self.max_prompt_length is None and self.overlong_prompts != "error":
             raise ValueError(f"overlong_prompts {self.overlong_prompts!r} needs max_prompt_length")
-        if self.missing_eos_penalty is not None and self.truncated_completions == "terminal":
-            self.truncated_completions = "penalize"
+        if self.truncated_completions is None:
+            self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
         if (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None):
             raise ValueError(
                 f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
@@ -244,61 +276,20 @@ class PPOConfig(TrainingArguments):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require(config: PPOConfig, name: str, holds: Any, expected: str) -> None:
     value = getattr(config, name)
-    if value is None:
+    if value is None and name in MAY_BE_NONE:
         return
-    if not holds(value):
+    if value is None or not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {expected}")
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How a rollout is dealt out.
-
-    Args:
-        rows_per_rank: completions per process and rollout.
-        prompts_per_rank: prompts per process and rollout.
-        rows_per_minibatch: completions per process and optimizer step.
-        rows_per_pack: most completions in one forward.
-    """
-
-    prompts_per_rank: int
-    rows_per_rank: int
-    rows_per_minibatch: int
-    rows_per_pack: int
-
-
-def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
-    """Return the BatchPlan of a config on `world_size` processes.
-
-    Raises:
-        ValueError: a division that leaves a rest; the sentence names values that divide.
-    """
-    prompts, rest = divmod(config.rollout_batch_size, world_size)
-    if rest or not prompts:
-        raise ValueError(
-            f"rollout_batch_size {config.rollout_batch_size} is not divisible by {world_size} processes; set it to"
-            f" {max(1, round(config.rollout_batch_size / world_size)) * world_size}"
-        )
-    rows = prompts * config.num_generations
-    if rows % config.num_minibatches:
-        divisors = [d for d in range(1, rows + 1) if rows % d == 0]
-        near = sorted(divisors, key=lambda d: abs(d - config.num_minibatches))[:2]
-        raise ValueError(
-            f"the {rows} completions of a process (rollout_batch_size {config.rollout_batch_size}, {world_size}"
-            f" processes, num_generations {config.num_generations}) are not divisible by {config.num_minibatches}"
-            f" minibatches; set num_minibatches to {' or '.join(str(d) for d in sorted(near))}"
-        )
-    rows_per_minibatch = rows // config.num_minibatches
-    rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
-    if config.microbatch_tokens is None and rows_per_minibatch % rows_per_pack:
-        raise ValueError(
-            f"per_device_train_batch_size {config.per_device_train_batch_size} does not divide the"
-            f" {rows_per_minibatch} completions of an optimizer step and process; set it to"
-            f" {math.gcd(rows_per_minibatch, rows_per_pack)} or set microbatch_tokens"
-        )
-    return BatchPlan(prompts, rows, rows_per_minibatch, rows_per_pack)
+# Read once: transformers' parser rewrites the types of fields.
+MAY_BE_NONE = frozenset(f.name for f in fields(PPOConfig) if "None" in str(f.type))

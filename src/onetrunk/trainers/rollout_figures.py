@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onetrunk.models.trunk_model import PackOutput
 from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.masking import masked_sum
+from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments
 from onetrunk.trainers.sampling import ScoredRollout
 from onetrunk.types import Pack
 
@@ -69,3 +69,9 @@ def rollout_figures(
 def _finite_mean(x: Tensor) -> float:
     finite = x[x.isfinite()]
     return finite.mean().item() if len(finite) else float("nan")
+
+
+def global_moments(parts: Sequence[tuple[Tensor, Tensor]], accelerator: Accelerator) -> Moments:
+    """Return (count, mean, m2) of the counted entries of all parts (x, mask) over all processes."""
+    own = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(accelerator.device)
+    return merge_moments([tuple(row) for row in accelerator.gather(own[None])])

@@ -16,19 +16,20 @@ from typing import Any
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.utils import find_adapter_config_file
+from transformers.utils import find_adapter_config_file, has_file
 
 from onetrunk.data import prepare_prompts
 from onetrunk.files import require_output_dir
 from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.build import build_trunk
+from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.trainers.ppo_config import PPOConfig, plan_batches
+from onetrunk.trainers.batch_plan import plan_batches
+from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.sampling import Sampler
 
 Reward = RewardFunction | str | PreTrainedModel
@@ -63,6 +64,7 @@ def prepare_run(
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
+    check_parts(args, eval_dataset, rollout_backend)
     check_model_kwargs(args.model_init_kwargs or {})
     tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
@@ -82,6 +84,8 @@ def prepare_run(
         quantization_config=quantization_config,
         model_init_kwargs=args.model_init_kwargs,
     )
+    if args.value_head_init is not None:
+        init_value_head(trunk, args.value_head_init)
     repair_padding(tokenizer, trunk.get_base_model().config)
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
@@ -120,6 +124,21 @@ def check_launch(args: PPOConfig) -> None:
     plan_batches(args, args.world_size)
 
 
+def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
+    """Refuse parts that would fail late: evaluation without rows, a backend that is none.
+
+    Raises:
+        ValueError, TypeError: with the sentence that says what to change.
+    """
+    if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
+        raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
+    if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
+        raise TypeError(
+            f"rollout_backend is a {type(rollout_backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
+            " sync(model, version); see onetrunk.rollouts.base.RolloutBackend"
+        )
+
+
 def check_model_kwargs(kwargs: dict[str, Any]) -> None:
     """Refuse keywords that the loading of the base model does not have.
 
@@ -147,10 +166,14 @@ def policy_tokenizer(
         if not name:
             raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
         return load_tokenizer(name)
-    if Path(model).is_dir() and not (Path(model) / "tokenizer_config.json").is_file():
-        base = _base_name(model, kwargs)
-        return load_tokenizer(base or model)
-    return load_tokenizer(model, **source)
+    base = _base_name(model, kwargs)
+    if base is None:
+        return load_tokenizer(model, **source)
+    if Path(model).is_dir():
+        has_own = (Path(model) / "tokenizer_config.json").is_file()
+    else:
+        has_own = has_file(model, "tokenizer_config.json", revision=source.get("revision"))
+    return load_tokenizer(model, revision=source.get("revision")) if has_own else load_tokenizer(base)
 
 
 def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -186,7 +209,7 @@ def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: 
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
-    """Refuse prompts that leave no room for a completion, in the model's positions or in microbatch_tokens."""
+    """Refuse prompts of another vocabulary, and those that leave no room for a completion."""
     longest = max(len(ids) for dataset in datasets for ids in dataset["prompt_ids"])
     most = longest + args.max_completion_length
     remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
@@ -194,7 +217,14 @@ def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, dat
         raise ValueError(
             f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it"
         )
-    limit = getattr(_config(model, args.model_init_kwargs or {}), "max_position_embeddings", None)
+    config = _config(model, args.model_init_kwargs or {})
+    largest, vocab_size = max(max(ids) for d in datasets for ids in d["prompt_ids"]), config.vocab_size
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {largest} and the model knows {vocab_size} tokens; take the tokenizer that"
+            " belongs to the model (processing_class)"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and most > limit:
         raise ValueError(
             f"{remedy}: together {most}, and the model has {limit} positions; lower max_completion_length, or set"
