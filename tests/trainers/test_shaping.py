@@ -225,8 +225,10 @@ def test_padding_with_the_end_token_gives_the_same_experiences_bit_by_bit(tmp_pa
             tmp_path, model=family, dataset=prompts(4), rollout_backend=backend, tokenizer=tokenizer, **settings
         )
         moved_policy(trainer)
+        # Unequal weights: the states behind a LayerNorm without shift sum to zero, and equal weights would read that.
+        weight = trainer.model.value_head.linear.weight
         with torch.no_grad():
-            trainer.model.value_head.linear.weight.fill_(0.1)
+            weight.copy_(torch.linspace(-0.2, 0.4, weight.numel()).view_as(weight))
         made.append(trainer.get_train_dataloader().make_rollout())
         pad_ids.append([e.pack.input_ids[e.pack.attention_mask == 0].unique().tolist() for e in made[-1]])
     assert pad_ids == [[[0]], [[1]]]
