@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from onetrunk.rewards import length_penalty, missing_stop_penalty
+from onetrunk.rewards import length_penalty, missing_eos_penalty
 
 
 def test_only_completions_without_a_stop_token_lose_the_penalty():
     scores = torch.tensor([1.0, 1.0, math.nan])
     given = scores.clone()
-    result = missing_stop_penalty(scores, torch.tensor([True, False, False]), 1.5)
+    result = missing_eos_penalty(scores, torch.tensor([True, False, False]), 1.5)
     assert result[:2].tolist() == [1.0, -0.5]
     assert result[2].isnan()
     assert scores[:2].equal(given[:2])
@@ -30,15 +30,15 @@ def test_the_length_penalty_is_full_at_the_full_length():
 @pytest.mark.parametrize("penalty", [-1.0, math.nan, math.inf])
 def test_a_penalty_that_is_none_is_refused(penalty):
     scores = torch.zeros(2)
-    with pytest.raises(ValueError, match="missing_stop_penalty must be a finite number of at least 0"):
-        missing_stop_penalty(scores, torch.tensor([True, False]), penalty)
+    with pytest.raises(ValueError, match="missing_eos_penalty must be a finite number of at least 0"):
+        missing_eos_penalty(scores, torch.tensor([True, False]), penalty)
     with pytest.raises(ValueError, match="length_penalty must be a finite number of at least 0"):
         length_penalty(scores, torch.tensor([1, 2]), 4, penalty)
 
 
 def test_shapes_and_lengths_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"scores \(2,\) and \(1,\) differ"):
-        missing_stop_penalty(torch.zeros(2), torch.tensor([True]), 1.0)
+        missing_eos_penalty(torch.zeros(2), torch.tensor([True]), 1.0)
     with pytest.raises(ValueError, match=r"scores \(2,\) and \(2, 1\) differ"):
         length_penalty(torch.zeros(2), torch.zeros(2, 1), 4, 1.0)
     with pytest.raises(ValueError, match="max_completion_length must be at least 1"):

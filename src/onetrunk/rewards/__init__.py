@@ -24,7 +24,7 @@ from onetrunk.rewards.base import Completion, RewardFunction, Scores, resolve_re
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.normalize import RunningMoments, score_moments
-from onetrunk.rewards.penalties import length_penalty, missing_stop_penalty
+from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 
 __all__ = [
     "Completion",
@@ -34,7 +34,7 @@ __all__ = [
     "RunningMoments",
     "Scores",
     "length_penalty",
-    "missing_stop_penalty",
+    "missing_eos_penalty",
     "resolve_reward",
     "score_moments",
 ]

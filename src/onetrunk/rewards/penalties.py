@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def missing_stop_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tensor:
+def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tensor:
     """Subtract `penalty` from the score of every completion that was cut off before a stop token.
 
     Args:
@@ -22,7 +22,7 @@ def missing_stop_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Ten
     Returns:
         [n] of the dtype of `scores`.
     """
-    _check("missing_stop_penalty", scores, stopped, penalty)
+    _check("missing_eos_penalty", scores, stopped, penalty)
     return torch.where(stopped.bool(), scores, scores - penalty)
 
 

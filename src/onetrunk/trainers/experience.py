@@ -29,7 +29,7 @@ from onetrunk.ops.advantages import (
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import split_minibatches
 from onetrunk.rewards.normalize import RunningMoments
-from onetrunk.rewards.penalties import length_penalty, missing_stop_penalty
+from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
@@ -165,7 +165,7 @@ class ExperienceStream:
         """Return the scores [n] that PPO maximises: raw ones after penalties, normalisation, clipping; NaN: none."""
         config, scores = self.config, scored.scores.total
         if config.missing_eos_penalty is not None:
-            scores = missing_stop_penalty(scores, torch.tensor(scored.rollout.stopped), config.missing_eos_penalty)
+            scores = missing_eos_penalty(scores, torch.tensor(scored.rollout.stopped), config.missing_eos_penalty)
         if config.length_penalty:
             scores = length_penalty(scores, scored.lengths, config.max_completion_length, config.length_penalty)
         if config.normalize_scores:
