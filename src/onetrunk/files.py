@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, checked reads, safe names, a usable output folder.
+"""Files that are either whole or absent: atomic writes, checked reads, a usable output folder.
 
 A write goes to a temporary file in the same folder, is fsynced, renamed over the target, and the folder is fsynced: a
 process killed at any moment leaves the old file or the new one, never a piece. What it may leave behind is a hidden
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 
 
 @contextlib.contextmanager
@@ -100,19 +98,6 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise RuntimeError(f"{path} cannot be read ({error}); check the folder's name") from error
     except SafetensorError as error:
         raise RuntimeError(f"{path} is damaged or not safetensors ({error}); restore it from an older copy") from error
-
-
-def safe_name(name: str) -> str:
-    """Return `name` unchanged where it can be a file name of ours: an adapter, a run, a dataset.
-
-    Raises:
-        ValueError: other characters than letters, digits, `.`, `_`, `-`; empty; over 96 long; `..` or only dots.
-    """
-    if not _SAFE_NAME.fullmatch(name) or ".." in name or name == ".":
-        raise ValueError(
-            f"the name {name!r} is not usable; take 1 to 96 characters of A-Z a-z 0-9 . _ - without two dots in a row"
-        )
-    return name
 
 
 def require_output_dir(path: str | os.PathLike[str]) -> Path:

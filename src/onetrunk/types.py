@@ -99,6 +99,8 @@ class Experience:
         returns: targets of the value head.
         ref_logprobs: logprobs of the reference, or None where no KL is used.
         weights: importance weights of the policy loss, or None.
+        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype, wherever they are
+            kept; None where they are not.
     """
 
     pack: Pack
@@ -109,6 +111,7 @@ class Experience:
     returns: Tensor
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,14 +122,10 @@ class Minibatch:
         experiences: at least one; a rank with nothing to train still carries one pack whose `loss_mask` is all False.
         num_tokens: tokens that train in this step, over all ranks (float, at least 1).
         trains_policy: False during value pretraining, when the policy loss is left out.
-        first_pass: True in the first PPO epoch of a rollout.
-        slot: number of this step within its rollout, from 0.
         is_empty_slot: True where the step must leave the weights alone (after a `target_kl` stop).
     """
 
     experiences: tuple[Experience, ...]
     num_tokens: float
     trains_policy: bool = True
-    first_pass: bool = True
-    slot: int = 0
     is_empty_slot: bool = False

@@ -12,7 +12,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from onetrunk.models.scorer import encode_texts, load_scorer, score_texts, score_token_ids
+from onetrunk.models.scorer import encode_texts, load_scorer, score_token_ids
 from tests.tiny import tiny_tokenizer
 
 TEXTS = ["the cat runs fast", "dog", "a big red bird sings in the old tree", "no <eos>", "the cat runs fast"]
@@ -39,7 +39,7 @@ def one_by_one(model, tokenizer, texts):
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_padding_and_batches_do_not_change_a_score(pad_token_id, batch_size):
     model, tokenizer = scorer(pad_token_id=pad_token_id), tiny_tokenizer()
-    scores = score_texts(model, tokenizer, TEXTS, batch_size, None)
+    scores = score_token_ids(model, encode_texts(tokenizer, TEXTS, None)[0], batch_size)
     # float32: another padded width sums in another order.
     torch.testing.assert_close(scores, one_by_one(model, tokenizer, TEXTS), atol=1e-5, rtol=0)
     assert len(set(scores.tolist())) >= 4
@@ -87,7 +87,7 @@ def test_a_long_text_keeps_its_first_special_token_and_its_end():
 
 
 def test_nothing_to_score_gives_no_scores():
-    assert score_texts(scorer(), tiny_tokenizer(), [], 4, None).shape == (0,)
+    assert score_token_ids(scorer(), [], 4).shape == (0,)
 
 
 def test_a_saved_scorer_loads_as_it_was(tmp_path):

@@ -107,5 +107,5 @@ def test_the_worked_example_of_the_package_runs_as_written():
     rewards = RewardSet(scope["ends_politely"], weights=[0.5])
     scores = rewards.score(["p"] * 3, messages, [[1]] * 3, {"min_words": [3, 3, 0]})
     assert scores.total[:2].tolist() == [0.5, 0.0]
-    assert scores.scored_mask.tolist() == [True, True, False]
+    assert scores.total.isfinite().tolist() == [True, True, False]
     assert scores.by_function["ends_politely"][:2].tolist() == [1.0, 0.0]

@@ -42,7 +42,7 @@ def test_the_total_is_the_weighted_sum_over_the_functions_that_apply():
 
 def test_a_row_to_which_no_function_applies_has_no_score():
     scores = score([giving(None, 1, name="a"), giving(None, 2, name="b")])
-    assert scores.scored_mask.tolist() == [False, True]
+    assert scores.total.isfinite().tolist() == [False, True]
     assert scores.total[0].isnan() and scores.total[1] == 3
 
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from onetrunk.models.scorer import score_texts
+from onetrunk.models.scorer import encode_texts, score_token_ids
 from onetrunk.rewards import ModelReward, RewardSet
 from tests.tiny import tiny_tokenizer
 
@@ -109,7 +109,7 @@ def test_it_is_a_reward_function_among_others():
     model, tokenizer = scorer(), tiny_tokenizer()
     rewards = RewardSet([ModelReward(model, tokenizer, name="quality"), lambda completions, **kwargs: [1.0, None]])
     scores = rewards.score(["the cat", "a"], [" runs", " dog"], [[1], [2]], {"solution": ["x", "y"]})
-    expected = score_texts(model, tokenizer, ["the cat runs", "a dog"], batch_size=2, max_length=None)
+    expected = score_token_ids(model, encode_texts(tokenizer, ["the cat runs", "a dog"], None)[0], batch_size=2)
     torch.testing.assert_close(scores.by_function["quality"], expected)
     torch.testing.assert_close(scores.total, expected + torch.tensor([1.0, 0.0]))
 

@@ -164,19 +164,3 @@ def _score_batch(model: PreTrainedModel, batch: list[list[int]], pad_token_id: i
     lengths = torch.tensor([len(row) for row in batch], device=model.device)
     attention_mask = (torch.arange(width, device=model.device) < lengths[:, None]).long()
     return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().cpu()
-
-
-def score_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    batch_size: int,
-    max_length: int | None,
-) -> Tensor:
-    """Score n texts with the model's own tokenizer; see `encode_texts` and `score_token_ids`.
-
-    Returns:
-        [n] float32 on the CPU.
-    """
-    rows, _ = encode_texts(tokenizer, texts, max_length)
-    return score_token_ids(model, rows, batch_size)

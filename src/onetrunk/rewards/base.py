@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from onetrunk.types import Message, Prompt
@@ -60,11 +59,6 @@ class Scores:
 
     total: Tensor
     by_function: dict[str, Tensor]
-
-    @property
-    def scored_mask(self) -> Tensor:
-        """Return [n] bool, True at the rows that have a score and can be trained on."""
-        return torch.isfinite(self.total)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
