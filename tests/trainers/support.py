@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 
 from onetrunk.trainers.ppo import PPOTrainer
 from onetrunk.trainers.ppo_config import PPOConfig
-from onetrunk.types import Rollout
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 EOS = 1
@@ -162,23 +161,3 @@ class StopAt(TrainerCallback):
         if state.global_step == self.step:
             control.should_save = True
             control.should_training_stop = True
-
-
-class CannedBackend:
-    """Answers with given completions, one after the other."""
-
-    def __init__(self, completions: Sequence[list[int]]):
-        self.completions = completions
-        self.synced: list[int] = []
-
-    def sync(self, model: torch.nn.Module, version: int) -> None:
-        self.synced.append(version)
-
-    def generate(self, prompt_ids: Sequence[list[int]], params: Any, keys: Sequence[tuple[int, ...]]) -> Rollout:
-        rows = [list(self.completions[i % len(self.completions)]) for i in range(len(prompt_ids))]
-        return Rollout(
-            prompt_ids=prompt_ids,
-            completion_ids=rows,
-            sampler_logprobs=[torch.zeros(len(ids)) for ids in rows],
-            stopped=[ids[-1] in params.stop_token_ids for ids in rows],
-        )

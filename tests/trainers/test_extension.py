@@ -11,8 +11,8 @@ from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.trainers.experience import ExperienceStream
 from onetrunk.trainers.ppo import PPOTrainer
 from onetrunk.types import Rollout
+from tests.fakes import CannedBackend
 from tests.trainers.support import (
-    CannedBackend,
     Recorder,
     differ,
     even_share,

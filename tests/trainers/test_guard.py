@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from onetrunk.trainers.ppo import PPOTrainer
+from tests.fakes import CannedBackend
 from tests.trainers.support import (
-    CannedBackend,
     Recorder,
     assert_same,
     differ,

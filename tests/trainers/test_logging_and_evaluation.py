@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 
 from onetrunk.trainers.metrics import MetricLog
+from tests.fakes import CannedBackend
 from tests.trainers.support import (
-    CannedBackend,
     assert_same,
     differ,
     even_share,

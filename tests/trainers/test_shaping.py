@@ -9,8 +9,9 @@ import torch
 from datasets import Dataset
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
+from tests.fakes import CannedBackend
 from tests.tiny import tiny_tokenizer
-from tests.trainers.support import CannedBackend, logged, make_trainer, prompts, trained
+from tests.trainers.support import logged, make_trainer, prompts, trained
 
 PLAIN = {"gamma": 1.0, "lam": 1.0, "beta": 0.0, "whiten_advantages": False, "max_completion_length": 4}
 ENDS, CUT = [5, 6, 1], [5, 6, 7, 8]
