@@ -119,6 +119,7 @@ class TrunkModel(PeftModelForCausalLM):
         hidden_size = base.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
         self.cut = first_trained_layer(self, self._layers_name())
+        self.states_dtype: torch.dtype | None = None
         if self.cut:
             verify_cut(base, self.cut)
         if base.is_activation_checkpointing:
@@ -191,6 +192,7 @@ class TrunkModel(PeftModelForCausalLM):
             raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
         if states is None and self.cut:
             states = self._trunk_states(pack)
+            self.states_dtype = states.dtype
         if states is not None and states.shape[:2] != pack.input_ids.shape:
             raise ValueError(f"states {list(states.shape)} are not of this pack, {list(pack.input_ids.shape)}")
         out: dict[str, Tensor | None] = {"states": states if "trunk" in roles else None}

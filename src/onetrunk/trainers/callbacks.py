@@ -5,6 +5,7 @@ Knows the trainer's state; no tensors but gradients.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,12 +99,15 @@ class RolloutProgress(TrainerCallback):
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
+        self.opening: str | None = None
         self._shown: dict[str, str] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
+            if self.opening:
+                tqdm.write(self.opening, file=sys.stderr)
             self.bar = tqdm(
                 total=state.max_steps, initial=state.global_step, desc="PPO", unit="step", dynamic_ncols=True
             )

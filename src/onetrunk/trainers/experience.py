@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
+from onetrunk.models.trunk_cache import TrunkCache
 from onetrunk.models.trunk_model import PackOutput
 from onetrunk.ops.advantages import (
     AdaptiveKLController,
@@ -36,6 +37,7 @@ from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
 from onetrunk.trainers.rollout_figures import global_moments, rollout_figures
 from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.trainers.scoring import PackScorer
 from onetrunk.trainers.stream_state import (
     StreamState,
     load_buffer,
@@ -67,6 +69,7 @@ class ExperienceStream:
         config: the settings.
         accelerator: processes and device.
         metrics: receives the figures of each rollout.
+        trunk_cache: where the states at the cut stay for a rollout's epochs; None: they are made in every forward.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ExperienceStream:
         config: PPOConfig,
         accelerator: Accelerator,
         metrics: MetricLog,
+        trunk_cache: TrunkCache | None = None,
     ):
         self.dataset = dataset
         self.sampler = sampler
@@ -84,6 +88,7 @@ class ExperienceStream:
         self.config = config
         self.accelerator = accelerator
         self.metrics = metrics
+        self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
         self.plan = plan_batches(config, accelerator.num_processes)
         data_seed = config.seed if config.data_seed is None else config.data_seed
         self.order = PromptOrder(
@@ -120,6 +125,8 @@ class ExperienceStream:
     def __iter__(self) -> Iterator[dict[str, Minibatch]]:
         per_pass = self.order.rollouts_per_pass
         end = (self.state.iteration // per_pass + 1) * per_pass
+        if self._experiences is not None:  # out of a checkpoint, which keeps no trunk states
+            self._experiences = self.scorer.with_states(self._experiences)
         while self.state.iteration < end:
             if self._experiences is None:
                 self._experiences = self.make_rollout()
@@ -200,7 +207,7 @@ class ExperienceStream:
             moments = global_moments(list(zip(advantages, masks, strict=True)), self.accelerator)
             advantages = [masked_whiten(a, m, moments=moments) for a, m in zip(advantages, masks, strict=True)]
         return [
-            Experience(p, m, o.logprobs, o.values, a, returns, o.ref_logprobs)
+            Experience(p, m, o.logprobs, o.values, a, returns, o.ref_logprobs, states=o.states)
             for p, m, o, a, (_, returns) in zip(packs, masks, outputs, advantages, shaped, strict=True)
         ]
 
@@ -229,19 +236,15 @@ class ExperienceStream:
 
     # --- the parts of shape -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _model_outputs(self, packs: list[Pack]) -> list[PackOutput]:
-        model = self.model()
-        model.eval()
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
-        outputs = [model(pack=pack, roles=roles, temperature=self.config.temperature) for pack in packs]
-        finite = torch.stack([torch.isfinite(t).all() for o in outputs for t in o if t is not None]).all()
-        if not finite:
+        try:
+            return self.scorer.score(packs, roles)
+        except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
                 " learning_rate or max_grad_norm and resume from an earlier checkpoint"
-            )
-        return outputs
+            ) from error
 
     def _token_rewards(
         self, packs: list[Pack], outputs: list[PackOutput], scores: list[Tensor], masks: list[Tensor]

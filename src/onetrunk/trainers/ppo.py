@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from onetrunk.models.adapters import VALUE, adapter_parameters
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import policy_loss, value_loss
 from onetrunk.ops.masking import masked_mean
@@ -29,6 +28,7 @@ from onetrunk.trainers.checkpoint import BranchCheckpoints, find_checkpoint
 from onetrunk.trainers.evaluation import PromptEvaluation
 from onetrunk.trainers.experience import ExperienceStream
 from onetrunk.trainers.metrics import MetricLog
+from onetrunk.trainers.optimizer_groups import split_off_value
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.samples import SampleLog
 from onetrunk.trainers.setup import Reward, prepare_run
@@ -108,6 +108,8 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
             progress=self.progress.rollout,
         )
         self.sampler = run.sampler
+        self.trunk_plan = run.trunk_plan
+        self.progress.opening = run.trunk_plan.report
         self.guard = StepGuard(args.max_skipped_steps)
         self._stream: ExperienceStream | None = None
         self._resume_from: str | None = None
@@ -150,7 +152,13 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
         stream = self.stream_class(
-            self.train_dataset, self.sampler, lambda: self.model, self.args, self.accelerator, self.metric_log
+            self.train_dataset,
+            self.sampler,
+            lambda: self.model,
+            self.args,
+            self.accelerator,
+            self.metric_log,
+            self.trunk_plan.cache,
         )
         stream.reward_extras = self._reward_extras
         if self._resume_from is not None:
@@ -209,7 +217,11 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
         args, experience, minibatch = self.args, inputs["experience"], inputs["minibatch"]
         roles = ("policy", "value") if minibatch.trains_policy else ("value",)
         output = model(
-            pack=experience.pack, roles=roles, temperature=args.temperature, entropy_grad=args.entropy_coef > 0
+            pack=experience.pack,
+            roles=roles,
+            states=experience.states,
+            temperature=args.temperature,
+            entropy_grad=args.entropy_coef > 0,
         )
         counted = {"mask": experience.loss_mask, "num_tokens": minibatch.num_tokens}
         value, stats = value_loss(
@@ -265,15 +277,7 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
         if self.optimizer is not None or self.args.value_learning_rate is None:
             return super().create_optimizer(model)
         optimizer = super().create_optimizer(model)
-        opt_model = self.model if model is None else model
-        of_value = {id(p) for p in opt_model.value_head.parameters()}
-        of_value |= {id(p) for p in adapter_parameters(opt_model, VALUE).values()}
-        for group in list(optimizer.param_groups):
-            own = [p for p in group["params"] if id(p) in of_value]
-            group["params"] = [p for p in group["params"] if id(p) not in of_value]
-            settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-            if own:
-                optimizer.add_param_group({**settings, "params": own, "lr": self.args.value_learning_rate})
+        split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
         return optimizer
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

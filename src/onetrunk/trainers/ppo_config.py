@@ -13,6 +13,7 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk.models.adapters import VALUE_HEADS
+from onetrunk.models.trunk_cache import PLACES
 from onetrunk.trainers.foreign_keys import (
     FIXED,
     INHERITED_WITHOUT_MEANING,
@@ -137,6 +138,11 @@ class PPOConfig(TrainingArguments):
         None,
         "Reward model (folder or Hub name, of the trunk's size) whose score head starts the value head; None: zero.",
     )
+    trunk_cache: str = _option(
+        "auto",
+        "Where the states that the layers below the top k make stay for all epochs of a rollout: device, cpu (pinned"
+        " memory), disk (a file in output_dir), off (make them in every forward), auto (the first of them with room).",
+    )
     model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
 
     # Safety and logging
@@ -233,6 +239,7 @@ class PPOConfig(TrainingArguments):
             ("truncated_completions", TRUNCATED),
             ("overlong_prompts", OVERLONG),
             ("value_head", VALUE_HEADS),
+            ("trunk_cache", PLACES),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
 

@@ -31,6 +31,7 @@ from onetrunk.rollouts.local import LocalBackend
 from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.sampling import Sampler
+from onetrunk.trainers.trunk_plan import TrunkPlan, plan_trunk
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -44,6 +45,7 @@ class Run:
     train_dataset: Dataset
     eval_dataset: Dataset | dict[str, Dataset] | None
     sampler: Sampler
+    trunk_plan: TrunkPlan
 
 
 def prepare_run(
@@ -97,7 +99,8 @@ def prepare_run(
     )
     backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
     prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
-    return Run(trunk, tokenizer, train_dataset, prepared, Sampler(backend, rewards, tokenizer, params))
+    trunk_plan = plan_trunk(trunk, args, max(map(len, train_dataset["prompt_ids"])))
+    return Run(trunk, tokenizer, train_dataset, prepared, Sampler(backend, rewards, tokenizer, params), trunk_plan)
 
 
 def check_launch(args: PPOConfig) -> None:

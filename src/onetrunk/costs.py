@@ -1,0 +1,114 @@
+"""Bytes and FLOPs of a decoder, from the numbers of its config: pure arithmetic.
+
+Units are bytes and floating point operations (a multiplication and an addition are two). Knows shapes; no module, no
+tensor and no trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a decoder that its costs depend on.
+
+    Args:
+        vocab_size: entries of the vocabulary.
+        hidden_size: of the residual stream.
+        num_layers: decoder layers.
+        intermediate_size: of the feed-forward block.
+        num_heads: of the queries.
+        num_kv_heads: of keys and values.
+        head_dim: of one head.
+        is_gated: True where the feed-forward block has three matrices (SwiGLU, GeGLU), False for two.
+        is_tied: True where the output head is the embedding.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_gated: bool = True
+    is_tied: bool = True
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelShape:
+        """Return the shape of a transformers config; names that a family lacks take the value that they stand for."""
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=hidden,
+            num_layers=config.num_hidden_layers,
+            intermediate_size=intermediate or 4 * hidden,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            is_gated=config.model_type != "gpt2",
+            is_tied=bool(getattr(config, "tie_word_embeddings", True)),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head."""
+        return self.vocab_size * self.hidden_size
+
+
+def trunk_states_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """Return the bytes of the hidden states of `tokens` padded tokens at one place of the decoder."""
+    return tokens * shape.hidden_size * itemsize
+
+
+def kv_cache_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """Return the bytes of keys and values of `tokens` padded tokens in all layers."""
+    return 2 * tokens * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+
+
+def forward_flops(shape: ModelShape, tokens: int, layers: int, context: float = 0.0) -> float:
+    """Return the FLOPs of `layers` layers over `tokens` tokens that attend to `context` tokens each on average."""
+    attention = 4 * context * shape.num_heads * shape.head_dim
+    return tokens * layers * (2.0 * shape.layer_parameters + attention)
+
+
+def head_flops(shape: ModelShape, tokens: int) -> float:
+    """Return the FLOPs of the output head over `tokens` tokens."""
+    return 2.0 * tokens * shape.head_parameters
+
+
+def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_share: float) -> float:
+    """Return the share of scoring's and update's FLOPs that keeping the states at the cut saves.
+
+    Without it the layers below the cut run once for scoring (policy, value and reference start from one pass) and once
+    in every epoch; with it once. Above the cut scoring is a forward of the policy and one of the reference, and an
+    epoch is a forward and the gradient of every input (weights that are frozen need none); the head sees completion
+    tokens alone.
+
+    Args:
+        shape: of the decoder.
+        cut: layers below it.
+        num_ppo_epochs: passes over a rollout.
+        completion_share: completion tokens of all tokens.
+    """
+    above = shape.num_layers - cut
+    lower = cut * shape.layer_parameters
+    upper = above * shape.layer_parameters
+    head = completion_share * shape.head_parameters
+    work_above = 4 * (1 + num_ppo_epochs) * (upper + head)
+    return 2 * lower * num_ppo_epochs / (work_above + 2 * lower * (1 + num_ppo_epochs))
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this machine, all of it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,81 @@
+"""What the roles of the trunk say of a rollout's packs, and the trunk states that scoring leaves for the epochs.
+
+Knows packs, the model and the cache of its states; no reward, no advantage and no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from onetrunk.models.trunk_cache import TrunkCache
+from onetrunk.models.trunk_model import PackOutput
+from onetrunk.types import Experience, Pack
+
+
+class PackScorer:
+    """Runs the roles over packs in evaluation mode; with a cache, the layers below the cut run once a pack.
+
+    Args:
+        model: returns the TrunkModel, wrapped or not.
+        accelerator: unwraps it.
+        temperature: of logprobs.
+        cache: where the trunk states go; None: nowhere, every forward runs the layers below the cut again.
+    """
+
+    def __init__(
+        self, model: Callable[[], nn.Module], accelerator: Accelerator, temperature: float, cache: TrunkCache | None
+    ):
+        self.model = model
+        self.accelerator = accelerator
+        self.temperature = temperature
+        self.cache = cache
+
+    @torch.no_grad()
+    def score(
+        self, packs: Sequence[Pack], roles: Sequence[str], given: Sequence[Tensor | None] | None = None
+    ) -> list[PackOutput]:
+        """Return the outputs of `roles` over the packs, with `states` where there is a cache.
+
+        Args:
+            packs: the rows.
+            roles: as TrunkModel takes them.
+            given: states of each pack that are there already; None: the layers below the cut make them.
+
+        Raises:
+            FloatingPointError: a logprob or a value is not finite.
+        """
+        model = self.model()
+        model.eval()
+        asked = (*roles, "trunk") if self.cache is not None else tuple(roles)
+        outputs = []
+        for i, pack in enumerate(packs):
+            states = None if given is None else given[i]
+            output = model(pack=pack, roles=asked, states=states, temperature=self.temperature)
+            outputs.append(output._replace(states=self._kept(output.states)))
+        figures = [t for o in outputs for name, t in o._asdict().items() if t is not None and name != "states"]
+        if not torch.stack([torch.isfinite(t).all() for t in figures]).all():
+            raise FloatingPointError("logprobs or values are not finite")
+        return outputs
+
+    @torch.no_grad()
+    def with_states(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """Return the experiences with the states that a checkpoint has left out, made anew by the same forwards."""
+        if self.cache is None:
+            return list(experiences)
+        model = self.model()
+        model.eval()
+        return [
+            e if e.states is not None else replace(e, states=self._kept(model(pack=e.pack, roles=("trunk",)).states))
+            for e in experiences
+        ]
+
+    def _kept(self, states: Tensor | None) -> Tensor | None:
+        if states is None:
+            return None
+        # Outside of its forward accelerate hands out float32; the trunk's own type holds every bit of it.
+        return self.cache.keep(states.to(self.accelerator.unwrap_model(self.model()).states_dtype))
