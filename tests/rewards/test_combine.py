@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import math
 import os
 import threading
@@ -95,6 +96,18 @@ def test_a_function_that_raises_is_named_and_its_error_is_the_cause():
         with pytest.raises(RuntimeError, match=f"'{function.__name__}' raised {error.__name__}") as caught:
             score([giving(1, 1), function])
         assert type(caught.value.__cause__) is error
+        line = function.__code__.co_firstlineno + 1
+        assert str(caught.value).endswith(f"({__file__}:{line})")
+
+
+def test_an_error_in_what_a_function_calls_names_its_own_line_and_where_it_was_raised():
+    def reads_json(completions, **kwargs):
+        return [json.loads(completion) for completion in completions]
+
+    with pytest.raises(RuntimeError, match="'reads_json' raised JSONDecodeError") as caught:
+        score(reads_json)
+    line = reads_json.__code__.co_firstlineno + 1
+    assert f"({__file__}:{line}, raised at {json.decoder.__file__}:" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ The signature is the one that TRL's GRPO and RLOO trainers call, so that functio
 
 from __future__ import annotations
 
+import ast
+import difflib
 import functools
 import hashlib
 import importlib
@@ -92,6 +94,13 @@ def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     return names
 
 
+def names_a_model(spec: str) -> bool:
+    """Say whether a text means a reward model, a folder or a Hub name "owner/model", and not a function."""
+    if Path(spec).expanduser().is_dir():
+        return True
+    return "/" in spec and ":" not in spec and not spec.endswith(".py")
+
+
 def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
     """Return the reward function that `spec` means.
 
@@ -100,27 +109,58 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
             "path/to/file.py:name", which is loaded from that file.
 
     Raises:
-        ValueError: the text is neither form, there is no such module, file or name in it.
+        ValueError: the text is neither form, or names a model; there is no such module, file or name in it.
         RuntimeError: the module is there and fails while it is imported.
         TypeError: what was found is not a callable, or is a class where an instance is needed.
     """
     if not isinstance(spec, str):
         return _checked_callable(spec, repr(spec))
+    if names_a_model(spec):
+        raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
     path, separator, name = spec.rpartition(":")
     if separator:
         module = _module_from_file(spec, Path(path).expanduser())
+    elif spec.endswith(".py"):
+        raise ValueError(_without_a_name(spec))
     else:
         path, _, name = spec.rpartition(".")
         if not path or not all(part.isidentifier() for part in spec.split(".")):
             raise ValueError(
-                f"reward function {spec!r} is neither 'package.module.name' nor 'path/to/file.py:name'; for a reward "
-                "model on disk or on the Hub give onetrunk.rewards.ModelReward(path)"
+                f"reward function {spec!r} is neither 'package.module.name' nor 'path/to/file.py:name', nor a reward"
+                " model: a folder that exists or a Hub name 'owner/model'"
             )
         module = _module_by_name(spec, path)
     if not hasattr(module, name):
-        public = ", ".join(sorted(entry for entry in vars(module) if not entry.startswith("_"))[:20])
-        raise ValueError(f"reward function {spec!r}: {path} has no {name!r}; it has {public or 'no public names'}")
+        raise ValueError(f"reward function {spec!r}: {path} has no {name!r}; {_what_it_has(module, name)}")
     return _checked_callable(getattr(module, name), repr(spec))
+
+
+def _what_it_has(module: ModuleType, name: str) -> str:
+    found = vars(module).items()
+    public = sorted(n for n, v in found if not n.startswith("_") and callable(v) and not inspect.isclass(v))
+    near = difflib.get_close_matches(name, public, n=3)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"it has {', '.join(public[:20]) or 'no public functions'}"
+
+
+def _without_a_name(spec: str) -> str:
+    path = Path(spec).expanduser()
+    if not path.is_file():
+        return _no_file(spec, path)
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        body = []
+    functions = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    public = [name for name in functions if not name.startswith("_")]
+    hint = f", where NAME is {' or '.join(public[:20])}" if public else ""
+    return f"reward function {spec!r} names a file and no function in it; write '{spec}:NAME'{hint}"
+
+
+def _no_file(spec: str, path: Path) -> str:
+    folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
+    return f"reward function {spec!r}: there is no file {path}{folder}; check the path"
 
 
 def _checked_callable(function: Any, spec: str) -> RewardFunction:
@@ -146,8 +186,10 @@ def _module_by_name(spec: str, name: str) -> ModuleType:
 
 
 def _module_from_file(spec: str, path: Path) -> ModuleType:
-    if path.suffix != ".py" or not path.is_file():
+    if path.suffix != ".py":
         raise ValueError(f"reward function {spec!r}: {path} is not a Python file; give 'path/to/file.py:name'")
+    if not path.is_file():
+        raise ValueError(_no_file(spec, path))
     # One module per file, registered before it runs: dataclasses and pickle look their module up by name.
     name = f"onetrunk_reward_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:

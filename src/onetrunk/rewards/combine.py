@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -131,7 +132,19 @@ class RewardSet:
 
 
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
+    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}{_place(error)}")
+
+
+def _place(error: BaseException) -> str:
+    """Return " (file:line)" of where an error was raised, and the function's own line where that is elsewhere."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    if not frames:
+        return ""
+    raised = frames[-1]
+    # The first frame is the reward function's: what it called last in its own file is what its author can change.
+    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    where = f"{own.filename}:{own.lineno}"
+    return f" ({where})" if own is raised else f" ({where}, raised at {raised.filename}:{raised.lineno})"
 
 
 async def _all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:

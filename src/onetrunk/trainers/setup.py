@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from onetrunk.files import require_output_dir
 from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.trunk_model import TrunkModel
-from onetrunk.rewards.base import RewardFunction
+from onetrunk.rewards.base import RewardFunction, names_a_model
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
@@ -97,9 +96,12 @@ def prepare_run(
         ),
         pad_token_id=tokenizer.pad_token_id,
     )
-    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
+    longest_prompt = max(map(len, train_dataset["prompt_ids"]))
+    trunk_plan = plan_trunk(trunk, args, longest_prompt, samples_here=rollout_backend is None)
+    backend = rollout_backend or LocalBackend(
+        max_rows=args.max_rollout_rows, progress=progress, captures_states=trunk_plan.captures_states
+    )
     prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
-    trunk_plan = plan_trunk(trunk, args, max(map(len, train_dataset["prompt_ids"])))
     return Run(trunk, tokenizer, train_dataset, prepared, Sampler(backend, rewards, tokenizer, params), trunk_plan)
 
 
@@ -254,10 +256,7 @@ def resolve_rewards(
 def _resolve(reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig) -> RewardFunction | str:
     if isinstance(reward, PreTrainedModel):
         return ModelReward(reward, tokenizer, device=args.device)
-    is_model_name = isinstance(reward, str) and (
-        Path(reward).is_dir() or not re.search(r"\.py:|^[\w.]+\.\w+$", reward)
-    )
-    if is_model_name:
+    if isinstance(reward, str) and names_a_model(reward):
         return ModelReward(reward, tokenizer, device=args.device)
     return reward
 
