@@ -36,13 +36,13 @@ from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
 from onetrunk.trainers.rollout_figures import global_moments, rollout_figures
+from onetrunk.trainers.run_settings import run_settings
 from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch, rollout_packs
 from onetrunk.trainers.scoring import PackScorer
 from onetrunk.trainers.stream_state import (
     StreamState,
     load_buffer,
     load_state,
-    place_settings,
     save_buffer,
     save_state,
 )
@@ -106,7 +106,7 @@ class ExperienceStream:
             else FixedKLController(config.beta)
         )
         self.score_moments = RunningMoments()
-        self.settings = place_settings(config, dataset, accelerator.num_processes)
+        self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards.functions)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras: Callable[[], dict[str, Any]] = dict

@@ -5,40 +5,19 @@ JSON for numbers, safetensors for tensors; nothing is pickled.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from accelerate.logging import get_logger
-from datasets import Dataset
 from torch import Tensor
 
 from onetrunk.files import atomic_write_json, load_tensors, read_json, save_tensors
 from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController
 from onetrunk.rewards.normalize import RunningMoments
-from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.trainers.run_settings import check_settings
 from onetrunk.types import Experience, Pack
 
-logger = get_logger(__name__)
-
 STATE_FILE = "experience_stream.json"
-PLACE_SETTINGS = (
-    "rollout_batch_size",
-    "num_generations",
-    "num_ppo_epochs",
-    "num_minibatches",
-    "shuffle_dataset",
-    "seed",
-    "data_seed",
-)
-# What the rollout in use was sampled and scored under; between two rollouts they may change.
-ROLLOUT_SETTINGS = ("num_processes", "temperature", "kl_in_loss", "beta")
-# Whether they are None decides the kind of controller and the optimizer's groups; their values may change.
-OPTIONAL_SETTINGS = ("kl_target", "value_learning_rate")
-RATES = ("learning_rate", "value_learning_rate")
 
 
 @dataclass
@@ -56,21 +35,6 @@ class StreamState:
     slot: int = 0
     skips_rest: bool = False
     beta: float = 0.0
-
-
-def place_settings(config: PPOConfig, dataset: Dataset, num_processes: int) -> dict[str, Any]:
-    """Return what the place in a run rests on, and the rates that its optimizer keeps; `load_state` compares."""
-    names = dict.fromkeys((*PLACE_SETTINGS, *ROLLOUT_SETTINGS[1:], *OPTIONAL_SETTINGS, *RATES))
-    settings = {name: getattr(config, name) for name in names}
-    return {**settings, "num_processes": num_processes, "prompts": _fingerprint(dataset["prompt_ids"])}
-
-
-def _fingerprint(rows: Sequence[list[int]]) -> str:
-    """Return how many rows there are and a digest of their token ids."""
-    digest = hashlib.sha256()
-    for ids in rows:
-        digest.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
-    return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
 def save_state(
@@ -99,8 +63,9 @@ def load_state(
     """Read `experience_stream.json`; the controllers take their state from it.
 
     Raises:
-        ValueError: the file is missing, is not one of ours, or was written under other `settings`. The number of
-            processes, the temperature and a fixed beta may differ where the checkpoint lies between two rollouts.
+        ValueError: the file is missing, is not one of ours, or was written on another base or under other `settings`.
+            The number of processes, the temperature and a fixed beta may differ where the checkpoint lies between two
+            rollouts; of others that may, a warning says how they changed.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
@@ -111,33 +76,12 @@ def load_state(
     content = read_json(path)
     try:
         state = StreamState(**content["stream"])
-        _check_settings(path, content["settings"], settings, in_rollout=state.slot > 0)
+        check_settings(path, content["settings"], settings, in_rollout=state.slot > 0)
         kl_controller.load_state_dict(content["kl_controller"])
         score_moments.load_state_dict(content["score_moments"])
         return state
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold the state of an experience stream ({error})") from error
-
-
-def _check_settings(path: Path, written: dict[str, Any], own: dict[str, Any], in_rollout: bool) -> None:
-    free = {"learning_rate"} if in_rollout else {"learning_rate", *ROLLOUT_SETTINGS}
-    if own["kl_target"] is not None:
-        # An adaptive beta goes on from the checkpoint: another start would say nothing.
-        free.discard("beta")
-    changed = [name for name in own if name not in free and _differs(name, written.get(name), own[name])]
-    if changed:
-        pairs = ", ".join(f"{name} {written.get(name)} (here {own[name]})" for name in changed)
-        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
-    rates = [name for name in RATES if written.get(name) != own[name]]
-    if rates:
-        pairs = ", ".join(f"{name} stays {written.get(name)} (here {own[name]})" for name in rates)
-        logger.warning(f"{pairs}: optimizer and schedule are those of the checkpoint; start a new run to change them")
-
-
-def _differs(name: str, written: Any, own: Any) -> bool:
-    if name in OPTIONAL_SETTINGS:
-        return (written is None) != (own is None)
-    return written != own
 
 
 def buffer_file(rank: int) -> str:
