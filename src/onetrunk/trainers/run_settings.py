@@ -56,7 +56,7 @@ FREE_SETTINGS = frozenset(
     " do_predict load_best_model_at_end metric_for_best_model greater_is_better model_init_kwargs debug tpu_num_cores"
     " activation_checkpointing gradient_checkpointing gradient_checkpointing_kwargs enable_jit_checkpoint"
     " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"
-    " value_head_init".split()
+    " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config".split()
 )
 FREE_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile")
 
