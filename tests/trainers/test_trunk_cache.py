@@ -1,15 +1,16 @@
 """Frozen layers run once per rollout: the same training to the bit, wherever the states stay."""
 
 import pytest
-import torch
 
 from onetrunk.models.backbone import decoder_layers
 from onetrunk.trainers.ppo import PPOTrainer
+from tests.fakes import CannedBackend
 from tests.tiny import tiny_model
 from tests.trainers.support import (
     Recorder,
     StopAt,
     assert_same,
+    logged,
     make_trainer,
     sft_model,
     trained,
@@ -17,7 +18,14 @@ from tests.trainers.support import (
     without_wall_clock,
 )
 
-TOP = {"adapter_layers": "top-1", "num_ppo_epochs": 3, "num_minibatches": 2, "num_rollouts": 2}
+TOP = {
+    "adapter_layers": "top-1",
+    "num_ppo_epochs": 3,
+    "num_minibatches": 2,
+    "num_rollouts": 2,
+    "capture_trunk_states": False,
+}
+CAPTURED = {**TOP, "capture_trunk_states": True}
 
 
 def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
@@ -67,14 +75,19 @@ def test_the_lower_layers_run_once_a_rollout(tmp_path):
         below, above = counted_layer(trainer, 0), counted_layer(trainer, 1)
         trainer.train()
         tokens[place] = (sum(below), sum(above))
+    captured = make_trainer(tmp_path / "captured", **CAPTURED)
+    below_captured, above_captured = counted_layer(captured, 0), counted_layer(captured, 1)
+    captured.train()
+    assert not below_captured and sum(above_captured) == tokens["cpu"][1]
     # Scoring runs the policy and the reference above the cut, an epoch the policy; below it one pass serves all.
     (below, above), (below_off, above_off) = tokens["cpu"], tokens["off"]
     assert above == above_off == 5 * below and below_off == 4 * below
 
 
+@pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, place):
-    settings = {**TOP, "trunk_cache": place}
+def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, place, captures):
+    settings = {**TOP, "trunk_cache": place, "capture_trunk_states": captures}
     whole = trained(tmp_path / "whole", **settings)
     trained(tmp_path / "cut", callbacks=[StopAt(3)], **settings)
     resumed = make_trainer(tmp_path / "cut", **settings)
@@ -114,3 +127,47 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
     assert f"{num_bytes / 2**20:,.1f} MiB of states in this machine's memory" in trainer.trunk_plan.report
     assert "the lower 3 of 4 layers" in trainer.trunk_plan.report
     assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
+
+
+@pytest.mark.parametrize("value_head", ["shared", "adapter"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, value_head):
+    recorders = []
+    for captures in (True, False):
+        recorders.append(Recorder())
+        settings = {**TOP, "value_head": value_head, "capture_trunk_states": captures, "num_rollouts": 1}
+        trained(tmp_path / str(captures), model=family, callbacks=[recorders[-1]], max_rollout_rows=3, **settings)
+    # float32 rounds a token alone otherwise than within a row; Adam would turn that into steps of any size.
+    assert_same(recorders[0].gradients[0], recorders[1].gradients[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_first_ratio_is_one_on_captured_states(tmp_path, family):
+    trainer = trained(tmp_path, model=family, **{**CAPTURED, "num_ppo_epochs": 1, "num_minibatches": 1})
+    assert logged(trainer, "kl/approx") == [0, 0]
+    assert logged(trainer, "policy/ratio_max") == [1, 1]
+
+
+def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
+    top = {"adapter_layers": "top-1"}
+    assert make_trainer(tmp_path, **top).sampler.captures_states
+    assert "made while sampling" in make_trainer(tmp_path, **top).trunk_plan.report
+    assert not make_trainer(tmp_path, bf16=True, **top).sampler.captures_states
+    assert not make_trainer(tmp_path, trunk_cache="off", **top).sampler.captures_states
+    assert not make_trainer(tmp_path, truncated_completions="bootstrap", **top).sampler.captures_states
+    assert not make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 1]]), **top).sampler.captures_states
+    assert not make_trainer(tmp_path).sampler.captures_states
+
+
+@pytest.mark.parametrize(
+    ("settings", "obstacle"),
+    [
+        ({}, "there is no cut: set adapter_layers to top-k"),
+        ({"adapter_layers": "top-1", "trunk_cache": "off"}, "trunk_cache is off"),
+        ({"adapter_layers": "top-1", "truncated_completions": "bootstrap"}, "needs the state of the last token"),
+        ({"adapter_layers": "top-1", "rollout_backend": CannedBackend([[5, 1]])}, "backend is not the trunk itself"),
+    ],
+)
+def test_capture_where_it_cannot_be_is_refused(tmp_path, settings, obstacle):
+    with pytest.raises(ValueError, match=f"capture_trunk_states can't be: .*{obstacle}"):
+        make_trainer(tmp_path, capture_trunk_states=True, **settings)

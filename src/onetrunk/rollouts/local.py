@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import LogitsProcessorList
 
+from onetrunk.models.backbone import decoder_layers
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.draws import inverse_cdf, row_uniforms
+from onetrunk.rollouts.capture import StateCapture
+from onetrunk.rollouts.decode_state import Completion, DecodeState, left_padded
+from onetrunk.rollouts.draws import inverse_cdf
 from onetrunk.types import Rollout, RowKey
 
 RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
@@ -68,7 +69,14 @@ class LocalBackend:
         self.model = model
         self.policy_version = version
 
-    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
+    def generate(
+        self,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        *,
+        keeps_states: bool = False,
+    ) -> Rollout:
         """Return one completion per prompt, in the order of the prompts.
 
         The model decodes in eval mode, which also turns activation checkpointing off (transformers checkpoints only in
@@ -78,6 +86,7 @@ class LocalBackend:
             prompt_ids: n lists of token ids, none empty.
             params: length, temperature and stop tokens of this call.
             keys: n tuples of non-negative integers, (seed, iteration, row), as many integers in each.
+            keeps_states: give the rollout the states at the cut of the TrunkModel that samples.
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and processors.
@@ -87,14 +96,16 @@ class LocalBackend:
             RuntimeError: no model yet, a model that keeps no cache, or logits that are not finite.
         """
         model = _require_inputs(self.model, prompt_ids, params, keys)
-        done: dict[int, _Completion] = {}
+        done: dict[int, Completion] = {}
         num_tokens = 0
         longest_first = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
         step = self.max_rows or max(len(prompt_ids), 1)
-        with torch.no_grad(), _eval_mode(model):
+        width = max(map(len, prompt_ids), default=0) + params.max_completion_length
+        capture = StateCapture(len(prompt_ids), width) if keeps_states else None
+        with torch.no_grad(), _eval_mode(model), _hooked(capture, model):
             for start in range(0, len(prompt_ids), step):
-                state = _left_padded(longest_first[start : start + step], prompt_ids, params, keys, model)
-                for finished in self._decode(model, state, params):
+                state = left_padded(longest_first[start : start + step], prompt_ids, params, keys, model)
+                for finished in self._decode(model, state, params, capture):
                     done.update(finished)
                     num_tokens += sum(len(completion.token_ids) for completion in finished.values())
                     if self.progress is not None:
@@ -106,13 +117,18 @@ class LocalBackend:
             sampler_logprobs=[completion.logprobs for completion in completions],
             stopped=[completion.stopped for completion in completions],
             policy_version=self.policy_version,
+            states=None if capture is None else capture.states,
         )
 
-    def _decode(self, model: nn.Module, state: _Decode, params: SamplingParams) -> Iterator[dict[int, _Completion]]:
+    def _decode(
+        self, model: nn.Module, state: DecodeState, params: SamplingParams, capture: StateCapture | None
+    ) -> Iterator[dict[int, Completion]]:
         """Sample `state`'s rows to their ends; yield rows as they finish, as {row: completion}."""
         stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=state.token_ids.device)
         last_only = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         for t in range(params.max_completion_length):
+            if capture is not None:
+                capture.expect(*state.next_tokens())
             logits = _next_logits(model, state, last_only)
             tokens, logprobs = self._pick(logits, state, params.temperature, t)
             state.append(tokens, logprobs, t)
@@ -130,7 +146,7 @@ class LocalBackend:
                 return
             state.keep(staying)
 
-    def _pick(self, logits: Tensor, state: _Decode, temperature: float, t: int) -> tuple[Tensor, Tensor]:
+    def _pick(self, logits: Tensor, state: DecodeState, temperature: float, t: int) -> tuple[Tensor, Tensor]:
         """Return completion token number t of every row and its logprob, both [b]."""
         scores = logits / temperature if temperature > 0 else logits
         if self.logits_processor is not None:
@@ -140,89 +156,7 @@ class LocalBackend:
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-@dataclass(frozen=True)
-class _Completion:
-    token_ids: list[int]
-    logprobs: Tensor
-    stopped: bool
-
-
-@dataclass
-class _Decode:
-    """The rows of a sub-batch that still decode: b rows, in one order throughout; P prompt, C completion columns.
-
-    Args:
-        rows: b numbers of rows in the call.
-        token_ids: [b, P + C] int64; padding, prompt, completion so far.
-        attention_mask: [b, P + C] int64, 0 at padding; read up to `width`.
-        position_ids: [b, P + C] int64.
-        uniforms: [b, C] float64.
-        logprobs: [b, C] float32, filled as far as the completion is.
-        cache: keys and values of the first `seen` columns.
-        seen: columns that went through the model.
-        width: columns that are filled.
-    """
-
-    rows: list[int]
-    token_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    uniforms: Tensor
-    logprobs: Tensor
-    cache: DynamicCache
-    seen: int
-    width: int
-
-    def append(self, tokens: Tensor, logprobs: Tensor, t: int) -> None:
-        self.token_ids[:, self.width] = tokens
-        self.logprobs[:, t] = logprobs
-        self.width += 1
-
-    def completion(self, i: int, length: int, stopped: bool) -> _Completion:
-        token_ids = self.token_ids[i, self.width - length : self.width].tolist()
-        return _Completion(token_ids, self.logprobs[i, :length].cpu(), stopped)
-
-    def keep(self, staying: list[int]) -> None:
-        """Drop every row but those at the indices `staying`."""
-        if len(staying) == len(self.rows):
-            return
-        index = torch.tensor(staying, device=self.token_ids.device)
-        self.rows = [self.rows[i] for i in staying]
-        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "logprobs"):
-            setattr(self, name, getattr(self, name).index_select(0, index))
-        # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
-        self.cache.reorder_cache(index)
-
-
-def _left_padded(
-    rows: list[int], prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: nn.Module
-) -> _Decode:
-    prompt_width = max(len(prompt_ids[row]) for row in rows)
-    shape = (len(rows), prompt_width + params.max_completion_length)
-    token_ids = torch.full(shape, params.pad_token_id)
-    attention_mask = torch.ones(shape, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        start = prompt_width - len(prompt_ids[row])
-        token_ids[i, start:prompt_width] = torch.tensor(prompt_ids[row])
-        attention_mask[i, :start] = 0
-    uniforms = np.zeros((len(rows), params.max_completion_length))
-    if params.temperature > 0:
-        uniforms = np.stack([row_uniforms(keys[row], params.max_completion_length) for row in rows])
-    device = next(model.parameters()).device
-    return _Decode(
-        rows=rows,
-        token_ids=token_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
-        uniforms=torch.from_numpy(uniforms).to(device),
-        logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
-        cache=DynamicCache(config=model.config),
-        seen=0,
-        width=prompt_width,
-    )
-
-
-def _next_logits(model: nn.Module, state: _Decode, last_only: dict[str, int]) -> Tensor:
+def _next_logits(model: nn.Module, state: DecodeState, last_only: dict[str, int]) -> Tensor:
     """Run the columns that the cache has not seen; return float32 logits [b, V] of the next token."""
     new = slice(state.seen, state.width)
     outputs = model(
@@ -241,6 +175,12 @@ def _next_logits(model: nn.Module, state: _Decode, last_only: dict[str, int]) ->
             "use an architecture that supports DynamicCache, or a rollout backend of your own"
         )
     return outputs.logits[:, -1].float()
+
+
+def _hooked(capture: StateCapture | None, model: nn.Module) -> AbstractContextManager[None]:
+    if capture is None:
+        return nullcontext()
+    return capture.of(decoder_layers(model.get_base_model())[model.cut])
 
 
 def _keeps_logits(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ from onetrunk.ops.advantages import (
     FixedKLController,
     gae,
     length_adaptive_lam,
-    token_rewards,
 )
-from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import split_minibatches
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
@@ -37,8 +36,16 @@ from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
 from onetrunk.trainers.rollout_figures import global_moments, rollout_figures
 from onetrunk.trainers.run_settings import run_settings
-from onetrunk.trainers.sampling import PromptBatch, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.trainers.sampling import (
+    PromptBatch,
+    Sampler,
+    ScoredRollout,
+    pack_states,
+    prompt_batch,
+    rollout_packs,
+)
 from onetrunk.trainers.scoring import PackScorer
+from onetrunk.trainers.shaping import shaped_rewards, whitened
 from onetrunk.trainers.stream_state import (
     StreamState,
     load_buffer,
@@ -125,8 +132,8 @@ class ExperienceStream:
     def __iter__(self) -> Iterator[dict[str, Minibatch]]:
         per_pass = self.order.rollouts_per_pass
         end = (self.state.iteration // per_pass + 1) * per_pass
-        if self._experiences is not None:  # out of a checkpoint, which keeps no trunk states
-            self._experiences = self.scorer.with_states(self._experiences)
+        if self._experiences is not None:
+            self._experiences = self.scorer.from_checkpoint(self._experiences)
         while self.state.iteration < end:
             if self._experiences is None:
                 self._experiences = self.make_rollout()
@@ -159,11 +166,11 @@ class ExperienceStream:
         start = time.perf_counter()
         batch = self.prompts(self.state.iteration)
         self.sampler.backend.sync(self.model(), self.state.iteration * self.config.slots_per_rollout)
-        rollout = self.sampler.generate(batch)
+        rollout = self.sampler.generate(batch, trains=True)
         sampled = time.perf_counter()
         scored = self.sampler.score(batch, rollout, **self.reward_extras())
-        self.last_scored = scored
         experiences = self.shape(scored)
+        self.last_scored = replace(scored, rollout=replace(rollout, states=None))
         self.metrics.add_seconds("generate", sampled - start)
         self.metrics.add_seconds("score", time.perf_counter() - sampled)
         return experiences
@@ -189,12 +196,14 @@ class ExperienceStream:
         packs, rows = rollout_packs(
             scored.rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device
         )
-        outputs = self._model_outputs(packs)
+        outputs = self._model_outputs(packs, pack_states(scored.rollout, packs, rows))
         loss_rows = scored_rows.clone()
         if self.config.truncated_completions == "mask":
             loss_rows &= torch.tensor(scored.rollout.stopped)
         masks = [p.completion_mask & loss_rows[r].to(device)[:, None] for p, r in zip(packs, rows, strict=True)]
-        rewards = self._token_rewards(packs, outputs, [scores.nan_to_num()[r].to(device) for r in rows], masks)
+        row_scores = [scores.nan_to_num()[r].to(device) for r in rows]
+        in_reward = 0.0 if self.config.kl_in_loss else self.kl_controller.value
+        rewards = shaped_rewards(packs, outputs, row_scores, masks, in_reward, self.config, self.accelerator)
         stopped = torch.tensor(scored.rollout.stopped)
         shaped = [
             self.advantages(pack, output, reward, stopped[r].to(device))
@@ -204,8 +213,7 @@ class ExperienceStream:
         self._account(figures, scored_rows)
         advantages = [a for a, _ in shaped]
         if self.config.whiten_advantages:
-            moments = global_moments(list(zip(advantages, masks, strict=True)), self.accelerator)
-            advantages = [masked_whiten(a, m, moments=moments) for a, m in zip(advantages, masks, strict=True)]
+            advantages = whitened(advantages, masks, self.accelerator)
         return [
             Experience(p, m, o.logprobs, o.values, a, returns, o.ref_logprobs, states=o.states)
             for p, m, o, a, (_, returns) in zip(packs, masks, outputs, advantages, shaped, strict=True)
@@ -236,31 +244,15 @@ class ExperienceStream:
 
     # --- the parts of shape -----------------------------------------------------------------------------------------
 
-    def _model_outputs(self, packs: list[Pack]) -> list[PackOutput]:
+    def _model_outputs(self, packs: list[Pack], states: list[Tensor] | None) -> list[PackOutput]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            return self.scorer.score(packs, roles)
+            return self.scorer.score(packs, roles, states)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
                 " learning_rate or max_grad_norm and resume from an earlier checkpoint"
             ) from error
-
-    def _token_rewards(
-        self, packs: list[Pack], outputs: list[PackOutput], scores: list[Tensor], masks: list[Tensor]
-    ) -> list[Tensor]:
-        in_reward = 0.0 if self.config.kl_in_loss else self.kl_controller.value
-        rewards = [
-            token_rewards(s, o.logprobs, o.ref_logprobs, p.completion_mask, in_reward, self.config.kl_estimator)
-            for p, o, s in zip(packs, outputs, scores, strict=True)
-        ]
-        if self.config.whiten_rewards:
-            moments = global_moments(list(zip(rewards, masks, strict=True)), self.accelerator)
-            rewards = [
-                masked_whiten(r, p.completion_mask, shift_mean=False, moments=moments)
-                for r, p in zip(rewards, packs, strict=True)
-            ]
-        return rewards
 
     def _account(self, figures: dict[str, float], scored_rows: Tensor) -> None:
         """Log the figures of a rollout, move the KL coefficient, and stop where too few rows have a score."""
@@ -302,7 +294,8 @@ class ExperienceStream:
         """Write the stream's state and this process's share of the rollout in use into a checkpoint."""
         if self.accelerator.is_main_process:
             save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
-        save_buffer(folder, self._experiences or [], self.accelerator.process_index)
+        buffer = self.scorer.for_checkpoint(self._experiences or [])
+        save_buffer(folder, buffer, self.accelerator.process_index)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint.

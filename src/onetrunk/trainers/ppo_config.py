@@ -143,6 +143,11 @@ class PPOConfig(TrainingArguments):
         "Where the states that the layers below the top k make stay for all epochs of a rollout: device, cpu (pinned"
         " memory), disk (a file in output_dir), off (make them in every forward), auto (the first of them with room).",
     )
+    capture_trunk_states: bool | None = _option(
+        None,
+        "Take those states from sampling, which computes them anyway, instead of one more pass. They differ from that"
+        " pass by rounding (1e-6 in float32), and go into checkpoints. None: in float32.",
+    )
     model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
 
     # Safety and logging

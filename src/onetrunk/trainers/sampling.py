@@ -82,6 +82,23 @@ def rollout_packs(
     return [to_device(pack, device) for pack in packs], rows
 
 
+def pack_states(rollout: Rollout, packs: Sequence[Pack], rows: Sequence[Sequence[int]]) -> list[Tensor] | None:
+    """Return the captured states [R, T, H] of each pack; None where the sampler captured none.
+
+    Args:
+        rollout: n rows.
+        packs: of that rollout.
+        rows: rows of the rollout that each pack holds.
+    """
+    if rollout.states is None:
+        return None
+    states = rollout.states
+    return [
+        states[torch.tensor(r, device=states.device), : pack.input_ids.shape[1]].contiguous()
+        for pack, r in zip(packs, rows, strict=True)
+    ]
+
+
 class Sampler:
     """Samples completions and has them scored.
 
@@ -90,6 +107,7 @@ class Sampler:
         rewards: the reward functions and their weights.
         tokenizer: turns completions into text.
         params: length, temperature and stop tokens.
+        captures_states: True where the backend is a LocalBackend that hands out the states at the cut.
     """
 
     def __init__(
@@ -98,19 +116,22 @@ class Sampler:
         rewards: RewardSet,
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
+        captures_states: bool = False,
     ):
         self.backend = backend
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.params = params
+        self.captures_states = captures_states
 
-    def generate(self, batch: PromptBatch) -> Rollout:
-        """Return one completion per row.
+    def generate(self, batch: PromptBatch, *, trains: bool = False) -> Rollout:
+        """Return one completion per row, with states at the cut where they are captured and the rollout trains.
 
         Raises:
             RuntimeError: the backend broke its contract (number of rows, empty completions).
         """
-        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys)
+        states = {"keeps_states": True} if trains and self.captures_states else {}
+        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **states)
         if len(rollout) != len(batch.prompt_ids) or not all(rollout.completion_ids):
             raise RuntimeError(
                 f"{type(self.backend).__name__}.generate returned {len(rollout)} completions for"

@@ -34,10 +34,11 @@ class PackScorer:
         self.accelerator = accelerator
         self.temperature = temperature
         self.cache = cache
+        self._were_given = False
 
     @torch.no_grad()
     def score(
-        self, packs: Sequence[Pack], roles: Sequence[str], given: Sequence[Tensor | None] | None = None
+        self, packs: Sequence[Pack], roles: Sequence[str], given: Sequence[Tensor] | None = None
     ) -> list[PackOutput]:
         """Return the outputs of `roles` over the packs, with `states` where there is a cache.
 
@@ -51,31 +52,44 @@ class PackScorer:
         """
         model = self.model()
         model.eval()
-        asked = (*roles, "trunk") if self.cache is not None else tuple(roles)
+        self._were_given = given is not None
+        asked = tuple(roles) if self.cache is None or given is not None else (*roles, "trunk")
         outputs = []
         for i, pack in enumerate(packs):
             states = None if given is None else given[i]
             output = model(pack=pack, roles=asked, states=states, temperature=self.temperature)
-            outputs.append(output._replace(states=self._kept(output.states)))
+            if self.cache is not None:
+                states = self._in_own_dtype(output.states) if given is None else states
+                output = output._replace(states=self.cache.keep(states))
+            outputs.append(output)
         figures = [t for o in outputs for name, t in o._asdict().items() if t is not None and name != "states"]
         if not torch.stack([torch.isfinite(t).all() for t in figures]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return outputs
 
+    def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """Return the experiences as a checkpoint keeps them: without states that the same forwards make again.
+
+        Those that sampling made would come back with another rounding, so they stay.
+        """
+        return list(experiences) if self._were_given else [replace(e, states=None) for e in experiences]
+
     @torch.no_grad()
-    def with_states(self, experiences: Sequence[Experience]) -> list[Experience]:
-        """Return the experiences with the states that a checkpoint has left out, made anew by the same forwards."""
+    def from_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """Return the experiences out of a checkpoint with their states, read or made anew."""
         if self.cache is None:
             return list(experiences)
+        self._were_given = any(e.states is not None for e in experiences)
         model = self.model()
         model.eval()
-        return [
-            e if e.states is not None else replace(e, states=self._kept(model(pack=e.pack, roles=("trunk",)).states))
-            for e in experiences
-        ]
+        restored = []
+        for experience in experiences:
+            states = experience.states
+            if states is None:
+                states = self._in_own_dtype(model(pack=experience.pack, roles=("trunk",)).states)
+            restored.append(replace(experience, states=self.cache.keep(states)))
+        return restored
 
-    def _kept(self, states: Tensor | None) -> Tensor | None:
-        if states is None:
-            return None
+    def _in_own_dtype(self, states: Tensor) -> Tensor:
         # Outside of its forward accelerate hands out float32; the trunk's own type holds every bit of it.
-        return self.cache.keep(states.to(self.accelerator.unwrap_model(self.model()).states_dtype))
+        return states.to(self.accelerator.unwrap_model(self.model()).states_dtype)

@@ -14,13 +14,14 @@ from typing import Any
 
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.utils import find_adapter_config_file, has_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import has_file
 
 from onetrunk.data import prepare_prompts
 from onetrunk.files import require_output_dir
 from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.build import build_trunk, init_value_head
+from onetrunk.models.build import build_trunk, check_model_type, init_value_head
+from onetrunk.models.sources import adapter_base, load_config
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import RewardFunction, names_a_model
 from onetrunk.rewards.combine import RewardSet
@@ -66,7 +67,8 @@ def prepare_run(
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
     check_parts(args, eval_dataset, rollout_backend)
-    check_model_kwargs(args.model_init_kwargs or {})
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    check_model(model, tokenizer, args.model_init_kwargs or {})
     tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     train_dataset = prepare_dataset(train_dataset, tokenizer, args)
@@ -98,11 +100,10 @@ def prepare_run(
     )
     longest_prompt = max(map(len, train_dataset["prompt_ids"]))
     trunk_plan = plan_trunk(trunk, args, longest_prompt, samples_here=rollout_backend is None)
-    backend = rollout_backend or LocalBackend(
-        max_rows=args.max_rollout_rows, progress=progress, captures_states=trunk_plan.captures_states
-    )
+    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
+    sampler = Sampler(backend, rewards, tokenizer, params, trunk_plan.captures_states)
     prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
-    return Run(trunk, tokenizer, train_dataset, prepared, Sampler(backend, rewards, tokenizer, params), trunk_plan)
+    return Run(trunk, tokenizer, train_dataset, prepared, sampler, trunk_plan)
 
 
 def check_launch(args: PPOConfig) -> None:
@@ -144,17 +145,25 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
         )
 
 
-def check_model_kwargs(kwargs: dict[str, Any]) -> None:
-    """Refuse keywords that the loading of the base model does not have.
+def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a model or a tokenizer that is none, a name at which nothing lies, keywords that the loading has not.
 
     Raises:
-        ValueError: names the keyword and those that there are.
+        TypeError, ValueError, RuntimeError: with the sentence that says what to change.
     """
+    check_model_type(model)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is of type {type(tokenizer).__name__}; give the policy's tokenizer"
+            " (AutoTokenizer.from_pretrained), or leave it out"
+        )
     known = [n for n in inspect.signature(load_base).parameters if n not in ("name_or_path", "quantization_config")]
     unknown = [name for name in kwargs if name not in known]
     if unknown:
         hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
         raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
+    if isinstance(model, str):
+        load_config(model, **_source(kwargs))
 
 
 def policy_tokenizer(
@@ -163,7 +172,7 @@ def policy_tokenizer(
     """Return the policy's tokenizer, its padding repaired; for an adapter without one, that of its base."""
     if tokenizer is not None:
         return repair_padding(tokenizer)
-    source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+    source = _source(kwargs)
     if not isinstance(model, str):
         name = (
             model.get_base_model().config.name_or_path if isinstance(model, PeftModel) else model.config.name_or_path
@@ -171,7 +180,7 @@ def policy_tokenizer(
         if not name:
             raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
         return load_tokenizer(name)
-    base = _base_name(model, kwargs)
+    base = adapter_base(model, source.get("revision"))
     if base is None:
         return load_tokenizer(model, **source)
     if Path(model).is_dir():
@@ -261,19 +270,13 @@ def _resolve(reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PP
     return reward
 
 
-def _base_name(adapter: str, kwargs: dict[str, Any]) -> str | None:
-    if find_adapter_config_file(adapter, revision=kwargs.get("revision")) is None:
-        return None
-    return PeftConfig.from_pretrained(adapter, revision=kwargs.get("revision")).base_model_name_or_path
-
-
 def _config(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> Any:
     if isinstance(model, PeftModel):
         return model.get_base_model().config.get_text_config()
     if isinstance(model, PreTrainedModel):
         return model.config.get_text_config()
-    source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
-    try:
-        return AutoConfig.from_pretrained(_base_name(model, kwargs) or model, **source).get_text_config()
-    except OSError as error:
-        raise RuntimeError(f"the model {model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return load_config(model, **_source(kwargs))
+
+
+def _source(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}

@@ -120,7 +120,7 @@ def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
 
 def _tensors(experience: Experience) -> dict[str, Tensor]:
     found: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
-    found |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name not in ("pack", "states")}
+    found |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.models.backbone import decoder_layers
 from onetrunk.models.trunk_cache import TrunkCache, choose_place
@@ -23,25 +25,29 @@ class TrunkPlan:
     Args:
         cache: where they stay; None: they are made in every forward, or there is no cut.
         report: one line for a person.
+        captures_states: True where sampling makes them, False where scoring does.
     """
 
     cache: TrunkCache | None
     report: str
+    captures_states: bool = False
 
 
-def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int) -> TrunkPlan:
+def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool = True) -> TrunkPlan:
     """Return the TrunkPlan of a run.
 
     Args:
         trunk: the model, with `cut`.
         args: the settings.
         longest_prompt: tokens.
+        samples_here: True where the trunk itself samples, False with a rollout backend of the user's.
 
     Raises:
         ValueError: a place was asked for, and there is nothing to keep.
     """
     base = trunk.get_base_model()
     num_layers = len(decoder_layers(base))
+    captures = _captures_states(trunk, args, samples_here)
     if not trunk.cut:
         if args.trunk_cache in ("device", "cpu", "disk"):
             raise ValueError(
@@ -61,6 +67,25 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int) -> Trunk
     where = {"device": f"on {args.device}", "cpu": "in this machine's memory", "disk": f"on disk ({args.output_dir})"}
     report = (
         f"{lower} and run once a rollout: {saving:.0%} less work in scoring and update, for at most"
-        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}"
+        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', made while sampling' if captures else ''}"
     )
-    return TrunkPlan(TrunkCache(place, Path(args.output_dir)), report)
+    return TrunkPlan(TrunkCache(place, Path(args.output_dir)), report, captures)
+
+
+def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:
+    obstacles = {
+        "there is no cut: set adapter_layers to top-k": not trunk.cut,
+        "trunk_cache is off": args.trunk_cache == "off",
+        "the rollout backend is not the trunk itself": not samples_here,
+        "truncated_completions 'bootstrap' needs the state of the last token, which sampling does not run": (
+            args.truncated_completions == "bootstrap"
+        ),
+    }
+    found = [obstacle for obstacle, is_there in obstacles.items() if is_there]
+    if args.capture_trunk_states and found:
+        raise ValueError(f"capture_trunk_states can't be: {found[0]}; leave it out")
+    if args.capture_trunk_states is not None:
+        return args.capture_trunk_states
+    # In half precision a token alone rounds otherwise than within a row, by far more than in float32.
+    is_float32 = trunk.get_base_model().dtype == torch.float32 and not (args.bf16 or args.fp16)
+    return is_float32 and not found

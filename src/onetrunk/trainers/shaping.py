@@ -1,0 +1,57 @@
+"""Token rewards and whitened advantages over the packs of a rollout, with moments of all processes.
+
+Knows packs, scores and the settings; no model and no stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from onetrunk.models.trunk_model import PackOutput
+from onetrunk.ops.advantages import token_rewards
+from onetrunk.ops.masking import masked_whiten
+from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.trainers.rollout_figures import global_moments
+from onetrunk.types import Pack
+
+
+def shaped_rewards(
+    packs: Sequence[Pack],
+    outputs: Sequence[PackOutput],
+    scores: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    beta: float,
+    config: PPOConfig,
+    accelerator: Accelerator,
+) -> list[Tensor]:
+    """Return the token rewards [R, C] of every pack: the score at the last token, less beta times the KL of each.
+
+    Args:
+        packs: the rows.
+        outputs: logprobs under policy and reference.
+        scores: [R] of every pack, no NaN.
+        masks: [R, C] bool of every pack, the tokens that count in the moments.
+        beta: KL coefficient; 0 where the KL is in the loss, or not used.
+        config: kl_estimator and whiten_rewards.
+        accelerator: gathers the moments.
+    """
+    rewards = [
+        token_rewards(s, o.logprobs, o.ref_logprobs, p.completion_mask, beta, config.kl_estimator)
+        for p, o, s in zip(packs, outputs, scores, strict=True)
+    ]
+    if not config.whiten_rewards:
+        return rewards
+    moments = global_moments(list(zip(rewards, masks, strict=True)), accelerator)
+    return [
+        masked_whiten(r, p.completion_mask, shift_mean=False, moments=moments)
+        for r, p in zip(rewards, packs, strict=True)
+    ]
+
+
+def whitened(advantages: Sequence[Tensor], masks: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:
+    """Return the advantages [R, C] of every pack with zero mean and unit variance over the tokens of all processes."""
+    moments = global_moments(list(zip(advantages, masks, strict=True)), accelerator)
+    return [masked_whiten(a, m, moments=moments) for a, m in zip(advantages, masks, strict=True)]
