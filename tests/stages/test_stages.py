@@ -257,7 +257,7 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("sft", ["--load_in_8bit", "true"], "a quantised model cannot be trained whole; set use_peft: true"),
         ("sft", ["--eos_token", "<none>"], "is not found in the vocabulary"),
         ("sft", ["--resume_from_checkpoint", "true", "--output_dir", "runs/x"], "holds no checkpoint-* folder"),
-        ("ppo", ["--reward_funcs", "nowhere.py:f"], "nowhere.py is not a Python file"),
+        ("ppo", ["--reward_funcs", "nowhere.py:f"], "there is no file nowhere.py (working folder"),
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
         ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),
         ("ppo", ["--num_minibatches", "3"], "set num_minibatches to"),

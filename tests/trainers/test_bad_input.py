@@ -8,12 +8,12 @@ from tempfile import mkdtemp
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from onetrunk.trainers.ppo import PPOTrainer
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.trainers.support import base_model, even_share, logged, make_config, prompts, trained
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from tests.trainers.support import base_model, even_share, logged, lora, make_config, prompts, trained
 
 
 @cache
@@ -62,6 +62,82 @@ def test_a_model_given_by_path_loads_with_its_tokenizer_and_trains(tmp_path):
     assert logged(trainer, "score/mean")
     frozen = {p.dtype for p in trainer.model.parameters() if not p.requires_grad}
     assert frozen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("/nowhere/model", "the model '/nowhere/model' cannot be loaded: there is no such folder. Give a folder"),
+        ("./runs/model", f"there is no such folder in {Path.cwd()}"),
+        ("nobody/nothing", f"there is no folder nobody/nothing in {Path.cwd()}, and the Hub says:"),
+    ],
+)
+def test_a_mistyped_path_of_the_model_is_said_with_the_folder_that_it_is_relative_to(tmp_path, name, sentence):
+    refused(tmp_path, sentence, RuntimeError, model=name)
+
+
+def test_a_folder_without_a_model_and_a_file_are_no_models(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    refused(tmp_path, "holds neither config.json nor adapter_config.json. Give", RuntimeError, model=tmp_path)
+    (tmp_path / "checkpoint-5" / "adapter_config.json").write_text("{}")
+    refused(tmp_path, "but its folder checkpoint-5 does: name that", RuntimeError, model=tmp_path)
+    (tmp_path / "file").write_text("")
+    refused(tmp_path, "cannot be loaded: it is a file", RuntimeError, model=tmp_path / "file")
+
+
+def test_what_is_no_model_and_what_is_no_tokenizer_are_said_by_type(tmp_path):
+    for model, sentence in ((None, "model is None; give a name or path"), (3, "model is of type int; give a name")):
+        with pytest.raises(TypeError, match=sentence):
+            PPOTrainer(model, even_share, make_config(tmp_path), prompts())
+    refused(tmp_path, "processing_class is of type str; give the policy's tokenizer", TypeError, tokenizer="gpt2")
+
+
+def test_a_model_may_be_a_path_object(tmp_path):
+    trainer = PPOTrainer(saved_model(), even_share, make_config(tmp_path), prompts())
+    assert trainer.processing_class.eos_token == "<eos>"
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    base_model().save_pretrained(tmp_path / "bare")
+    refused(tmp_path, "bare' cannot be loaded: the folder holds no tokenizer", RuntimeError, model=tmp_path / "bare")
+
+
+def test_a_reward_model_that_is_not_there_is_named(tmp_path):
+    refused(tmp_path, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError, reward="nobody/nothing")
+    refused(tmp_path, "holds neither config.json nor", RuntimeError, reward=str(tmp_path))
+
+
+def saved_adapter(folder, base, **overrides):
+    model = get_peft_model(tiny_model("llama", **{"num_hidden_layers": 2, **overrides}), lora())
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "sentence"),
+    [
+        ("models/base", RuntimeError, f"there is no folder models/base in {Path.cwd()}, and the Hub says"),
+        ("../base", RuntimeError, f"'../base' cannot be loaded: there is no such folder in {Path.cwd()}"),
+        (None, ValueError, "does not say what its base model is; set base_model_name_or_path in its adapter_config"),
+    ],
+)
+def test_an_adapter_whose_base_is_not_there_says_so(tmp_path, base, error, sentence):
+    folder = str(saved_adapter(tmp_path / "adapter", base))
+    with pytest.raises(error) as raised:
+        PPOTrainer(folder, even_share, make_config(tmp_path / "out"), prompts())
+    assert sentence in str(raised.value)
+    assert folder in str(raised.value) and "adapter_config.json" in str(raised.value)
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_size": 64}, {"num_hidden_layers": 3}])
+def test_an_adapter_of_another_base_is_refused_by_one_sentence(tmp_path, overrides, recwarn):
+    count = {"hidden_size": 22, "num_hidden_layers": 14}[next(iter(overrides))]
+    folder = saved_adapter(tmp_path / "adapter", str(saved_model()), **overrides)
+    with pytest.raises(ValueError, match=f"does not fit adapter 'default' of this trunk: {count} tensors") as raised:
+        PPOTrainer(str(folder), even_share, make_config(tmp_path / "out"), prompts())
+    assert "\n" not in str(raised.value) and "in the file [" in str(raised.value)
+    assert not [w for w in recwarn if "Some weights" in str(w.message) or "adapter keys" in str(w.message)]
 
 
 def test_keywords_of_the_model_that_do_not_exist_are_named(tmp_path):

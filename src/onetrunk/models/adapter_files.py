@@ -40,9 +40,11 @@ def check_adapter_fits(model: PeftModel, weights: dict[str, Tensor], adapter: st
     wrong = sorted(expected.keys() ^ weights.keys())
     wrong += sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
     if wrong:
+        shapes = [list(tensors[wrong[0]].shape) if wrong[0] in tensors else "none" for tensors in (weights, expected)]
         raise ValueError(
             f"{source} does not fit adapter {adapter!r} of this trunk: {len(wrong)} tensors are missing, unexpected"
-            f" or of another shape, the first is {wrong[0]}; use the base model and LoRA config it was trained with"
+            f" or of another shape, the first is {wrong[0]} (in the file {shapes[0]}, here {shapes[1]}); use the base"
+            " model and LoRA config it was trained with"
         )
 
 

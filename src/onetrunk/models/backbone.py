@@ -8,10 +8,10 @@ adapters beyond refusing one on the head, and nothing of training.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +28,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable
+
 logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = "tokenizer.json"
 
 _DROPOUT_MODULES = (
     nn.Dropout,
@@ -64,6 +68,8 @@ def load_base(
         RuntimeError: nothing loadable at `name_or_path`.
     """
     source = _source(revision, trust_remote_code)
+    name_or_path = str(name_or_path)
+    check_source(name_or_path)
     try:
         config = AutoConfig.from_pretrained(name_or_path, **source)
         if config.is_encoder_decoder:
@@ -79,10 +85,10 @@ def load_base(
             **source,
         )
     except OSError as error:
-        raise _not_loadable("model", name_or_path, "config.json and *.safetensors", error) from error
+        raise not_loadable("model", name_or_path, MODEL_FILES, error) from error
     if report["missing_keys"]:
         raise ValueError(
-            f"the checkpoint {str(name_or_path)!r} lacks {len(report['missing_keys'])} weights of "
+            f"the checkpoint {name_or_path!r} lacks {len(report['missing_keys'])} weights of "
             f"{type(model).__name__}, among them {min(report['missing_keys'])}; they would be random. Give a causal "
             "language model's checkpoint"
         )
@@ -98,10 +104,15 @@ def load_tokenizer(
         ValueError: remote code without a pinned commit; no end-of-sequence token.
         RuntimeError: nothing loadable at `name_or_path`.
     """
+    source = _source(revision, trust_remote_code)
+    name_or_path = str(name_or_path)
+    check_source(name_or_path, "tokenizer", TOKENIZER_FILES)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **_source(revision, trust_remote_code))
-    except OSError as error:
-        raise _not_loadable("tokenizer", name_or_path, "tokenizer.json", error) from error
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **source)
+    except (OSError, ValueError) as error:
+        # Of a folder transformers lists all the ways in which a tokenizer could have been made.
+        reason = "the folder holds no tokenizer that transformers can read" if Path(name_or_path).is_dir() else error
+        raise not_loadable("tokenizer", name_or_path, TOKENIZER_FILES, reason) from error
     return repair_padding(tokenizer)
 
 
@@ -291,16 +302,6 @@ def _source(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
         )
     # Code that a config borrows from another repository is pinned too: it is not found there at this commit.
     return {"revision": revision, "code_revision": revision, "trust_remote_code": True}
-
-
-def _not_loadable(kind: str, name_or_path: str, files: str, error: OSError) -> RuntimeError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if str(name_or_path).startswith(("/", "./", "../", "~")) and not os.path.exists(name_or_path):
-        reason = "there is no such folder."
-    return RuntimeError(
-        f"the {kind} {str(name_or_path)!r} cannot be loaded: {reason} Give a folder that holds {files}, or a name on "
-        "the Hub; for a private one set HF_TOKEN, and without a network load it once beforehand"
-    )
 
 
 def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -6,20 +6,21 @@ Knows loading; no trainer.
 from __future__ import annotations
 
 import logging
+import warnings
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
 from transformers import PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
-from onetrunk.models.adapter_files import ADAPTER_FILE, read_adapter, set_adapter_weights
-from onetrunk.models.adapters import VALUE, VALUE_HEAD_FILE, parse_adapter_layers
+from onetrunk.models.adapter_files import ADAPTER_FILE, check_adapter_fits, read_adapter, set_adapter_weights
+from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, parse_adapter_layers
 from onetrunk.models.backbone import decoder_layers, load_base
 from onetrunk.models.scorer import load_scorer
+from onetrunk.models.sources import adapter_base, base_of, is_adapter
 from onetrunk.models.trunk_model import TrunkModel
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,11 @@ def build_trunk(
 
     Raises:
         ValueError: settings that exclude each other, or a model that the trunk can't be made of.
+        TypeError: something else than a model.
+        RuntimeError: nothing loadable at its name.
     """
     model = source = fspath(model) if isinstance(model, PathLike) else model
+    check_model_type(model)
     if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
         raise ValueError(
             "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded"
@@ -76,6 +80,17 @@ def build_trunk(
         return trunk
     peft_config = peft_config or default_peft_config()
     return TrunkModel(model, peft_config, value_head=value_head, adapter_layers=adapter_layers)
+
+
+def check_model_type(model: Any) -> None:
+    """Refuse what is neither a name nor a model.
+
+    Raises:
+        TypeError: says what there can be instead.
+    """
+    if not isinstance(model, (str, PathLike, PreTrainedModel, PeftModel)):
+        given = "None" if model is None else f"of type {type(model).__name__}"
+        raise TypeError(f"model is {given}; give a name or path, a transformers decoder, or a PeftModel")
 
 
 def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None) -> None:
@@ -131,11 +146,18 @@ def _check_settings(model: TrunkModel, peft_config: PeftConfig | None, value_hea
 def _load(
     name: str, peft_config: PeftConfig | None, quantization_config: Any, kwargs: dict[str, Any]
 ) -> PreTrainedModel | PeftModel:
-    if find_adapter_config_file(name, revision=kwargs.get("revision")) is None:
+    revision = kwargs.get("revision")
+    if not is_adapter(name, revision):
         return load_base(name, quantization_config=quantization_config, **kwargs)
     if peft_config is not None:
         raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out to go on")
-    base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
-    base_name = PeftConfig.from_pretrained(name, revision=kwargs.get("revision")).base_model_name_or_path
-    base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
-    return PeftModel.from_pretrained(base, name, revision=kwargs.get("revision"))
+    base_name = adapter_base(name, revision)
+    with base_of(name):
+        base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
+        base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
+    # PEFT lists every tensor of another shape; here all that does not fit is one sentence.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
+        model = PeftModel.from_pretrained(base, name, revision=revision, ignore_mismatched_sizes=True)
+    check_adapter_fits(model, load_peft_weights(name, device="cpu", revision=revision), POLICY, name)
+    return model

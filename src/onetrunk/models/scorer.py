@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable
+
 # Tokenizers that know no limit report a number beyond any text.
 NO_LIMIT = 10**9
 
@@ -34,6 +36,7 @@ def load_scorer(
 
     Raises:
         FileNotFoundError: what looks like a path does not exist.
+        RuntimeError: nothing loadable there.
         ValueError: an adapter, several labels, or weights that the checkpoint lacks.
     """
     folder = Path(path).expanduser()
@@ -42,7 +45,11 @@ def load_scorer(
         raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
-    config = AutoConfig.from_pretrained(name, revision=revision)
+    check_source(name, "reward model")
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except OSError as error:
+        raise not_loadable("reward model", name, MODEL_FILES, error) from error
     settings = {} if dtype is None else {"dtype": dtype}
     if "ForSequenceClassification" not in "".join(config.architectures or []):
         settings["num_labels"] = 1  # Its head is missing; load far enough to name the missing weights.

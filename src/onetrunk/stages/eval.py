@@ -19,20 +19,20 @@ def run(argv: list[str]) -> None:
     """Parse, read the prompts, load the model, sample and score, write and show."""
     args, model_args = parse_eval(argv)
     from accelerate import Accelerator
-    from transformers.utils import find_adapter_config_file
 
+    from onetrunk.models.sources import is_adapter
     from onetrunk.stages.rows import load_dataset_rows
 
     rows = load_dataset_rows(args)
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
     name = model_args.model_name_or_path
-    is_adapter = find_adapter_config_file(name, revision=model_args.model_revision) is not None
+    from_adapter = is_adapter(name, model_args.model_revision)
     parts = load_parts(config, args.reward_funcs, model_args, rows)
     parts.model.to(accelerator.device)
-    if is_adapter:
+    if from_adapter:
         restore_reference(parts.model, name, model_args.model_revision)
-    roles = ("reference", "policy") if is_adapter else ("reference",)
+    roles = ("reference", "policy") if from_adapter else ("reference",)
     sides = {role: evaluate_role(parts, args, accelerator, role) for role in roles}
     report(args, name, accelerator, sides, len(parts.train_dataset))
     accelerator.end_training()

@@ -46,9 +46,9 @@ def parse_ppo(argv: Sequence[str]) -> tuple[Any, ...]:
 
 def make_trainer(data: Any, args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     """Return the PPOTrainer; from an adapter its training goes on, from a base model a new adapter begins."""
-    from transformers.utils import find_adapter_config_file
     from trl import get_quantization_config
 
+    from onetrunk.models.sources import is_adapter
     from onetrunk.trainers.ppo import PPOTrainer
 
     name = model_args.model_name_or_path
@@ -56,7 +56,7 @@ def make_trainer(data: Any, args: Any, model_args: Any, train: Any, held_out: An
         raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
     args.model_init_kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
     peft_config = model_args.peft_config()
-    if find_adapter_config_file(name, revision=model_args.model_revision) is not None:
+    if is_adapter(name, model_args.model_revision):
         changed = model_args.changed_lora_fields()
         if changed:
             raise ValueError(f"{name} is an adapter with a LoRA config of its own; remove {', '.join(changed)}")

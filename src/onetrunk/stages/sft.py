@@ -55,13 +55,13 @@ def completion_rows(rows: Any) -> Any:
 
 def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     """Return TRL's SFTTrainer with its model loaded."""
-    from transformers.utils import find_adapter_config_file
     from trl import SFTTrainer, get_quantization_config
 
     from onetrunk.models.backbone import load_base, load_tokenizer
+    from onetrunk.models.sources import is_adapter
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    if find_adapter_config_file(name, revision=revision) is not None:
+    if is_adapter(name, revision):
         raise ValueError(f"{name} is an adapter; sft starts from a base model: give that")
     quantization = get_quantization_config(model_args)
     if quantization is not None and not model_args.use_peft:
