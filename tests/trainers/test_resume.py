@@ -205,6 +205,33 @@ def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
         run(tmp_path / "out", "fixed", resume=str(other))
 
 
+@pytest.mark.parametrize(
+    ("step", "planned", "longer"),
+    [
+        (12, {"num_rollouts": 3}, "num_rollouts"),
+        (9, {"num_rollouts": 2}, "num_rollouts"),
+        (6, {"max_steps": 5}, "max_steps"),
+        (9, {"num_train_epochs": 1}, "num_train_epochs"),
+    ],
+)
+def test_a_run_at_its_planned_end_trains_no_step_and_says_so(tmp_path, caplog, step, planned, longer):
+    shape = {k: v for k, v in SHAPE.items() if k != "num_rollouts"}
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **shape, **planned)
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", step)))
+    assert trainer.state.global_step == step
+    held = make_trainer(tmp_path, dataset=prompts(6), **shape, **planned)
+    held.model.load_branches(checkpoint("fixed", step))
+    assert_same(trained_weights(trainer.model), trained_weights(held.model))
+    said = [r.getMessage() for r in caplog.records if "nothing is left to train" in r.getMessage()]
+    assert len(said) == 1 and f"is at step {step} of" in said[0] and f"raise {longer} to train on" in said[0]
+
+
+def test_a_run_whose_plan_is_raised_trains_on(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "num_rollouts": 4})
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 12)))
+    assert trainer.state.global_step == 16 and "nothing is left" not in caplog.text
+
+
 def test_a_second_training_starts_at_the_first_prompt_again(tmp_path):
     trainer = make_trainer(tmp_path, num_rollouts=2)
     trainer.train()

@@ -5,16 +5,21 @@ Knows files and the trunk's branches; no objective.
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from onetrunk.models.adapters import POLICY, VALUE_HEAD_FILE
 from onetrunk.trainers.stream_state import STATE_FILE
+
+logger = get_logger(__name__)
 
 # Without the first three Trainer goes on all the same, with a fresh optimizer or from step 0.
 FILES = (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_FILE, VALUE_HEAD_FILE)
@@ -52,6 +57,33 @@ def find_checkpoint(given: str | Path | bool | None, output_dir: str) -> str | N
 
 class BranchCheckpoints(Trainer):
     """The part of PPOTrainer that saves, loads and pushes all branches of the trunk and the experience stream."""
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> TrainOutput:
+        """Train; from a checkpoint at the planned end of the run or past it only its weights and state are taken.
+
+        Trainer itself would train one step more than planned.
+        """
+        if resume_from_checkpoint is None:
+            return super().train(**kwargs)
+        state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+        args, planned = self.args, self.args.max_steps
+        if planned <= 0:
+            planned = math.ceil(args.num_train_epochs * len(self.get_train_dataloader()))
+        if state.global_step < planned:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self.get_train_dataloader()  # Refuses a checkpoint of another run.
+        self._load_from_checkpoint(resume_from_checkpoint)
+        state.is_world_process_zero, state.is_local_process_zero = (
+            args.process_index == 0,
+            args.local_process_index == 0,
+        )
+        self.state = state
+        longer = "num_rollouts" if args.num_rollouts else "max_steps" if args.max_steps > 0 else "num_train_epochs"
+        logger.warning(
+            f"nothing is left to train: {resume_from_checkpoint} is at step {state.global_step} of {planned} planned;"
+            f" raise {longer} to train on"
+        )
+        return TrainOutput(state.global_step, 0.0, {})
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
