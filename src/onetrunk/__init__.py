@@ -6,6 +6,8 @@ The public names are imported when first used, so that `import onetrunk` loads n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from onetrunk.quiet import silence_imports
+
 if TYPE_CHECKING:
     from onetrunk.models.trunk_model import TrunkModel
     from onetrunk.trainers.experience import ExperienceStream
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from onetrunk.trainers.ppo_config import PPOConfig
 
 __version__ = "0.1.0"
+
+silence_imports()
 
 __all__ = ["ExperienceStream", "PPOConfig", "PPOTrainer", "TrunkModel", "__version__"]
 

@@ -225,11 +225,16 @@ def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> Lora
     return config
 
 
-def name_linear_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
-    """Write 'all-linear' out as the names of the linear modules of a decoder layer, where the config chooses layers.
+def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
+    """Write into the config what PEFT would guess of the decoder layers, and guess wrong or warn.
 
-    Left to PEFT it becomes full paths in a model of fewer than 20 linear modules, and those overrule the choice.
+    'all-linear' becomes the names of the linear modules where the config chooses layers: left to PEFT it becomes full
+    paths in a model of fewer than 20 linear modules, and those overrule the choice. `fan_in_fan_out` says that the
+    weights are transposed (GPT-2's Conv1D).
     """
+    kinds = {type(m) for m in layers.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    if kinds in ({Conv1D}, {nn.Linear}):
+        config.fan_in_fan_out = kinds == {Conv1D}
     if config.target_modules == "all-linear" and config.layers_to_transform is not None:
         linear = (nn.Linear, Conv1D)
         names = {name.rsplit(".", 1)[-1] for name, m in layers.named_modules() if isinstance(m, linear)}

@@ -22,6 +22,7 @@ from onetrunk.models.backbone import decoder_layers, load_base
 from onetrunk.models.scorer import load_scorer
 from onetrunk.models.sources import adapter_base, base_of, is_adapter
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.quiet import peft_calls
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def _load(
         base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
         base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
     # PEFT lists every tensor of another shape; here all that does not fit is one sentence.
-    with warnings.catch_warnings():
+    with peft_calls():
         warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
         model = PeftModel.from_pretrained(base, name, revision=revision, ignore_mismatched_sizes=True)
     check_adapter_fits(model, load_peft_weights(name, device="cpu", revision=revision), POLICY, name)

@@ -29,9 +29,9 @@ from onetrunk.models.adapters import (
     ValueHead,
     copy_adapter,
     first_trained_layer,
+    fit_layers,
     freeze_below,
     initial_weights,
-    name_linear_layers,
     parse_adapter_layers,
     policy_config,
     role,
@@ -46,6 +46,7 @@ from onetrunk.models.backbone import (
 from onetrunk.models.cut import only_above, only_below, verify_cut
 from onetrunk.models.quantized import keep_train_kernels
 from onetrunk.ops.logprobs import fused_token_logprobs
+from onetrunk.quiet import peft_calls
 from onetrunk.types import Pack
 
 ROLES = ("policy", "value", "reference", "trunk")
@@ -108,8 +109,9 @@ class TrunkModel(PeftModelForCausalLM):
         disable_dropout(base)
         whole = initial_adapter is not None
         config = policy_config(peft_config, 0 if whole else first_layer, num_layers)
-        name_linear_layers(config, decoder_layers(base))
-        super().__init__(base, config, POLICY)
+        fit_layers(config, decoder_layers(base))
+        with peft_calls():
+            super().__init__(base, config, POLICY)
         if hasattr(base.get_input_embeddings(), "base_layer"):
             raise ValueError("peft_config.target_modules matches the embedding, which every role shares; leave it out")
         self.value_head_kind = value_head
