@@ -51,7 +51,7 @@ def check_source(name: str, kind: str = "model", files: str = MODEL_FILES) -> No
     if path.is_file():
         raise not_loadable(kind, name, files, "it is a file")
     if not path.is_dir():
-        if not _can_be_on_hub(name):
+        if not can_be_on_hub(name):
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
             raise not_loadable(kind, name, files, f"there is no such folder{where}")
     elif kind != "tokenizer" and not any((path / config).is_file() for config in _CONFIGS):
@@ -60,7 +60,8 @@ def check_source(name: str, kind: str = "model", files: str = MODEL_FILES) -> No
         raise not_loadable(kind, name, files, f"the folder holds neither {' nor '.join(_CONFIGS)}{hint}")
 
 
-def _can_be_on_hub(name: str) -> bool:
+def can_be_on_hub(name: str) -> bool:
+    """Say whether a repository on the Hub could have this name."""
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -28,6 +28,7 @@ from onetrunk.trainers.checkpoint import BranchCheckpoints, find_checkpoint
 from onetrunk.trainers.evaluation import PromptEvaluation
 from onetrunk.trainers.experience import ExperienceStream
 from onetrunk.trainers.metrics import MetricLog
+from onetrunk.trainers.model_card import ModelCards
 from onetrunk.trainers.optimizer_groups import split_off_value
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.samples import SampleLog
@@ -35,7 +36,7 @@ from onetrunk.trainers.setup import Reward, prepare_run
 from onetrunk.types import Experience, Minibatch, to_device
 
 
-class PPOTrainer(BranchCheckpoints, PromptEvaluation):
+class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
     """Trains a LoRA policy with PPO; policy, value and reference share one frozen base model.
 
     A user of TRL's GRPOTrainer changes the two names:
@@ -126,8 +127,6 @@ class PPOTrainer(BranchCheckpoints, PromptEvaluation):
         )
         self.loss_is_scaled_for_ga = True
         self.guard.has_scaler = self.accelerator.scaler is not None
-        # PEFT writes the model card, and takes its tags from the base.
-        self.model.get_base_model().add_model_tags(["onetrunk", "ppo"])
         self.metric_log = MetricLog(self.accelerator)
         is_on = args.log_completions and args.should_save
         self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on)
