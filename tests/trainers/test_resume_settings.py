@@ -107,6 +107,11 @@ def test_a_reward_function_is_known_by_where_it_comes_from(tmp_path):
     assert reward_path(resolve_reward(f"{tmp_path}/rubric.py:kind")) == "rubric.py:kind"
     assert reward_path(functools.partial(even_share, x=1)) == "tests.trainers.support.even_share"
 
+    names = {}
+    exec("def made(**columns): ...", names)
+    names["made"].__module__ = None
+    assert reward_path(names["made"]) == "made"
+
     class Judge:
         name = "judge"
 

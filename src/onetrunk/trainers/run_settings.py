@@ -93,10 +93,11 @@ def reward_path(function: Callable[..., Any]) -> str:
         function = function.func
     if not hasattr(function, "__qualname__"):
         return f"{type(function).__module__}.{type(function).__qualname__} {reward_name(function)}"
-    module, code = function.__module__, getattr(function, "__code__", None)
+    # A function made by exec has no module.
+    module, code = function.__module__ or "", getattr(function, "__code__", None)
     if code is not None and module.startswith("onetrunk_reward_"):
         return f"{Path(code.co_filename).name}:{function.__qualname__}"
-    return f"{module}.{function.__qualname__}"
+    return f"{module}.{function.__qualname__}".lstrip(".")
 
 
 def _fingerprint(rows: Sequence[list[int]]) -> str:
