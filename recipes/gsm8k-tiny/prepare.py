@@ -16,6 +16,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from onetrunk.data import load_rows
+from onetrunk.files import require_output_dir
 from onetrunk.models.from_scratch import BaseShape, make_base
 
 SHAPE = BaseShape(vocab_size=2048, hidden_size=160, num_layers=4, num_heads=5, max_positions=640)
@@ -47,14 +48,14 @@ def main() -> int:
             raise ValueError(f"{given.train_file} has no column {', '.join(sorted(missing))}; give GSM8K's own file")
         if len(rows) <= HELD_OUT:
             raise ValueError(f"{given.train_file} has {len(rows)} rows; {HELD_OUT} of them are held out, give more")
+        folder, prompts = require_output_dir(given.output_dir), as_prompts(rows)
+        train, held_out = prompts[:-HELD_OUT], prompts[-HELD_OUT:]
+        make_base((row["prompt"] + row["completion"] for row in train), folder / "base", shape=SHAPE)
+        write_rows(folder / "train.jsonl", train)
+        write_rows(folder / "held_out.jsonl", held_out)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    folder, prompts = Path(given.output_dir), as_prompts(rows)
-    train, held_out = prompts[:-HELD_OUT], prompts[-HELD_OUT:]
-    make_base((row["prompt"] + row["completion"] for row in train), folder / "base", shape=SHAPE)
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "held_out.jsonl", held_out)
     print(f"{len(train)} training rows, {len(held_out)} held out, base model and rows in {folder}")
     return 0
 

@@ -68,7 +68,11 @@ def main() -> int:
     """Run everything; return the exit code."""
     os.chdir(ROOT)
     start = time.perf_counter()
-    print(f"demo: writing a base model and data to {make_all()}", flush=True)
+    try:
+        print(f"demo: writing a base model and data to {make_all()}", flush=True)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     for verb in STAGES:
         code = run_stage(verb)
         if code:

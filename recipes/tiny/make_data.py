@@ -16,9 +16,10 @@ import argparse
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
 
-from onetrunk.files import atomic_write_text
+from onetrunk.files import atomic_write_text, require_output_dir
 from onetrunk.models.from_scratch import BaseShape, make_base
 
 OUTPUT_DIR = "runs/tiny"
@@ -96,7 +97,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 def make_all(output_dir: str | Path = OUTPUT_DIR, seed: int = 0, num_sft_rows: int = 6000) -> Path:
     """Write the base model and the data sets; return the folder."""
-    folder, rng = Path(output_dir), random.Random(seed)
+    folder, rng = require_output_dir(output_dir), random.Random(seed)
     train, held_out = split_tasks(rng)
     sft = [completion_row(rng, rng.choice(train)) for _ in range(num_sft_rows)]
     write_rows(folder / "sft.jsonl", sft)
@@ -107,9 +108,19 @@ def make_all(output_dir: str | Path = OUTPUT_DIR, seed: int = 0, num_sft_rows: i
     return folder
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Write everything where the command line says; return the exit code."""
     parser = argparse.ArgumentParser(description="Write the base model and the data sets of the tiny recipe.")
     parser.add_argument("--output_dir", default=OUTPUT_DIR, help="folder to write to (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and weights (%(default)s)")
     args = parser.parse_args()
-    print(f"tiny: wrote a base model and data to {make_all(args.output_dir, args.seed)}")
+    try:
+        print(f"tiny: wrote a base model and data to {make_all(args.output_dir, args.seed)}")
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -78,6 +78,14 @@ def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, cont
     assert sentence in error and "Traceback" not in error
 
 
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys):
+    write_problems(tmp_path / "train.jsonl")
+    (tmp_path / "out").write_text("")
+    monkeypatch.setattr("sys.argv", ["prepare.py", f"{tmp_path}/train.jsonl", "--output_dir", f"{tmp_path}/out"])
+    assert prepare.main() == 1
+    assert "out is a file; name a folder" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
 def test_the_real_solutions_have_the_last_line_and_mostly_right_annotations():
     with REAL.open(encoding="utf-8") as lines:

@@ -47,6 +47,13 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
     assert all(a != c for a, c in zip(read["a"], read["c"], strict=True))
 
 
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").write_text("")
+    monkeypatch.setattr("sys.argv", ["make_data.py", "--output_dir", f"{tmp_path}/out"])
+    assert grammar.main() == 1
+    assert "out is a file; name a folder" in capsys.readouterr().err
+
+
 def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):
     grammar.make_all(tmp_path, num_sft_rows=500)
 
