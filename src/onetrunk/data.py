@@ -186,7 +186,7 @@ def _check_columns(dataset: Dataset) -> None:
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt', only {', '.join(dataset.column_names) or 'none'}; "
-            "name yours with columns={'prompt': ...}"
+            "say which one it is: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
         )
     reserved = [name for name in RESERVED_COLUMNS if name in dataset.column_names]
     if reserved:
@@ -237,7 +237,8 @@ def validate_completions(dataset: Dataset) -> str:
     if kind is None:
         raise ValueError(
             f"the dataset has the columns {', '.join(sorted(names)) or 'none'}; expected prompt and completion, or "
-            "messages, or text: name yours with columns={'prompt': ..., 'completion': ...}"
+            "messages, or text: say which yours are: dataset_columns {prompt: yours, completion: yours} in a recipe, "
+            "rename_column in Python"
         )
     if len(dataset) == 0:
         raise ValueError("the dataset holds no rows; give at least one")

@@ -136,8 +136,8 @@ def _rename_columns(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
     missing = [name for name in theirs if name not in rows.column_names]
     if missing or len(set(theirs)) < len(theirs):
         raise ValueError(
-            f"columns={dict(columns)} must name distinct columns of the dataset, which has "
-            f"{', '.join(rows.column_names)}; write ours first: {{'prompt': 'question'}}"
+            f"dataset_columns {dict(columns)} must name distinct columns of the dataset, which has "
+            f"{', '.join(rows.column_names)}; write ours first: {{prompt: question}}"
         )
     taken = [ours for ours in columns if ours in rows.column_names and ours not in theirs]
     if taken:
