@@ -137,7 +137,7 @@ def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, 
     small = {
         "Qwen/Qwen2.5-0.5B-Instruct": str(tmp_path / "base"),
         "runs/polite": str(tmp_path / "out"),
-        "num_rollouts=50": "num_rollouts=1, use_cpu=True, report_to='none'",
+        "num_rollouts=50": "num_rollouts=1, use_cpu=True",
         "rollout_batch_size=64": "rollout_batch_size=8",
         "max_completion_length=64": "max_completion_length=4",
     }
@@ -147,6 +147,7 @@ def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, 
     names: dict = {}
     exec(first, names)
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    assert list((tmp_path / "out").rglob("events.out.tfevents.*")), "the README promises figures in TensorBoard"
     exec(second, names)
     before = names["trainer"]
     again = names["ReinforceTrainer"](

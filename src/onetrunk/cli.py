@@ -21,7 +21,8 @@ HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
 Options override the file; `onetrunk VERB --help` lists them. Recipes: recipes/*/*.yaml.
 Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ppo.py --config FILE.yaml
-ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed,
+2 wrong usage, 130 interrupted, 143 terminated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write; when the block ends well, it becomes `path`, durably.

@@ -15,7 +15,6 @@ from onetrunk import cli
 from onetrunk.files import load_tensors
 from onetrunk.models.backbone import load_tokenizer
 from onetrunk.stages import eval as eval_stage
-from onetrunk.stages.running import explain, run_stage
 from onetrunk.trainers import evaluation
 from tests.stages.recipes import ROOT, load_recipe_module
 
@@ -97,7 +96,7 @@ def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there,
 
     def record(parts, *others):
         texts.append(parts.tokenizer.decode(parts.train_dataset[0]["prompt_ids"]))
-        return {"score/mean": 0.0}, None
+        return {"score/mean": 0.0, "reward/unscored_fraction": 0.0}, None
 
     monkeypatch.setattr(eval_stage, "evaluate_role", record)
     monkeypatch.setattr(eval_stage, "report", lambda *words: None)
@@ -257,6 +256,8 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("sft", ["--load_in_8bit", "true"], "a quantised model cannot be trained whole; set use_peft: true"),
         ("sft", ["--eos_token", "<none>"], "is not found in the vocabulary"),
         ("sft", ["--resume_from_checkpoint", "true", "--output_dir", "runs/x"], "holds no checkpoint-* folder"),
+        ("sft", ["--max_length", "6"], "max_length is 6 and the shortest prompt has"),
+        ("sft", ["--max_length", "1"], "a row needs 2 tokens or more to learn from"),
         ("ppo", ["--reward_funcs", "nowhere.py:f"], "there is no file nowhere.py (working folder"),
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
         ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),
@@ -275,7 +276,8 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ),
         ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "it is no complete checkpoint of PPOTrainer"),
         ("ppo", ["--resume_from_checkpoint", "runs/absent"], "resume_from_checkpoint runs/absent is no folder"),
-        ("ppo", ["--dataset_columns", '{"prompt": "question"}'], "must name distinct columns of the dataset"),
+        ("ppo", ["--dataset_columns", '{"prompt": "question"}'], "dataset_columns {'prompt': 'question'} must name"),
+        ("ppo", ["--dataset_name", "rubric.jsonl"], "dataset_columns {prompt: yours} in a recipe"),
         ("eval", ["--model_name_or_path", "runs/nothing"], "runs/nothing"),
         ("eval", ["--max_completion_length", "500"], "the model has 160 positions"),
         ("eval", ["--microbatch_tokens", "10"], "does not fit microbatch_tokens 10; raise it"),
@@ -283,10 +285,22 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
     ],
 )
 def test_a_mistake_of_the_user_is_one_sentence_and_exit_code_1(there, capsys, verb, options, sentence):
+    (there / "rubric.jsonl").write_text('{"question": "x"}\n')
     assert run(verb, there, *options) == 1
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(("value", "code"), [("None", 1), ("float('nan')", 1), ("1.0", 0)])
+def test_eval_fails_where_the_rewards_score_nothing(there, capsys, value, code):
+    (there / f"gives_{code}_{len(value)}.py").write_text(
+        f"def judge(completions, **kwargs):\n    return [{value}] * len(completions)\n"
+    )
+    options = ["--reward_funcs", f"gives_{code}_{len(value)}.py:judge", "--reward_weights", "1"]
+    assert run("eval", there, *options, "--max_completion_length", "6", "--output_dir", "runs/unscored") == code
+    sentence = "100% of the completions have no finite score, more than max_unscored_fraction 10%; look at the reward"
+    assert (sentence in capsys.readouterr().err) == bool(code)
 
 
 def test_an_error_in_a_reward_function_names_it(there, capsys, monkeypatch):
@@ -298,21 +312,3 @@ def test_an_error_in_a_reward_function_names_it(there, capsys, monkeypatch):
     monkeypatch.setenv("ONETRUNK_TRACEBACK", "1")
     assert run("ppo", there, *options) == 1
     assert "broken.py" in capsys.readouterr().err
-
-
-def test_only_what_nobody_foresaw_leaves_as_an_exception(capsys):
-    def stage(error):
-        def run(argv):
-            raise error
-
-        return run
-
-    with pytest.raises(KeyError):
-        run_stage("ppo", stage(KeyError("x")), [])
-    with pytest.raises(RuntimeError):
-        run_stage("ppo", stage(RuntimeError("shapes")), [])
-    assert run_stage("ppo", stage(KeyboardInterrupt()), []) == 130
-    assert "--resume_from_checkpoint true" in capsys.readouterr().err
-    assert run_stage("ppo", stage(OSError("gated")), []) == 1
-    assert "gated (OSError; ONETRUNK_TRACEBACK=1 shows where)" in capsys.readouterr().err
-    assert "lower per_device_train_batch_size" in explain(torch.OutOfMemoryError("CUDA out of memory."))

@@ -151,6 +151,7 @@ def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
     assert set(first) == {f"eval_{n}" for n in ROLLOUT[:3]} | {
         "epoch",
         "eval_kl/ref",
+        "eval_reward/unscored_fraction",
         "eval_completion/length",
         "eval_completion/stopped_fraction",
     }

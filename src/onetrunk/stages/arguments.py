@@ -156,6 +156,9 @@ def accelerator_has_bf16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
+OVERWRITE = "Start anew in an output_dir that holds a run: its checkpoints are deleted when training begins."
+
+
 def _require_output_dir(args: Any) -> None:
     if not args.output_dir:
         raise ValueError("output_dir is not set; name the folder that this run writes to")
@@ -164,6 +167,8 @@ def _require_output_dir(args: Any) -> None:
 @dataclass
 class SFTArguments(SFTConfig):
     """TRL's SFTConfig, with bfloat16 autocast only where an accelerator supports it, as in PPOConfig."""
+
+    overwrite_output_dir: bool = _option(False, OVERWRITE)
 
     def __post_init__(self) -> None:
         _require_output_dir(self)
@@ -175,6 +180,8 @@ class SFTArguments(SFTConfig):
 @dataclass
 class PPOArguments(PPOConfig):
     """PPOConfig, which must be told where to write."""
+
+    overwrite_output_dir: bool = _option(False, OVERWRITE)
 
     def __post_init__(self) -> None:
         _require_output_dir(self)
@@ -194,6 +201,7 @@ class EvalArguments(DatasetArguments):
         "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
     )
     max_completion_length: int = _option(256, "Longest completion, tokens.")
+    max_unscored_fraction: float = _option(0.1, "Fail when more of the completions have no finite score.")
     temperature: float = _option(1.0, "Divides the logits; above 0.")
     stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
     max_rollout_rows: int | None = _option(None, "Most rows that decode at once on a process; None: all.")

@@ -12,12 +12,11 @@ from onetrunk.stages.running import run_stage
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `onetrunk eval` with these words; return the exit code."""
-    return run_stage("eval", run, argv)
+    return run_stage("eval", parse_eval, run, argv)
 
 
-def run(argv: list[str]) -> None:
-    """Parse, read the prompts, load the model, sample and score, write and show."""
-    args, model_args = parse_eval(argv)
+def run(args: Any, model_args: Any) -> None:
+    """Read the prompts, load the model, sample and score, write and show."""
     from accelerate import Accelerator
 
     from onetrunk.models.sources import is_adapter
@@ -33,7 +32,10 @@ def run(argv: list[str]) -> None:
     if from_adapter:
         restore_reference(parts.model, name, model_args.model_revision)
     roles = ("reference", "policy") if from_adapter else ("reference",)
-    sides = {role: evaluate_role(parts, args, accelerator, role) for role in roles}
+    sides = {}
+    for role in roles:
+        sides[role] = evaluate_role(parts, args, accelerator, role)
+        check_scored(sides[role][0], args.max_unscored_fraction, parts.sampler.rewards.names)
     report(args, name, accelerator, sides, len(parts.train_dataset))
     accelerator.end_training()
 
@@ -117,6 +119,20 @@ def evaluate_role(parts: Any, args: Any, accelerator: Any, role: str) -> tuple[d
         max_tokens=args.microbatch_tokens,
         role=role,
     )
+
+
+def check_scored(figures: dict[str, float], most: float, reward_names: Sequence[str]) -> None:
+    """Refuse figures of which too many rows have no part, as training does.
+
+    Raises:
+        RuntimeError: more than that share of the completions has no finite score.
+    """
+    unscored = figures["reward/unscored_fraction"]
+    if unscored > most:
+        raise RuntimeError(
+            f"{unscored:.0%} of the completions have no finite score, more than max_unscored_fraction {most:.0%}; look"
+            f" at the reward functions ({', '.join(reward_names)}) or raise the limit"
+        )
 
 
 def report(

@@ -11,20 +11,21 @@ from onetrunk.stages.running import run_stage
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `onetrunk ppo` with these words; return the exit code."""
-    return run_stage("ppo", run, argv)
+    return run_stage("ppo", parse_ppo, run, argv)
 
 
-def run(argv: list[str]) -> None:
-    """Parse, read the rows, build the trainer, train, save, compare, push."""
-    data, args, model_args = parse_ppo(argv)
-    from onetrunk.stages.resuming import resume_point
+def run(data: Any, args: Any, model_args: Any) -> None:
+    """Read the rows, build the trainer, train, save, compare, push."""
+    from onetrunk.stages.resuming import delete_old_run, require_new_run, resume_point
     from onetrunk.stages.rows import load_training_rows
     from onetrunk.trainers.checkpoint import find_checkpoint
 
     resume = find_checkpoint(resume_point(args), args.output_dir)
+    require_new_run(args, resume)
     train, held_out = load_training_rows(data, args.seed)
     trainer = make_trainer(data, args, model_args, train, held_out)
     reference = reference_figures(trainer) if held_out is not None else None
+    delete_old_run(args, resume)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if reference is not None:

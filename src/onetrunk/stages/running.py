@@ -1,57 +1,115 @@
 """What every stage does around its work: a user's mistake becomes a sentence and an exit code, not a stack trace.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. ONETRUNK_TRACEBACK=1 shows where a sentence came from.
+Exit codes: 0 done; 2 the command line or the YAML file is wrong, and nothing was started; 1 anything that is found
+later, in settings that contradict the data or the model, in the machine, or in a run that failed; 130 interrupted; 143
+terminated. ONETRUNK_TRACEBACK=1 shows where a sentence came from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.resuming import last_whole_checkpoint
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 # Raised with a sentence by the libraries below us too: a file, a setting, or a package that is missing.
 SENTENCES = (ValueError, OSError, ImportError)
+EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
-def run_stage(verb: str, stage: Callable[[list[str]], None], argv: Sequence[str] | None) -> int:
+class Terminated(BaseException):
+    """SIGTERM arrived. No Exception, for nothing on the way up may take it for an error of its own."""
+
+
+def run_stage(
+    verb: str,
+    parse: Callable[[list[str]], tuple[Any, ...]],
+    work: Callable[..., None],
+    argv: Sequence[str] | None,
+) -> int:
     """Run a stage and return its exit code; only an error that nobody foresaw leaves as an exception.
 
     Args:
         verb: its name on the command line.
-        stage: parses its words and does the work.
+        parse: makes the stage's arguments of its words.
+        work: does the work, given those arguments.
         argv: the words after the verb; None: those of this process.
     """
     # No user of a stage could act on either: old names that PEFT and transformers still use of each other, and kernels
     # that only matter for 4-bit models on a CPU.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    parsed: tuple[Any, ...] = ()
     try:
-        stage(list(sys.argv[1:] if argv is None else argv))
+        with sigterm_as_exception():
+            parsed = parse(list(sys.argv[1:] if argv is None else argv))
+            work(*parsed)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        print("interrupted; go on from the last checkpoint with --resume_from_checkpoint true", file=sys.stderr)
-        return 130
+        say(f"interrupted{way_on(parsed)}", after_bar=True)
+        return EXIT_INTERRUPTED
+    except Terminated:
+        say(f"terminated (SIGTERM){way_on(parsed)}", after_bar=True)
+        return EXIT_TERMINATED
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
             raise
         if os.environ.get("ONETRUNK_TRACEBACK") == "1":
             traceback.print_exc()
-        print(f"error: {sentence}", file=sys.stderr)
+        say(f"error: {sentence}", after_bar=bool(parsed))
         if isinstance(error, UsageError):
-            print(f"all options: onetrunk {verb} --help", file=sys.stderr)
+            say(f"all options: onetrunk {verb} --help")
             return 2
         return 1
     return 0
+
+
+def say(sentence: str, after_bar: bool = False) -> None:
+    """Print to stderr; `after_bar` ends a line first on which a progress bar may stand."""
+    print(f"\n{sentence}" if after_bar else sentence, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def sigterm_as_exception() -> Iterator[None]:
+    """Raise Terminated where SIGTERM arrives, so that files are closed and a sentence is said, as after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Signals are the main thread's alone.
+        return
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def way_on(parsed: Sequence[Any]) -> str:
+    """Say how a training that was stopped goes on, as the end of a sentence; nothing for a stage that can't."""
+    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+    if args is None:
+        return ""
+    checkpoint, is_last = last_whole_checkpoint(args.output_dir)
+    if checkpoint is None:
+        return f"; no checkpoint is in {args.output_dir} yet, so the next run starts anew"
+    how = "true" if is_last else checkpoint
+    return f"; go on from {checkpoint} with --resume_from_checkpoint {how}"
 
 
 def explain(error: Exception) -> str | None:

@@ -11,21 +11,32 @@ from onetrunk.stages.running import run_stage
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `onetrunk sft` with these words; return the exit code."""
-    return run_stage("sft", run, argv)
+    return run_stage("sft", parse_sft, run, argv)
 
 
-def run(argv: list[str]) -> None:
-    """Parse, read the rows, load the model, train, save, push."""
-    data, args, model_args = parse_sft(argv)
+def run(data: Any, args: Any, model_args: Any) -> None:
+    """Read the rows, load the model, train, save, push."""
     from onetrunk.files import require_output_dir
-    from onetrunk.stages.resuming import require_checkpoint, resume_point
+    from onetrunk.stages.resuming import (
+        delete_old_run,
+        nothing_left,
+        require_checkpoint,
+        require_new_run,
+        resume_point,
+    )
     from onetrunk.stages.rows import load_training_rows
 
-    resume = resume_point(args)
-    require_checkpoint(resume, args.output_dir)
+    resume = require_checkpoint(resume_point(args), args.output_dir)
+    finished = resume and nothing_left(resume, args.max_steps, args.num_train_epochs)
+    if finished:
+        if args.process_index == 0:
+            print(f"sft: {finished}")
+        return
     require_output_dir(args.output_dir)
+    require_new_run(args, resume)
     train, held_out = (rows and completion_rows(rows) for rows in load_training_rows(data, args.seed))
     trainer = make_trainer(args, model_args, train, held_out)
+    delete_old_run(args, resume)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if held_out is not None:
@@ -51,6 +62,37 @@ def completion_rows(rows: Any) -> Any:
 
     kind = validate_completions(rows)
     return rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
+
+
+def check_room(rows: Any, tokenizer: Any, args: Any) -> None:
+    """Refuse a max_length that leaves no row a token to learn from; TRL would drop all rows and fail later.
+
+    Raises:
+        ValueError: says how long the shortest prompt is.
+    """
+    if args.max_length is None or (args.packing and args.packing_strategy != "bfd"):
+        return
+    if args.max_length < 2:
+        raise ValueError(f"max_length is {args.max_length}; a row needs 2 tokens or more to learn from: raise it")
+    conversational = "prompt" in rows.column_names and isinstance(rows[0]["prompt"], list)
+    if "prompt" not in rows.column_names or args.completion_only_loss is False:
+        return
+    if conversational and (args.chat_template_path or not tokenizer.chat_template):
+        return  # TRL finds the template.
+    shortest = None
+    for prompt in rows["prompt"]:
+        if conversational:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        else:
+            ids = tokenizer(prompt)
+        length = len(ids["input_ids"])
+        if length < args.max_length:
+            return
+        shortest = length if shortest is None else min(shortest, length)
+    raise ValueError(
+        f"max_length is {args.max_length} and the shortest prompt has {shortest} tokens: no row keeps a token of its"
+        " completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
+    )
 
 
 def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
@@ -81,6 +123,9 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         kwargs["dtype"] = "float32"
     args.model_init_kwargs = None
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
+    for rows in (train, held_out):
+        if rows is not None:
+            check_room(rows, tokenizer, args)
     return SFTTrainer(
         model=load_base(name, quantization_config=quantization, **kwargs),
         args=args,

@@ -55,6 +55,7 @@ def rollout_figures(
     figures = {
         "score/mean": _finite_mean(total),
         "score/std": finite.std().item() if len(finite) > 1 else 0.0,
+        "reward/unscored_fraction": 1 - len(finite) / len(total),
         "completion/length": lengths.mean().item(),
         "completion/stopped_fraction": stopped.mean().item(),
         "num_tokens": lengths.sum().item(),
