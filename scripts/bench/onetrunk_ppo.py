@@ -1,0 +1,166 @@
+"""One process of our PPOTrainer on the workload: one frozen trunk, a shared value head, a reward model.
+
+    python scripts/bench/onetrunk_ppo.py --shape base --mixed --adapter_layers top-4
+
+It prints one JSON line. The trainer is used as a user would: text prompts, the reward model through text with its own
+tokenizer, the local backend. What is added are marks at the phases' borders and a processor that ends completions.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import argparse
+import json
+import tempfile
+from dataclasses import fields
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from transformers import LogitsProcessor, TrainerCallback
+from workload import LORA, PAD, ForceLength, Meter, Workload
+
+from onetrunk import PPOConfig, PPOTrainer, __version__
+from onetrunk.types import Rollout
+
+
+class ForceLengthOfRunningRows(LogitsProcessor):
+    """Does what ForceLength does in a loop that reorders rows, and drops each as it ends.
+
+    Args:
+        work: the workload.
+        prompt_ids: of the rows.
+        lengths: of their completions.
+    """
+
+    def __init__(self, work: Workload, prompt_ids: list[list[int]], lengths: list[int]):
+        self.longest = work.completion
+        self.length_of = {tuple(ids): length for ids, length in zip(prompt_ids, lengths, strict=True)}
+        self.running: ForceLength | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.running is None:
+            # Prompts are random words, so each is one of a kind; padding is no word.
+            rows = [tuple(i for i in row if i != PAD) for row in input_ids.tolist()]
+            self.running = ForceLength([self.length_of[row] for row in rows], self.longest)
+        running = self.running
+        if len(running.lengths) != len(scores):
+            raise RuntimeError(f"{len(scores)} rows decode where the forced lengths leave {len(running.lengths)}")
+        forced = running(input_ids, scores)
+        running.lengths = running.lengths[running.lengths > running.t]
+        return forced
+
+
+class Marks(TrainerCallback):
+    """Marks the phases' borders on the meter and forces the lengths of each rollout."""
+
+    def __init__(self, work: Workload, meter: Meter):
+        self.work = work
+        self.meter = meter
+        self.num_tokens: list[int] = []
+
+    def attach(self, trainer: PPOTrainer) -> None:
+        """Stand around the sampler and the training step of a trainer."""
+        sample, step, sampler = trainer.sampler.generate, trainer.training_step, trainer.sampler
+
+        def generate(batch: Any, **kwargs: Any) -> Rollout:
+            self.meter.enter("generate")
+            lengths = self.work.completion_lengths(len(self.meter.iterations) - 1)
+            sampler.backend.logits_processor = ForceLengthOfRunningRows(self.work, batch.prompt_ids, lengths)
+            rollout = sample(batch, **kwargs)
+            if [len(ids) for ids in rollout.completion_ids] != lengths:
+                raise RuntimeError("the completions do not have the lengths that were to be forced")
+            self.num_tokens.append(sum(map(len, rollout.prompt_ids)) + sum(lengths))
+            self.meter.enter("score")
+            return rollout
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            self.meter.enter("update")
+            return step(*args, **kwargs)
+
+        sampler.generate, trainer.training_step = generate, training_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.enter("between")
+
+
+def ppo_config(work: Workload, folder: str, given: argparse.Namespace) -> PPOConfig:
+    """Return our settings of the same iteration; a forward holds as many padded tokens as TRL's, or fewer."""
+    rows = {"per_device_train_batch_size": work.microbatch}
+    if work.mixed:
+        budget = work.microbatch * (work.prompt + work.completion)
+        rows = {"per_device_train_batch_size": work.rollout, "microbatch_tokens": budget}
+    settings = {f.name: getattr(given, f.name) for f in fields(PPOConfig) if f.name in ("trunk_cache", "value_head")}
+    return PPOConfig(
+        output_dir=folder,
+        rollout_batch_size=work.rollout,
+        num_rollouts=work.iterations,
+        num_ppo_epochs=work.epochs,
+        num_minibatches=1,
+        max_completion_length=work.completion,
+        beta=0.05,
+        adapter_layers=given.adapter_layers,
+        shuffle_dataset=False,
+        use_cpu=work.device == "cpu",
+        bf16=work.dtype == "bfloat16",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **rows,
+        **settings,
+    )
+
+
+def build_trainer(work: Workload, folder: str, given: argparse.Namespace, marks: Marks) -> PPOTrainer:
+    """Return the trainer of the workload, marks attached."""
+    tokenizer = work.tokenizer()
+    # A prompt ends with a space, so that prompt and completion make the same words again when they are one text.
+    texts = [tokenizer.decode(ids) + " " for ids in work.prompts()]
+    trainer = PPOTrainer(
+        model=work.policy(),
+        reward_funcs=work.scalar_model(work.small_reward),
+        reward_processing_classes=tokenizer,
+        args=ppo_config(work, folder, given),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**LORA),
+        callbacks=[marks],
+    )
+    marks.attach(trainer)
+    return trainer
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options: those of the workload, and what only our trainer has."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    Workload.add_options(parser)
+    parser.add_argument("--adapter_layers", default="all", help="all, or top-k")
+    parser.add_argument("--value_head", default="shared")
+    parser.add_argument("--trunk_cache", default="auto")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    given = parse()
+    work = Workload.from_options(given)
+    torch.set_num_threads(1)
+    meter = Meter(work.device)
+    meter.start()
+    marks = Marks(work, meter)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(work, folder, given, marks)
+        trainer.train()
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    extra = {"trained": trained, "tokens": marks.num_tokens[1:]}
+    print(json.dumps({"implementation": f"onetrunk {__version__}", **meter.figures(), **extra} | versions))
+
+
+if __name__ == "__main__":
+    main()
