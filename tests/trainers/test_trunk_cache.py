@@ -71,11 +71,11 @@ def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_p
 def test_the_lower_layers_run_once_a_rollout(tmp_path):
     tokens = {}
     for place in ("cpu", "off"):
-        trainer = make_trainer(tmp_path / place, **TOP, trunk_cache=place)
+        trainer = make_trainer(tmp_path / place, **TOP, trunk_cache=place, check_memory=False)
         below, above = counted_layer(trainer, 0), counted_layer(trainer, 1)
         trainer.train()
         tokens[place] = (sum(below), sum(above))
-    captured = make_trainer(tmp_path / "captured", **CAPTURED)
+    captured = make_trainer(tmp_path / "captured", **CAPTURED, check_memory=False)
     below_captured, above_captured = counted_layer(captured, 0), counted_layer(captured, 1)
     captured.train()
     assert not below_captured and sum(above_captured) == tokens["cpu"][1]

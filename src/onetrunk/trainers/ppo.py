@@ -25,6 +25,7 @@ from onetrunk.ops.masking import masked_mean
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.trainers.checkpoint import BranchCheckpoints, find_checkpoint
+from onetrunk.trainers.checks import check_optimizer
 from onetrunk.trainers.evaluation import PromptEvaluation
 from onetrunk.trainers.experience import ExperienceStream
 from onetrunk.trainers.metrics import MetricLog
@@ -94,6 +95,7 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
         rollout_backend: RolloutBackend | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
+        check_optimizer(optimizers[0])
         self.progress = RolloutProgress()
         run = prepare_run(
             model,
@@ -122,7 +124,7 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
             train_dataset=run.train_dataset,
             eval_dataset=run.eval_dataset,
             processing_class=run.tokenizer,
-            callbacks=[self.guard, StepEnd(self._end_step), *(callbacks or [])],
+            callbacks=[self.guard, StepEnd(self._end_step), run.memory_check, *(callbacks or [])],
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True

@@ -51,6 +51,7 @@ class PPOConfig(TrainingArguments):
     bf16: bool | None = _option(
         None, "bfloat16 autocast. None: where an accelerator supports it (not yet run on hardware)."
     )
+    fp16: bool = _option(False, "float16 autocast with a gradient scaler (not yet run on hardware).")
     ignore_data_skip: bool = _option(True, "Always True: the stream restores its own position.")
     remove_unused_columns: bool = _option(False, "Always False: reward functions receive every column.")
     logging_nan_inf_filter: bool = _option(False, "Always False: a non-finite step is skipped and counted instead.")
@@ -151,6 +152,9 @@ class PPOConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
 
     # Safety and logging
+    check_memory: bool = _option(
+        True, "Run the largest pack that can come once before the first rollout, and say what the run will need."
+    )
     max_skipped_steps: int = _option(3, "Stop after so many non-finite optimizer steps in a row.")
     log_completions: bool = _option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = _option(4, "Rows of that table.")
@@ -168,9 +172,7 @@ class PPOConfig(TrainingArguments):
         self._check_objective()
         self._choose_best_metric()
         if self.bf16 is None:
-            self.bf16 = (
-                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-            )
+            self.bf16 = bf16_by_default(self)
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = True
         if self.ddp_broadcast_buffers is None:
@@ -188,7 +190,7 @@ class PPOConfig(TrainingArguments):
                 continue
             default = f.default if f.default is not MISSING else f.default_factory()
             value = getattr(self, f.name)
-            if value != default and value:
+            if value != default and (value or default is True):
                 raise ValueError(f"{f.name}={value!r} has no meaning here: {INHERITED_WITHOUT_MEANING[f.name]}")
         if self.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -287,6 +289,11 @@ class PPOConfig(TrainingArguments):
             raise ValueError("length_adaptive_lam and lam_policy both set the policy's lambda; set one of them")
 
 
+def bf16_by_default(args: TrainingArguments) -> bool:
+    """Say whether settings that leave bf16 open mean it: not beside fp16, and only where an accelerator has it."""
+    return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -299,6 +306,9 @@ def _require(config: PPOConfig, name: str, holds: Any, expected: str) -> None:
     value = getattr(config, name)
     if value is None and name in MAY_BE_NONE:
         return
+    if isinstance(value, str) and "one of" not in expected:
+        number = expected if expected.startswith("a ") else f"a number, {expected}"
+        raise ValueError(f"{name} is the text {value!r}; it must be {number}")
     if value is None or not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {expected}")
 

@@ -1,11 +1,10 @@
-"""From what a user hands to PPOTrainer to parts that fit together; what can be wrong is found before a model loads.
+"""From what a user hands to PPOTrainer to parts that fit together; the model loads last.
 
 Knows every room below; trains nothing.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import has_file
 
 from onetrunk.data import prepare_prompts
-from onetrunk.files import require_output_dir
-from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.build import build_trunk, check_model_type, init_value_head
-from onetrunk.models.sources import adapter_base, load_config
+from onetrunk.models.backbone import load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.build import build_trunk, init_value_head
+from onetrunk.models.sources import adapter_base
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import RewardFunction, names_a_model
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.trainers.batch_plan import plan_batches
+from onetrunk.trainers.checks import check_launch, check_lengths, check_model, check_parts, source_of
+from onetrunk.trainers.memory_check import MemoryCheck
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.sampling import Sampler
 from onetrunk.trainers.trunk_plan import TrunkPlan, plan_trunk
@@ -46,6 +45,7 @@ class Run:
     eval_dataset: Dataset | dict[str, Dataset] | None
     sampler: Sampler
     trunk_plan: TrunkPlan
+    memory_check: MemoryCheck
 
 
 def prepare_run(
@@ -103,67 +103,9 @@ def prepare_run(
     backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
     sampler = Sampler(backend, rewards, tokenizer, params, trunk_plan.captures_states)
     prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
-    return Run(trunk, tokenizer, train_dataset, prepared, sampler, trunk_plan)
-
-
-def check_launch(args: PPOConfig) -> None:
-    """Refuse a launch that can't work: foreign settings, the output folder, several GPUs in one process, sharding.
-
-    Raises:
-        ValueError, TypeError: with the sentence that says what to change.
-    """
-    if not isinstance(args, PPOConfig):
-        raise TypeError(f"args is a {type(args).__name__}; PPOTrainer takes a PPOConfig (onetrunk.PPOConfig)")
-    if args.should_save:
-        require_output_dir(args.output_dir)
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch"
-            f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
-            " or set CUDA_VISIBLE_DEVICES=0"
-        )
-    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(variable, "false").lower() == "true":
-            raise ValueError(
-                f"{name} is not supported yet; launch with accelerate_configs/ddp.yaml or single_gpu.yaml"
-            )
-    plan_batches(args, args.world_size)
-
-
-def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
-    """Refuse parts that would fail late: evaluation without rows, a backend that is none.
-
-    Raises:
-        ValueError, TypeError: with the sentence that says what to change.
-    """
-    if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
-        raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
-    if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
-        raise TypeError(
-            f"rollout_backend is a {type(rollout_backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
-            " sync(model, version); see onetrunk.rollouts.base.RolloutBackend"
-        )
-
-
-def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a model or a tokenizer that is none, a name at which nothing lies, keywords that the loading has not.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: with the sentence that says what to change.
-    """
-    check_model_type(model)
-    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(
-            f"processing_class is of type {type(tokenizer).__name__}; give the policy's tokenizer"
-            " (AutoTokenizer.from_pretrained), or leave it out"
-        )
-    known = [n for n in inspect.signature(load_base).parameters if n not in ("name_or_path", "quantization_config")]
-    unknown = [name for name in kwargs if name not in known]
-    if unknown:
-        hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
-        raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
-    if isinstance(model, str):
-        load_config(model, **_source(kwargs))
+    states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")
+    memory_check = MemoryCheck(longest_prompt, states_stay)
+    return Run(trunk, tokenizer, train_dataset, prepared, sampler, trunk_plan, memory_check)
 
 
 def policy_tokenizer(
@@ -172,7 +114,7 @@ def policy_tokenizer(
     """Return the policy's tokenizer, its padding repaired; for an adapter without one, that of its base."""
     if tokenizer is not None:
         return repair_padding(tokenizer)
-    source = _source(kwargs)
+    source = source_of(kwargs)
     if not isinstance(model, str):
         name = (
             model.get_base_model().config.name_or_path if isinstance(model, PeftModel) else model.config.name_or_path
@@ -222,30 +164,6 @@ def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: 
     )
 
 
-def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
-    """Refuse prompts of another vocabulary, and those that leave no room for a completion."""
-    longest = max(len(ids) for dataset in datasets for ids in dataset["prompt_ids"])
-    most = longest + args.max_completion_length
-    remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
-    if args.microbatch_tokens is not None and most > args.microbatch_tokens:
-        raise ValueError(
-            f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it"
-        )
-    config = _config(model, args.model_init_kwargs or {})
-    largest, vocab_size = max(max(ids) for d in datasets for ids in d["prompt_ids"]), config.vocab_size
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token id {largest} and the model knows {vocab_size} tokens; take the tokenizer that"
-            " belongs to the model (processing_class)"
-        )
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and most > limit:
-        raise ValueError(
-            f"{remedy}: together {most}, and the model has {limit} positions; lower max_completion_length, or set"
-            " max_prompt_length with overlong_prompts drop or truncate"
-        )
-
-
 def resolve_rewards(
     rewards: Reward | Sequence[Reward],
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
@@ -268,15 +186,3 @@ def _resolve(reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PP
     if isinstance(reward, str) and names_a_model(reward):
         return ModelReward(reward, tokenizer, device=args.device)
     return reward
-
-
-def _config(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> Any:
-    if isinstance(model, PeftModel):
-        return model.get_base_model().config.get_text_config()
-    if isinstance(model, PreTrainedModel):
-        return model.config.get_text_config()
-    return load_config(model, **_source(kwargs))
-
-
-def _source(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
