@@ -13,8 +13,8 @@ from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.trainers.checks import check_launch
 from onetrunk.trainers.ppo_config import PPOConfig
-from onetrunk.trainers.setup import check_launch
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.tiny import tiny_model, tiny_tokenizer

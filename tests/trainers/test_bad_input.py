@@ -325,6 +325,22 @@ def test_evaluation_without_rows_and_a_backend_that_is_none_are_refused(tmp_path
         PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
 
 
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers are: the weights that are evaluated are others than those in training."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_an_optimizer_with_modes_is_refused_as_by_its_name(tmp_path):
+    optimizer = WithModes([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="the optimizer WithModes has modes.*not those that it evaluates and saves"):
+        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), optimizers=(optimizer, None))
+
+
 def test_predicting_is_refused_with_what_there_is_instead(tmp_path):
     with pytest.raises(ValueError, match="evaluate"):
         build(tmp_path, model=saved_model()).predict(prompts())

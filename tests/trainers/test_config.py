@@ -20,7 +20,7 @@ def fields(config_class):
 
 
 def config(**settings):
-    return PPOConfig(output_dir="unused", use_cpu=True, **settings)
+    return PPOConfig(**{"output_dir": "unused", "use_cpu": True, **settings})
 
 
 @pytest.mark.parametrize("key", sorted({*FOREIGN_KEYS, *TRL_PPO}))
@@ -87,6 +87,12 @@ OTHER_VALUES = {
     "deepspeed": "zero.json",
     "parallelism_config": {"dp": 2},
     "fsdp": "full_shard",
+    "dataloader_pin_memory": False,
+    "dataloader_in_order": False,
+    "average_tokens_across_devices": False,
+    "eval_do_concat_batches": False,
+    "length_column_name": "tokens",
+    "liger_kernel_config": {"rope": True},
 }
 
 
@@ -94,7 +100,16 @@ OTHER_VALUES = {
 def test_an_inherited_field_without_meaning_is_refused_by_name(name):
     assert name in fields(TrainingArguments)
     with pytest.raises(ValueError, match=f"^{name}=.* has no meaning here: "):
-        config(**{name: OTHER_VALUES.get(name, True)})
+        config(**{name: OTHER_VALUES.get(name, True), "use_cpu": name != "dataloader_pin_memory"})
+
+
+@pytest.mark.parametrize(
+    ("neutral", "sentence"),
+    [({"top_k": 0}, "also at 0"), ({"min_p": 0.0}, "also at 0.0"), ({"use_vllm": False}, "also at false")],
+)
+def test_a_foreign_key_at_its_neutral_value_is_to_be_left_out_too(neutral, sentence):
+    with pytest.raises(ValueError, match=f"leave it out, {sentence}$"):
+        config(**neutral)
 
 
 def test_gradient_accumulation_is_refused_with_what_takes_its_place():
@@ -137,7 +152,9 @@ def test_fields_that_the_stream_rests_on_cannot_be_changed(setting):
         ({"truncated_completions": "terminal", "missing_eos_penalty": 1.0}, "contradict each other"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be a number above 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"epsilon": "0.2"}, "epsilon is '0.2'; it must be a number"),
+        ({"epsilon": "0.2"}, "epsilon is the text '0.2'; it must be a number above 0"),
+        ({"beta": "0.1"}, "beta is the text '0.1'; it must be a number, 0 or more"),
+        ({"num_minibatches": "2"}, "num_minibatches is the text '2'; it must be a whole number above 0"),
         ({"epsilon": 1.0}, "epsilon is 1.0; it must be below 1"),
         ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high 0.2 is below epsilon 0.3"),
         ({"beta": -0.1}, "beta is -0.1; it must be 0 or more"),
@@ -214,6 +231,11 @@ def test_every_field_of_ours_says_what_it_is():
     assert len(own) > 40
     for name in own:
         assert len(fields(PPOConfig)[name].metadata["help"]) > 10, name
+
+
+def test_what_has_not_run_on_hardware_says_so():
+    for name in ("bf16", "fp16"):
+        assert "not yet run on hardware" in fields(PPOConfig)[name].metadata["help"]
 
 
 def test_bf16_is_off_on_the_cpu_unless_asked_for():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from onetrunk.trainers.callbacks import short_number
 from onetrunk.trainers.metrics import MetricLog
 from tests.fakes import CannedBackend
 from tests.trainers.support import (
@@ -133,6 +134,12 @@ def test_samples_are_written_and_shown(tmp_path, capsys):
     assert "step-000001" in shown and "eval-000004" in shown and shown.count("completion") >= 3
 
 
+def test_a_table_without_rows_is_not_printed(tmp_path, capsys):
+    trained(tmp_path, log_completions=True, num_completions_to_print=0)
+    assert "step-000001" not in capsys.readouterr().out
+    assert (tmp_path / "completions" / "step-000001.jsonl").is_file()
+
+
 def test_without_log_completions_nothing_is_written(tmp_path):
     trained(tmp_path, eval_dataset=prompts(2), eval_strategy="epoch", num_rollouts=2)
     assert not (tmp_path / "completions").exists()
@@ -168,6 +175,70 @@ def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
         make_trainer(tmp_path / "none").evaluate()
 
 
+def test_the_last_evaluation_is_not_made_twice(tmp_path):
+    backend = CannedBackend([[5, 6, 1]])
+    settings = {"num_rollouts": 4, "rollout_backend": backend, "eval_dataset": prompts(2)}
+    trainer = trained(tmp_path / "evaluated", eval_strategy="steps", eval_steps=2, **settings)
+    before = len(backend.synced)
+    last = trainer.final_evaluation()
+    assert len(backend.synced) == before
+    assert last["eval_score/mean"] == logged(trainer, "eval_score/mean")[-1]
+    trainer = trained(tmp_path / "not evaluated", **settings)
+    before = len(backend.synced)
+    trainer.final_evaluation()
+    assert len(backend.synced) == before + 1 and len(logged(trainer, "eval_score/mean")) == 1
+
+
+def test_the_best_checkpoint_is_evaluated_though_the_last_step_was(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = trained(tmp_path, num_rollouts=2, eval_dataset=prompts(2), load_best_model_at_end=True, **settings)
+    trainer.final_evaluation()
+    assert len(logged(trainer, "eval_score/mean")) == 3
+
+
+def test_the_figures_of_the_start_are_those_of_the_reference_and_are_not_logged(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts(5))
+    start = trainer.evaluate_reference()
+    assert not trainer.state.log_history
+    # Before the first step the policy is the reference.
+    assert start["score/mean"] == trainer.evaluate()["eval_score/mean"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7471.0, "7.5k"), (999.6, "1.0k"), (999.0, "999"), (1.234e6, "1.2M"), (0.12345, "0.123"), (-2500, "-2.5k")],
+)
+def test_numbers_on_the_bar_are_short(value, text):
+    assert short_number(value) == text
+
+
+def shown(capsys):
+    return capsys.readouterr().err.replace("\r", "\n")
+
+
+def test_the_bar_says_what_is_being_sampled(tmp_path, capsys):
+    # Rows of unequal length end one after the other, so that the bar has something to say.
+    settings = {"max_completion_length": 40, "disable_tqdm": False, "eval_dataset": prompts(6)}
+    trainer = make_trainer(tmp_path, num_rollouts=3, eval_strategy="steps", eval_steps=2, **settings)
+    trainer.evaluate_reference()
+    before = shown(capsys)
+    assert "before: 100%" in before and "6/6" in before
+    trainer.train()
+    during = shown(capsys)
+    assert "PPO rollout 1/4" in during and "PPO eval 1/6" in during and "PPO eval 1/4" not in during
+    assert "eval_score=" in during and "tok/s=" in during
+    trainer.evaluate()
+    after = shown(capsys)
+    assert "eval: 100%" in after and "PPO" not in after
+
+
+def test_without_tqdm_nothing_is_shown(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts(6))
+    capsys.readouterr()
+    trainer.evaluate_reference()
+    assert "before" not in capsys.readouterr().err
+
+
 def test_a_backend_is_told_which_policy_it_evaluates(tmp_path):
     backend = CannedBackend([[5, 6, 1]])
     settings = {"num_ppo_epochs": 2, "num_rollouts": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -201,6 +272,16 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     for step, is_best in ((2, True), (3, False)):
         trainer.model.load_branches(tmp_path / f"checkpoint-{step}")
         assert (not differ(trained_weights(trainer.model), best)) == is_best
+
+
+def test_of_several_evaluation_sets_one_decides_which_checkpoint_is_best(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"load_best_model_at_end": True, "eval_dataset": {"short": prompts(2), "long": prompts(4)}}
+    sentence = "is 'score/mean', and the evaluation sets are short, long: say which .* for example short_score/mean"
+    with pytest.raises(ValueError, match=sentence):
+        make_trainer(tmp_path / "a", **settings)
+    trainer = trained(tmp_path / "b", metric_for_best_model="long_score/mean", greater_is_better=True, **settings)
+    assert trainer.state.best_metric == max(logged(trainer, "eval_long_score/mean"))
 
 
 def test_old_checkpoints_are_rotated(tmp_path):

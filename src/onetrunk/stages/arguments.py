@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from trl import ModelConfig, SFTConfig, get_peft_config
 
-from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.trainers.ppo_config import PPOConfig, bf16_by_default
 
 
 def _option(default: Any, text: str) -> Any:
@@ -151,11 +150,6 @@ WITHOUT_MEANING = {
 }
 
 
-def accelerator_has_bf16() -> bool:
-    """Say whether there is an accelerator that computes in bfloat16."""
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-
-
 OVERWRITE = "Start anew in an output_dir that holds a run: its checkpoints are deleted when training begins."
 
 
@@ -173,7 +167,7 @@ class SFTArguments(SFTConfig):
     def __post_init__(self) -> None:
         _require_output_dir(self)
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and accelerator_has_bf16()
+            self.bf16 = bf16_by_default(self)
         super().__post_init__()
 
 

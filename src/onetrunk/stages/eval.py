@@ -21,20 +21,23 @@ def run(args: Any, model_args: Any) -> None:
 
     from onetrunk.models.sources import is_adapter
     from onetrunk.stages.rows import load_dataset_rows
+    from onetrunk.trainers.callbacks import RolloutProgress
 
     rows = load_dataset_rows(args)
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
     name = model_args.model_name_or_path
     from_adapter = is_adapter(name, model_args.model_revision)
-    parts = load_parts(config, args.reward_funcs, model_args, rows)
+    progress = RolloutProgress()
+    parts = load_parts(config, args.reward_funcs, model_args, rows, progress.rollout)
     parts.model.to(accelerator.device)
     if from_adapter:
         restore_reference(parts.model, name, model_args.model_revision)
     roles = ("reference", "policy") if from_adapter else ("reference",)
     sides = {}
     for role in roles:
-        sides[role] = evaluate_role(parts, args, accelerator, role)
+        with progress.phase(role, is_shown=accelerator.is_main_process):
+            sides[role] = evaluate_role(parts, args, accelerator, role)
         check_scored(sides[role][0], args.max_unscored_fraction, parts.sampler.rewards.names)
     report(args, name, accelerator, sides, len(parts.train_dataset))
     accelerator.end_training()
@@ -48,7 +51,7 @@ def parse_eval(argv: Sequence[str]) -> tuple[Any, ...]:
     return parse(argv, types, "eval", "Sample and score completions of held-out prompts.", knows_ppo=True)
 
 
-def load_parts(config: Any, reward_funcs: list[str], model_args: Any, rows: Any) -> Any:
+def load_parts(config: Any, reward_funcs: list[str], model_args: Any, rows: Any, progress: Any) -> Any:
     """Return model, tokenizer, checked prompts and sampler, as for a PPO run."""
     from trl import get_quantization_config
 
@@ -65,29 +68,8 @@ def load_parts(config: Any, reward_funcs: list[str], model_args: Any, rows: Any)
         quantization_config=get_quantization_config(model_args),
         peft_config=None,
         rollout_backend=None,
-        progress=_Bar(is_shown=config.process_index == 0),
+        progress=progress,
     )
-
-
-class _Bar:
-    """A progress bar over the rows that are sampled."""
-
-    def __init__(self, is_shown: bool):
-        self.is_shown = is_shown
-        self.bar: Any = None
-
-    def __call__(self, done_rows: int, total_rows: int, tokens: int) -> None:
-        from tqdm.auto import tqdm
-
-        if not self.is_shown:
-            return
-        if self.bar is None:
-            self.bar = tqdm(total=total_rows, desc="eval", unit="row", dynamic_ncols=True)
-        self.bar.update(done_rows - self.bar.n)
-        self.bar.set_postfix(tokens=tokens)
-        if done_rows == total_rows:
-            self.bar.close()
-            self.bar = None
 
 
 def restore_reference(model: Any, name: str, revision: str) -> None:

@@ -24,7 +24,7 @@ def run(data: Any, args: Any, model_args: Any) -> None:
     require_new_run(args, resume)
     train, held_out = load_training_rows(data, args.seed)
     trainer = make_trainer(data, args, model_args, train, held_out)
-    reference = reference_figures(trainer) if held_out is not None else None
+    reference = trainer.evaluate_reference() if held_out is not None else None
     delete_old_run(args, resume)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
@@ -73,28 +73,11 @@ def make_trainer(data: Any, args: Any, model_args: Any, train: Any, held_out: An
     )
 
 
-def reference_figures(trainer: Any) -> dict[str, float]:
-    """Return the held-out figures of the model that training starts from."""
-    from onetrunk.trainers.evaluation import evaluate_prompts
-
-    figures, _ = evaluate_prompts(
-        trainer.model,
-        trainer.sampler,
-        trainer.eval_dataset,
-        trainer.accelerator,
-        seed=trainer.args.seed,
-        rows_per_pack=trainer.args.per_device_eval_batch_size,
-        role="reference",
-        extras={"trainer_state": trainer.state},
-    )
-    return figures
-
-
 def compare(trainer: Any, reference: dict[str, float], model_name: str) -> None:
     """Evaluate the trained policy; write metrics.json and show both sides in a table."""
     from onetrunk.stages.report import figures_table, show, without_prefix, write_metrics
 
-    policy = without_prefix(trainer.evaluate())
+    policy = without_prefix(trainer.final_evaluation())
     if trainer.is_world_process_zero():
         about = {"model": model_name, "num_prompts": len(trainer.eval_dataset), "steps": trainer.state.global_step}
         about |= {"seed": trainer.args.seed, "num_processes": trainer.accelerator.num_processes}

@@ -5,8 +5,9 @@ Knows the trainer's state; no tensors but gradients.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,11 +19,20 @@ SHOWN = {
     "kl": "kl/ref",
     "len": "completion/length",
     "tok/s": "throughput/completion_tokens_per_s",
+    "eval_score": "eval_score/mean",
 }
-
 
 # Halvings from the largest scale that a gradient scaler starts with to one that any gradient fits.
 SCALER_PATIENCE = 50
+
+
+def short_number(value: float) -> str:
+    """Return a number in three digits for people: 0.123, 12.3, 123, 7.5k, 1.2M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        # From here on three digits round up to the unit.
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.3g}"
 
 
 class StepGuard(TrainerCallback):
@@ -95,10 +105,13 @@ class StepEnd(TrainerCallback):
 
 
 class RolloutProgress(TrainerCallback):
-    """A progress bar over optimizer steps that shows what matters in PPO, and the rollout as it is sampled."""
+    """A progress bar over optimizer steps that shows what matters in PPO, and what is being sampled."""
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
+        self._phase = "rollout"
+        self._own_bar: tqdm | None = None
+        self._shows_own_bar = False
         self.opening: str | None = None
         self._shown: dict[str, str] = {}
 
@@ -108,14 +121,36 @@ class RolloutProgress(TrainerCallback):
         if state.is_world_process_zero:
             if self.opening:
                 tqdm.write(self.opening, file=sys.stderr)
-            self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="PPO", unit="step", dynamic_ncols=True
-            )
+            # A step that ends a rollout takes far longer than the others: only the mean over all says when it ends.
+            settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="PPO", **settings)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, is_shown: bool) -> Iterator[None]:
+        """Call what is sampled in the block by this name; outside training it gets a bar of its own.
+
+        Args:
+            name: "eval", "before", ...
+            is_shown: False shows nothing outside training.
+        """
+        before, self._phase, self._shows_own_bar = self._phase, name, is_shown
+        try:
+            yield
+        finally:
+            self._phase, self._shows_own_bar = before, False
+            if self._own_bar is not None:
+                self._own_bar.close()
+                self._own_bar = None
 
     def rollout(self, done_rows: int, total_rows: int, tokens: int) -> None:
         """Show how far a rollout is; the rollout backend calls it."""
         if self.bar is not None:
-            self.bar.set_description(f"PPO rollout {done_rows}/{total_rows}" if done_rows < total_rows else "PPO")
+            is_done = done_rows == total_rows
+            self.bar.set_description("PPO" if is_done else f"PPO {self._phase} {done_rows}/{total_rows}")
+        elif self._shows_own_bar:
+            if self._own_bar is None:
+                self._own_bar = tqdm(total=total_rows, desc=self._phase, unit="row", dynamic_ncols=True)
+            self._own_bar.update(done_rows - self._own_bar.n)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -133,9 +168,7 @@ class RolloutProgress(TrainerCallback):
     ) -> None:
         if self.bar is None or not logs:
             return
-        self._shown |= {short: f"{logs[name]:.3g}" for short, name in SHOWN.items() if name in logs}
-        if "eval_score/mean" in logs:
-            self._shown["eval"] = f"{logs['eval_score/mean']:.3g}"
+        self._shown |= {short: short_number(logs[name]) for short, name in SHOWN.items() if name in logs}
         self.bar.set_postfix(self._shown)
 
     def on_train_end(

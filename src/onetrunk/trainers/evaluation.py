@@ -16,9 +16,10 @@ from datasets import Dataset
 from transformers import Trainer
 
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.trainers.checks import check_lengths
 from onetrunk.trainers.rollout_figures import rollout_figures
 from onetrunk.trainers.sampling import EVALUATION_STREAM, Sampler, ScoredRollout, prompt_batch, rollout_packs
-from onetrunk.trainers.setup import check_lengths, prepare_dataset
+from onetrunk.trainers.setup import prepare_dataset
 
 
 class PromptEvaluation(Trainer):
@@ -44,23 +45,43 @@ class PromptEvaluation(Trainer):
             dataset = prepare_dataset(dataset, self.processing_class, self.args)
             check_lengths(self.model, self.args, [dataset])
         start = time.perf_counter()
-        figures, scored = evaluate_prompts(
-            self.model,
-            self.sampler,
-            dataset,
-            self.accelerator,
-            seed=self.args.seed,
-            rows_per_pack=self.args.per_device_eval_batch_size,
-            max_tokens=self.args.microbatch_tokens,
-            version=self.state.global_step,
-            extras={"trainer_state": self.state},
-        )
+        figures, scored = self._figures_of(dataset, "policy", metric_key_prefix.replace("_", " "))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
         self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if eval_dataset is None and metric_key_prefix == "eval":
+            self._last_evaluation = (self.state.global_step, metrics)
         return metrics
+
+    def final_evaluation(self) -> dict[str, float]:
+        """Return what `evaluate` says of the trained policy, where its last step was evaluated not a second time."""
+        step, metrics = getattr(self, "_last_evaluation", (None, {}))
+        # The best checkpoint is loaded after the last evaluation.
+        if step == self.state.global_step and not self.args.load_best_model_at_end:
+            return dict(metrics)
+        return self.evaluate()
+
+    def evaluate_reference(self) -> dict[str, float]:
+        """Return the figures of the model that training starts from, without a prefix and without a log."""
+        return self._figures_of(self.eval_dataset, "reference", "before")[0]
+
+    def _figures_of(self, dataset: Dataset, role: str, phase: str) -> tuple[dict[str, float], ScoredRollout]:
+        is_shown = not self.args.disable_tqdm and self.is_world_process_zero()
+        with self.progress.phase(phase, is_shown):
+            return evaluate_prompts(
+                self.model,
+                self.sampler,
+                dataset,
+                self.accelerator,
+                seed=self.args.seed,
+                rows_per_pack=self.args.per_device_eval_batch_size,
+                max_tokens=self.args.microbatch_tokens,
+                role=role,
+                version=self.state.global_step,
+                extras={"trainer_state": self.state},
+            )
 
 
 def evaluate_prompts(

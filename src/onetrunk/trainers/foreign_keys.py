@@ -10,7 +10,7 @@ import difflib
 from typing import Any
 
 _SAMPLER = "sampling here follows the policy itself: a truncated or reshaped distribution makes the PPO ratio wrong"
-_VLLM = "rollouts are sampled in process; pass your own rollout_backend to PPOTrainer for a server"
+_VLLM = "rollouts are sampled in process; pass your own rollout_backend to PPOTrainer for a server, and leave it out"
 _GRPO_LOSS = "belongs to GRPO's objectives; override PPOTrainer.compute_loss for an objective of your own"
 
 FOREIGN_KEYS: dict[str, str] = {
@@ -26,15 +26,15 @@ FOREIGN_KEYS: dict[str, str] = {
     "importance_sampling_level": _GRPO_LOSS,
     "multi_objective_aggregation": "scores are summed with reward_weights",
     "top_p": _SAMPLER + "; leave it out, also at 1.0",
-    "top_k": _SAMPLER + "; leave it out",
-    "min_p": _SAMPLER + "; leave it out",
+    "top_k": _SAMPLER + "; leave it out, also at 0",
+    "min_p": _SAMPLER + "; leave it out, also at 0.0",
     "repetition_penalty": _SAMPLER + "; put a penalty into a reward function",
     "generation_kwargs": _SAMPLER + "; pass a rollout_backend of your own",
     "group_by_length": "packs are sorted by length already",
     "cast_lm_head_to_fp32": "logprobs are computed in float32 whatever the head's dtype",
     "cache_implementation": "the rollout backend keeps its own cache",
     "disable_dropout": "dropout is always 0 here",
-    "use_vllm": _VLLM,
+    "use_vllm": _VLLM + ", also at false",
     "sync_ref_model": "the reference is the trunk itself, or the frozen adapter that the policy started from",
     "ref_model_mixup_alpha": "the reference does not move",
     "ref_model_sync_steps": "the reference does not move",
@@ -80,6 +80,11 @@ INHERITED_WITHOUT_MEANING: dict[str, str] = {
     "auto_find_batch_size": "set microbatch_tokens: it bounds a forward without changing the gradient",
     "neftune_noise_alpha": "noise on embeddings makes the first PPO ratio differ from 1",
     "use_liger_kernel": "the fused logprobs of onetrunk take its place",
+    "liger_kernel_config": "the fused logprobs of onetrunk take its place",
+    "use_cache": "rollouts keep a cache and training forwards need none",
+    "average_tokens_across_devices": "a loss is always divided by the tokens of all processes",
+    "length_column_name": "packs are sorted by length already",
+    "ddp_static_graph": "what runs in a step changes with the roles that it trains",
     "label_smoothing_factor": "PPO has no labels",
     "enable_jit_checkpoint": "it acts per process; use save_steps",
     "include_num_input_tokens_seen": "see completion/length and throughput/completion_tokens_per_s",
@@ -89,6 +94,8 @@ INHERITED_WITHOUT_MEANING: dict[str, str] = {
     "dataloader_persistent_workers": "the stream samples in the main process",
     "dataloader_prefetch_factor": "a rollout sampled ahead of its update would be off-policy",
     "dataloader_multiprocessing_context": "the stream samples in the main process",
+    "dataloader_pin_memory": "the stream samples in the main process",
+    "dataloader_in_order": "the stream samples in the main process",
     "train_sampling_strategy": "shuffle_dataset says how prompts are drawn, and packs are sorted by length already",
     "torch_compile": "not tested with adapter switching yet",
     "torch_compile_backend": "not tested with adapter switching yet",
@@ -99,6 +106,7 @@ INHERITED_WITHOUT_MEANING: dict[str, str] = {
     "batch_eval_metrics": "evaluation samples and scores",
     "eval_accumulation_steps": "evaluation samples and scores",
     "eval_use_gather_object": "evaluation samples and scores",
+    "eval_do_concat_batches": "evaluation samples and scores",
     "include_for_metrics": "evaluation samples and scores; a reward function sees every column",
     "prediction_loss_only": "evaluation samples and scores",
     "label_names": "PPO has no labels",

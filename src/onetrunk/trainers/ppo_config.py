@@ -186,7 +186,8 @@ class PPOConfig(TrainingArguments):
 
     def _refuse_inherited(self) -> None:
         for f in fields(self):
-            if f.name not in INHERITED_WITHOUT_MEANING:
+            # On a CPU TrainingArguments itself turns pinning off.
+            if f.name not in INHERITED_WITHOUT_MEANING or (f.name == "dataloader_pin_memory" and self.use_cpu):
                 continue
             default = f.default if f.default is not MISSING else f.default_factory()
             value = getattr(self, f.name)

@@ -25,7 +25,7 @@ class SampleLog:
 
     Args:
         output_dir: of the run.
-        num_rows: rows of the table.
+        num_rows: rows of the table; 0 for no table.
         is_on: False records nothing.
     """
 
@@ -44,11 +44,12 @@ class SampleLog:
         self._extra[column] = list(values)
 
     def record(self, name: str, scored: ScoredRollout, with_columns: bool = True) -> None:
-        """Write `name`.jsonl and print the table."""
+        """Write `name`.jsonl and print the table, if it is to have rows."""
         if not self.is_on:
             return
         write_samples(self.folder, name, scored, self._extra if with_columns else {})
-        show(sample_table(scored, name, self.num_rows))
+        if self.num_rows:
+            show(sample_table(scored, name, self.num_rows))
 
 
 def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
