@@ -141,32 +141,108 @@ def test_the_gradient_agrees_with_finite_differences(options, entropy_grad):
     assert torch.autograd.gradcheck(differentiable, (hidden,))
 
 
-def test_no_operation_puts_out_more_than_one_chunk_of_logits():
+def test_no_operation_puts_out_more_than_one_tile_of_logits():
     n, vocab, chunk_size = 40, 50, 4
     hidden, weight, targets, _ = case(n, 3, vocab)
-    with LargestTensor() as fused:
-        logprobs, entropy = fused_token_logprobs(hidden, weight, targets, chunk_size=chunk_size, entropy_grad=True)
-        (logprobs + entropy).sum().backward()
-    assert fused.numel == chunk_size * vocab
+    for chunk_bytes, columns in ((10**6, 50), (8 * chunk_size * 20, 20)):
+        with LargestTensor() as fused:
+            logprobs, entropy = fused_token_logprobs(
+                hidden, weight, targets, chunk_size=chunk_size, chunk_bytes=chunk_bytes, entropy_grad=True
+            )
+            (logprobs + entropy).sum().backward()
+        # With 20 columns the largest tensors are those of the tokens, [40, 3]
+        assert fused.numel == max(chunk_size * columns, n * 3)
     with LargestTensor() as naive:
         token_logprobs(hidden, weight, targets)
     assert naive.numel == n * vocab
 
 
-def test_chunk_bytes_bounds_the_float32_logits_of_a_chunk():
+@pytest.mark.parametrize("vocab", [1_000, 8_000])
+def test_the_largest_tensor_does_not_grow_with_the_vocabulary(vocab):
+    hidden, weight, targets, options = case(8, 1, vocab, softcap=5.0)
+    with LargestTensor() as largest:
+        logprobs, entropy = fused_token_logprobs(
+            hidden, weight, targets, **options, chunk_bytes=8 * 8 * 128, entropy_grad=True
+        )
+        (logprobs + entropy).sum().backward()
+    assert largest.numel == 8 * 128
+
+
+def test_chunk_bytes_bounds_the_float32_logits_of_a_tile():
     hidden, weight, targets, _ = case(8, 1, 50, dtype=torch.bfloat16)
-    for chunk_bytes, tokens in ((4 * 50 * 6 + 3, 6), (1, 1)):  # at least one token, however small the budget
+    # The rest of a column is cut off; a tile has at least one column, however small the budget
+    for chunk_bytes, columns in ((4 * 8 * 6 + 3, 6), (1, 1)):
         with LargestTensor() as largest:
             fused_token_logprobs(hidden, weight, targets, chunk_bytes=chunk_bytes)
-        assert largest.numel == tokens * 50
+        assert largest.numel == columns * 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 9),
+    vocab=st.integers(1, 12),
+    columns=st.integers(1, 13),
+    chunk_size=st.integers(1, 10),
+    seed=st.integers(0, 99),
+    softcap=st.sampled_from([None, 1.0]),
+    scale=st.sampled_from([0.1, 1.0, 40.0]),
+)
+def test_fused_is_naive_for_any_tile(n, vocab, columns, chunk_size, seed, softcap, scale):
+    hidden, weight, targets, options = case(n, 4, vocab, seed=seed, softcap=softcap, logit_scale=scale, bias=True)
+    upstream = torch.linspace(-1, 1, n, dtype=torch.float64)
+    args, tile = (hidden, weight, targets), {"chunk_size": chunk_size, "chunk_bytes": 8 * min(n, chunk_size) * columns}
+    tile["chunk_bytes"] = max(1, tile["chunk_bytes"])
+    assert_close(fused_token_logprobs(*args, **options, **tile), token_logprobs(*args, **options), **EXACT)
+    both = {"upstream": upstream, "entropy_upstream": upstream.flip(0), **options}
+    assert_close(
+        gradient(fused_token_logprobs, *args, **tile, entropy_grad=True, **both),
+        gradient(token_logprobs, *args, **both),
+        **EXACT,
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_logits_of_any_size_overflow_nothing_whichever_tile_has_the_largest(order):
+    # Logits from -9,000 to 9,000, rising or falling from tile to tile: exp of any but the largest is 0 or infinite
+    weight = torch.linspace(-900, 900, 37)[:, None] * order
+    hidden, targets = torch.full((3, 1), 10.0, requires_grad=True), torch.tensor([0, 18, 36])
+    fused = fused_token_logprobs(hidden, weight, targets, chunk_bytes=4 * 3 * 5)
+    assert_close(fused, token_logprobs(hidden, weight, targets), rtol=1e-6, atol=0)
+    upstream = torch.ones(3)
+    ours = gradient(fused_token_logprobs, hidden, weight, targets, upstream=upstream, chunk_bytes=4 * 3 * 5)
+    assert_close(ours, gradient(token_logprobs, hidden, weight, targets, upstream=upstream), rtol=1e-6, atol=0)
+
+
+def test_a_tile_of_forbidden_tokens_leaves_the_logprobs_as_they_are():
+    # A padded vocabulary whose tail, and here its head too, has the bias -inf
+    hidden, weight, targets, _ = case(vocab=12)
+    bias = torch.zeros(12, dtype=torch.float64)
+    bias[:4] = bias[10:] = -torch.inf
+    targets = 4 + targets % 6
+    ours, _ = fused_token_logprobs(hidden, weight, targets, bias=bias, chunk_bytes=8 * 7 * 2)
+    assert_close(ours, token_logprobs(hidden, weight[4:10], targets - 4)[0], **EXACT)
+    ours = torch.autograd.grad(ours.sum(), hidden)[0]
+    upstream = torch.ones(7, dtype=torch.float64)
+    assert_close(ours, gradient(token_logprobs, hidden, weight[4:10], targets - 4, upstream=upstream), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_nearly_certain_token_keeps_its_digits(dtype):
+    # Logits 0 and 12: 1 - p = 6e-6, which 1 - p in bfloat16, or W_y - sum p W in float32, would not tell from 0
+    weight, hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype), torch.tensor([[0.0, 12.0]], dtype=dtype)
+    ours = gradient(fused_token_logprobs, hidden.requires_grad_(), weight, torch.tensor([1]), upstream=torch.ones(1))
+    exact = torch.tensor([[-1.0, 1.0]], dtype=torch.float64) / (1 + torch.tensor(12.0, dtype=torch.float64).exp())
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6  # two roundings of the dtype
+    assert_close(ours.double(), exact, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("chunk_size", [None, 5, 16, 33])
-def test_the_forward_is_bitwise_the_same_with_and_without_grad(dtype, entropy_grad, chunk_size):
+@pytest.mark.parametrize("chunk_bytes", [None, 4 * 16 * 32])
+def test_the_forward_is_bitwise_the_same_with_and_without_grad(dtype, entropy_grad, chunk_size, chunk_bytes):
     hidden, weight, targets, options = case(33, 24, 301, dtype=dtype, temperature=0.9, softcap=30.0)
-    options["chunk_size"] = chunk_size
+    options |= {"chunk_size": chunk_size, "chunk_bytes": chunk_bytes}
     trained = fused_token_logprobs(hidden, weight, targets, **options, entropy_grad=entropy_grad)
     with torch.no_grad():
         scored = fused_token_logprobs(hidden, weight, targets, **options)
@@ -182,7 +258,7 @@ def test_no_gradient_vectors_are_formed_where_nobody_asks_for_them():
     def products(states):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             fused_token_logprobs(states, weight, targets, chunk_size=4)
-        return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+        return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
 
     with torch.no_grad():
         assert products(hidden) == 2  # two chunks, one product each
@@ -265,6 +341,7 @@ def test_a_head_that_trains_is_refused():
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"softcap": 0.0}, "softcap is 0.0"),
         ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(options, sentence):
@@ -277,6 +354,14 @@ def test_shapes_that_do_not_fit_are_named():
     hidden, weight, targets, _ = case()
     with pytest.raises(ValueError, match=r"targets \[3\]; expected \[N, H\], \[V, H\] and \[N\]"):
         fused_token_logprobs(hidden, weight, targets[:3])
+
+
+@pytest.mark.parametrize("outside", [-100, 11])
+def test_a_target_outside_the_vocabulary_is_refused(outside):
+    hidden, weight, targets, _ = case()
+    targets[3] = outside
+    with pytest.raises(ValueError, match=rf"targets go from .*{outside}.*0 to 10"):
+        fused_token_logprobs(hidden, weight, targets)
 
 
 def test_arguments_stay_as_they_were():

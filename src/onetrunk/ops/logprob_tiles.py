@@ -1,0 +1,212 @@
+"""Logprobs, entropies and their gradients from tiles of logits that are each looked at once.
+
+A tile is some tokens by some columns of the vocabulary. A softmax over all tiles needs no tile twice: sums of
+exp(z - highest) are kept per token, and rescaled where a later tile has a higher logit (online softmax). The gradient
+of a token's logprob, W_y - sum_v p_v W_v, is a sum over tiles too. The target's own term stays outside the sums:
+1 - p_y = (sum over the others) / (sum over all) then has no cancellation as p_y nears 1, also with bfloat16 products.
+
+Knows hidden states and a frozen head. From Milakov and Gimelshein 2018 (1805.02867, online softmax) and Dao et al.
+2022 (2205.14135), whose attention is this sum with the head's rows as keys and as values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onetrunk.ops.kernels import runs_kernels
+
+
+@dataclass(frozen=True)
+class Head:
+    """A frozen language-model head and what is done to its logits; fields as in `logprobs.token_logprobs`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; logprobs need a temperature above 0")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; set a number above 0, or None for no soft-capping")
+
+    @property
+    def factor(self) -> float:
+        """What every logit is multiplied by, before and after soft-capping together."""
+        return self.logit_scale / self.temperature
+
+    def damping(self, logits: Tensor) -> Tensor | None:
+        """Return by what soft-capping lowers d logits / d (hidden @ weight.T) below `factor`; None without it."""
+        if self.softcap is None:
+            return None
+        # d tanh(u) / du = 1 - tanh(u)^2, and tanh(u) = logits * temperature / softcap
+        return 1 - (logits * (self.temperature / self.softcap)) ** 2
+
+
+@dataclass
+class RunningSums:
+    """What is known of n tokens after some tiles; all [n], v runs over the columns seen but the target's.
+
+    Attributes:
+        highest: the largest logit seen, the target's included.
+        others: sum of exp(z_v - highest).
+        spread: sum of exp(z_v - highest) * (z_v - highest).
+        target: z_y; NaN until its column has been seen, and for good where there is no such column.
+    """
+
+    highest: Tensor
+    others: Tensor
+    spread: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, num_tokens: int, dtype: torch.dtype, device: torch.device) -> RunningSums:
+        """Return the sums over no columns."""
+        # The lowest finite number: -inf would make NaN of a tile in which every logit is -inf.
+        highest = torch.full((num_tokens,), torch.finfo(dtype).min, dtype=dtype, device=device)
+        return cls(highest, torch.zeros_like(highest), torch.zeros_like(highest), torch.full_like(highest, torch.nan))
+
+    def logprobs_and_entropy(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logprobs and entropies of the tokens, and the sums of exp(z_v - highest) over ALL v; each [n]."""
+        own = self.target - self.highest
+        total = self.others + own.exp()
+        entropy = total.log() - (self.spread + own.exp() * own) / total
+        return own - total.log(), entropy, total
+
+
+class Chunk:
+    """The logits of some tokens, tile after tile, in buffers that every tile reuses.
+
+    Args:
+        hidden: [n, H] in the dtype of the head's weight.
+        targets: [n] int64.
+        head: whose logits.
+        width: columns of a tile.
+        wants_grad: sum up the gradient vectors of the logprobs too.
+        entropy_grad: and those of the entropies.
+    """
+
+    def __init__(
+        self, hidden: Tensor, targets: Tensor, head: Head, width: int, wants_grad: bool, entropy_grad: bool
+    ) -> None:
+        self.hidden, self.targets, self.head, self.width = hidden, targets, head, min(width, len(head.weight))
+        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.sums = RunningSums.of(len(hidden), self.dtype, hidden.device)
+        # Sums of the head's rows, weighted by exp(z_v - highest), and by that times (z_v - highest).
+        self.rows, self.spread_rows = (
+            torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device) if wanted else None
+            for wanted in (wants_grad or entropy_grad, entropy_grad)
+        )
+        self._buffers: dict[str, Tensor] = {}
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return logprobs [n], entropies [n] and the gradients [n, H] of each, None where not asked for."""
+        for start in range(0, len(self.head.weight), self.width):
+            self._add_tile(start)
+        logprobs, entropy, total = self.sums.logprobs_and_entropy()
+        if self.rows is None:
+            return logprobs, entropy, None, None
+        damping = self.head.damping(self.sums.target)
+        own_rows = self.head.weight[self.targets].to(self.dtype)
+        if damping is not None:
+            own_rows *= damping[:, None]
+        entropy_grads = None
+        if self.spread_rows is not None:
+            # dH / dz_v = -p_v * (log p_v + H), with log p_v = (z_v - highest) - log(total)
+            others = self.spread_rows + (entropy - total.log())[:, None] * self.rows
+            entropy_grads = own_rows * (logprobs.exp() * (logprobs + entropy))[:, None] + others / total[:, None]
+            entropy_grads *= -self.head.factor
+        # d log p_y / dz_v = [v = y] - p_v
+        own_rows *= (self.sums.others / total)[:, None]
+        logprob_grads = own_rows.addcdiv_(self.rows, total[:, None], value=-1)
+        return logprobs, entropy, logprob_grads.mul_(self.head.factor), entropy_grads
+
+    def _add_tile(self, start: int) -> None:
+        head, weight = self.head, self.head.weight[start : start + self.width]
+        logits = self._buffer("logits", len(weight), weight.dtype)
+        if head.bias is None:
+            torch.mm(self.hidden, weight.T, out=logits)
+        else:
+            torch.addmm(head.bias[start : start + self.width], self.hidden, weight.T, out=logits)
+        absorb = self._absorb_by_kernel if runs_kernels(logits) else self._absorb
+        decay, shift, weights, spread_weights = absorb(logits, self.targets - start)
+        if self.spread_rows is not None:
+            # With another highest: sum of e^(z-h) * (z-h) -> e^shift * (sum of e^(z-h) * (z-h) + shift * e^(z-h))
+            self.spread_rows.addcmul_(self.rows, shift[:, None]).mul_(decay[:, None])
+            _add_product(self.spread_rows, spread_weights, weight)
+        if self.rows is not None:
+            self.rows.mul_(decay[:, None])
+            _add_product(self.rows, weights, weight)
+
+    def _absorb(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Add a tile to the sums and return how they were rescaled and by what to weight the tile's rows.
+
+        Args:
+            logits: [n, w] as the product gave them; overwritten.
+            targets: [n] columns of the targets, outside 0..w-1 where the target is in another tile.
+
+        Returns:
+            decay [n] and shift [n], old minus new highest and its exp; exp(z - highest) * damping [n, w] and the
+            same times (z - highest), 0 at the targets, in the dtype of logits; None where no gradient is formed.
+        """
+        width, sums = logits.shape[1], self.sums
+        z = logits if logits.dtype == self.dtype else self._buffer("z", width, self.dtype).copy_(logits)
+        damping = self._transform(z)
+        highest = torch.maximum(sums.highest, z.amax(1))
+        shift = sums.highest - highest
+        decay, sums.highest = shift.exp(), highest
+
+        is_here = ((targets >= 0) & (targets < width))[:, None]
+        column = targets.clamp(0, width - 1)[:, None]
+        sums.target = torch.where(is_here, z.gather(1, column), sums.target[:, None])[:, 0]
+        probs = torch.exp(z.sub_(highest[:, None]), out=self._buffer("probs", width, self.dtype))
+        probs.scatter_(1, column, torch.where(is_here, 0.0, probs.gather(1, column)))
+        z *= probs
+        sums.spread = decay * (sums.spread + shift * sums.others) + z.sum(1)
+        sums.others = decay * sums.others + probs.sum(1)
+        if self.rows is None:
+            return decay, shift, None, None
+        if damping is not None:
+            probs *= damping
+            z *= damping
+        spread_weights = z.to(logits.dtype) if self.spread_rows is not None else None
+        return decay, shift, probs if probs.dtype == logits.dtype else logits.copy_(probs), spread_weights
+
+    def _transform(self, z: Tensor) -> Tensor | None:
+        """Scale, cap and cool the logits in place; return their damping, None where it is 1 or not needed."""
+        head = self.head
+        if head.logit_scale != 1:
+            z *= head.logit_scale
+        if head.softcap is not None:
+            z.div_(head.softcap).tanh_().mul_(head.softcap)
+        if head.temperature != 1:
+            z /= head.temperature
+        return None if self.rows is None else head.damping(z)
+
+    def _absorb_by_kernel(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        from onetrunk.ops.logprob_kernel import absorb
+
+        spread_weights = None
+        if self.spread_rows is not None:
+            spread_weights = self._buffer("spread_weights", logits.shape[1], logits.dtype)
+        decay, shift = absorb(logits, targets, self.sums, self.head, spread_weights)
+        return decay, shift, logits, spread_weights
+
+    def _buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised [n, width], the same memory for every tile."""
+        n = len(self.hidden)
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(n * self.width, dtype=dtype, device=self.hidden.device)
+        return self._buffers[name][: n * width].view(n, width)
+
+
+def _add_product(total: Tensor, weights: Tensor, rows: Tensor) -> None:
+    if total.dtype == rows.dtype:
+        total.addmm_(weights, rows)
+    else:
+        total.add_(weights @ rows)
