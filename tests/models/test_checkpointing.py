@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from onetrunk.models.backbone import decoder_layers
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, gradients, lora, loss_of, same, step_gradients
@@ -27,13 +28,21 @@ def test_checkpointing_changes_no_bit_of_outputs_and_gradients(family):
 
 def test_without_our_context_the_gradients_would_be_wrong():
     # What the test above catches: by the time of the backward the policy's adapter is active again.
-    plain, checkpointed = checkpointed_step(a_trunk(value_head="adapter"))
+    trunk = a_trunk(value_head="adapter")
+    trunk.narrow.detach()
+    plain, checkpointed = checkpointed_step(trunk)
     assert same(plain, checkpointed)
-    trunk = a_trunk(value_head="adapter").train()
     trunk.get_base_model().activation_checkpointing_enable()
     output, found = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert same(output, plain[0])  # silently: the outputs don't show it
     assert set(found) != set(plain[1]) or not same(found, plain[1])
+
+
+def test_without_our_context_the_recompute_would_not_know_the_positions_of_the_pack():
+    trunk = a_trunk().train()
+    trunk.get_base_model().activation_checkpointing_enable()
+    with pytest.raises(CheckpointError):
+        step_gradients(trunk, a_pack())
 
 
 def test_layers_are_really_recomputed():

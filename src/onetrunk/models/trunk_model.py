@@ -13,7 +13,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
@@ -44,32 +44,14 @@ from onetrunk.models.backbone import (
     verify_head,
 )
 from onetrunk.models.cut import only_above, only_below, verify_cut
+from onetrunk.models.narrow import Positions, narrow_blocks
+from onetrunk.models.pack_output import PackOutput, spread
 from onetrunk.models.quantized import keep_train_kernels
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.quiet import peft_calls
 from onetrunk.types import Pack
 
 ROLES = ("policy", "value", "reference", "trunk")
-
-
-class PackOutput(NamedTuple):
-    """What the roles say of a pack, float32 [R, C] and 0 outside the completions; None for a role that was not asked.
-
-    Args:
-        logprobs: of the completion tokens under the policy, after temperature.
-        entropy: of the policy's distribution at each token, nats.
-        values: of the state that predicts each token.
-        next_values: [R] value of the state after the last completion token.
-        ref_logprobs: of the completion tokens under the reference.
-        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype.
-    """
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    next_values: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    states: Tensor | None = None
 
 
 class TrunkModel(PeftModelForCausalLM):
@@ -124,6 +106,7 @@ class TrunkModel(PeftModelForCausalLM):
         self.states_dtype: torch.dtype | None = None
         if self.cut:
             verify_cut(base, self.cut)
+        self.narrow = narrow_blocks(base)
         if base.is_activation_checkpointing:
             self.activation_checkpointing_enable()
 
@@ -216,9 +199,10 @@ class TrunkModel(PeftModelForCausalLM):
         """Return the last hidden states [R, T, H] of the decoder as it is set up now."""
         positions = torch.arange(pack.input_ids.shape[1], device=pack.input_ids.device).expand_as(pack.input_ids)
         body = backbone(self.get_base_model())
-        return body(
-            input_ids=pack.input_ids, attention_mask=pack.attention_mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
+        with self.narrow.at(Positions.of(pack)):
+            return body(
+                input_ids=pack.input_ids, attention_mask=pack.attention_mask, position_ids=positions, use_cache=False
+            ).last_hidden_state
 
     @torch.no_grad()
     def _trunk_states(self, pack: Pack) -> Tensor:
@@ -249,7 +233,7 @@ class TrunkModel(PeftModelForCausalLM):
                 logit_scale=head.logit_scale,
                 entropy_grad=entropy_grad,
             )
-        return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
+        return tuple(spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
 
     def _values(self, hidden: Tensor | None, pack: Pack, states: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.value_head_kind == "adapter":
@@ -262,7 +246,7 @@ class TrunkModel(PeftModelForCausalLM):
         values = self.value_head(hidden[rows, first[rows] + columns])
         every_row = torch.arange(pack.num_rows, device=hidden.device)
         next_values = self.value_head(hidden[every_row, first + pack.completion_mask.sum(dim=1)])
-        return _spread(values, rows, columns, pack.completion_mask), next_values
+        return spread(values, rows, columns, pack.completion_mask), next_values
 
     def train(self, mode: bool = True) -> TrunkModel:
         """Set train or eval mode; a quantised base computes the same in both."""
@@ -285,10 +269,15 @@ class TrunkModel(PeftModelForCausalLM):
             )
 
         def context_fn() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-            return contextlib.nullcontext(), role(self, self._role)
+            return contextlib.nullcontext(), self._as_in_forward(self._role, self.narrow.positions)
 
         settings |= {"use_reentrant": False, "context_fn": context_fn}
         self.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=settings, **kwargs)
+
+    @contextlib.contextmanager
+    def _as_in_forward(self, adapter: str | None, positions: Positions | None) -> Iterator[None]:
+        with role(self, adapter), self.narrow.at(positions):
+            yield
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Do the same under transformers' older name, which PEFT would otherwise pass on to the base model."""
@@ -311,8 +300,3 @@ class TrunkModel(PeftModelForCausalLM):
         self.value_head.load(folder)
         for adapter, tensors in weights.items():
             set_adapter_weights(self, tensors, adapter, folder)
-
-
-def _spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
-    """Return [R, C] with the N entries of `flat` at (rows, columns), 0 elsewhere."""
-    return flat.new_zeros(mask.shape).index_put((rows, columns), flat)

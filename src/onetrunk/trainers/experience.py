@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
+from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
-from onetrunk.models.trunk_model import PackOutput
 from onetrunk.ops.advantages import (
     AdaptiveKLController,
     FixedKLController,

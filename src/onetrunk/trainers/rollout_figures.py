@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from onetrunk.models.trunk_model import PackOutput
+from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments
 from onetrunk.trainers.sampling import ScoredRollout

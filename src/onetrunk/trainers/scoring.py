@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
-from onetrunk.models.trunk_model import PackOutput
 from onetrunk.types import Experience, Pack
 
 

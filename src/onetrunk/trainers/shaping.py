@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from accelerate import Accelerator
 from torch import Tensor
 
-from onetrunk.models.trunk_model import PackOutput
+from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.advantages import token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.trainers.ppo_config import PPOConfig

@@ -1,0 +1,101 @@
+"""Feed-forward blocks at the positions that matter: the same outputs and gradients, fewer tokens."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from onetrunk.models.backbone import decoder_layers
+from onetrunk.models.narrow import Positions, narrow_blocks
+from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, step_gradients
+from tests.tiny import FAMILIES, tiny_model
+
+
+@contextlib.contextmanager
+def block_tokens(trunk):
+    """Collect the tokens of every forward of each layer's feed-forward block."""
+    layers = decoder_layers(trunk.get_base_model())
+    tokens = [[] for _ in layers]
+    # Behind the hook that narrows.
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0].shape[:-1].numel()))
+        for layer, seen in zip(layers, tokens, strict=True)
+    ]
+    yield tokens
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("layers", ["all", "top-2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_blocks_that_run_everywhere(family, layers):
+    trunk = a_trunk(family, value_head="adapter", adapter_layers=layers).train()
+    narrow, narrow_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    with block_tokens(trunk) as tokens:
+        step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    num_read = sum(len(c) + 1 for c in COMPLETIONS)
+    assert set(tokens[-1]) == {num_read}
+    assert set(tokens[0]) == {sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))}
+    trunk.narrow.detach()
+    everywhere, gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    # Another number of rows may take another kernel of the matrix product: rounding of float32, no more.
+    for name in ("logprobs", "entropy", "values", "next_values", "ref_logprobs"):
+        torch.testing.assert_close(getattr(narrow, name), getattr(everywhere, name), atol=2e-5, rtol=1e-5)
+    assert narrow_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(narrow_gradients[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_a_pack_without_padding_narrows_the_last_layer_alone():
+    trunk = a_trunk()
+    with block_tokens(trunk) as tokens:
+        trunk(pack=a_pack(rows=slice(0, 1)))
+    length = len(PROMPTS[0]) + len(COMPLETIONS[0])
+    assert tokens == [[length]] * 3 + [[len(COMPLETIONS[0]) + 1]]
+
+
+def test_sampling_runs_everywhere():
+    trunk = a_trunk()
+    ids = torch.arange(4, 12).view(1, 8)
+    with block_tokens(trunk) as tokens:
+        trunk(input_ids=ids)
+    assert tokens == [[8]] * 4 and trunk.narrow.positions is None
+
+
+def test_positions_by_hand():
+    positions = Positions.of(a_pack(rows=slice(1, 3)))
+    # Rows of 3 + 2 and 1 + 7 tokens, 8 wide; read from the last prompt token on.
+    assert positions.shape == (2, 8)
+    assert positions.real.tolist() == [0, 1, 2, 3, 4, *range(8, 16)]
+    assert positions.read.tolist() == [2, 3, 4, *range(8, 16)]
+
+
+class Mixing(nn.Module):
+    """A block that looks at its neighbours."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden):
+        return self.block(hidden) + hidden.roll(1, dims=1)
+
+
+def test_a_block_that_mixes_positions_is_found_out_and_runs_everywhere():
+    model = tiny_model("llama")
+    whole = model(a_pack().input_ids).logits
+    assert narrow_blocks(model).is_on
+    layer = decoder_layers(model)[1]
+    layer.mlp = Mixing(layer.mlp)
+    assert not narrow_blocks(model).is_on
+    assert not torch.equal(model(a_pack().input_ids).logits, whole)
+
+
+def test_layers_without_a_block_by_a_known_name_run_everywhere():
+    model = tiny_model("llama")
+    layer = decoder_layers(model)[2]
+    layer.blk = layer.mlp
+    del layer.mlp
+    layer.forward = lambda hidden, *args, **kwargs: hidden + layer.blk(hidden)
+    assert not narrow_blocks(model).is_on
