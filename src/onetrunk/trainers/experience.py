@@ -30,6 +30,7 @@ from onetrunk.ops.advantages import (
 from onetrunk.ops.packing import split_minibatches
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
+from onetrunk.trainers.background import Background
 from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
@@ -168,8 +169,12 @@ class ExperienceStream:
         self.sampler.backend.sync(self.model(), self.state.iteration * self.config.slots_per_rollout)
         rollout = self.sampler.generate(batch, trains=True)
         sampled = time.perf_counter()
+        device, pad_id = self.accelerator.device, self.sampler.params.pad_token_id
+        packs, rows = rollout_packs(rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device)
+        states = pack_states(rollout, packs, rows)
+        outputs = Background(lambda: self._model_outputs(packs, states), device, self.sampler.may_wait)
         scored = self.sampler.score(batch, rollout, **self.reward_extras())
-        experiences = self.shape(scored)
+        experiences = self.shape(scored, packs, rows, outputs.result())
         self.last_scored = replace(scored, rollout=replace(rollout, states=None))
         self.metrics.add_seconds("generate", sampled - start)
         self.metrics.add_seconds("score", time.perf_counter() - sampled)
@@ -188,15 +193,20 @@ class ExperienceStream:
             scores = self.score_moments.normalize(scores)
         return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
 
-    def shape(self, scored: ScoredRollout) -> list[Experience]:
-        """Return the experience of a scored rollout: packs with logprobs, values, advantages and returns."""
+    def shape(
+        self, scored: ScoredRollout, packs: list[Pack], rows: list[list[int]], outputs: list[PackOutput]
+    ) -> list[Experience]:
+        """Return the experience of a scored rollout, a pack each: with logprobs, values, advantages and returns.
+
+        Args:
+            scored: n rows and their scores.
+            packs: the same rows as the model takes them.
+            rows: which rows of the rollout each pack holds.
+            outputs: what the model says of each pack.
+        """
         scores = self.shape_scores(scored)
         scored_rows = scores.isfinite()
-        device, pad_id = self.accelerator.device, self.sampler.params.pad_token_id
-        packs, rows = rollout_packs(
-            scored.rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device
-        )
-        outputs = self._model_outputs(packs, pack_states(scored.rollout, packs, rows))
+        device = self.accelerator.device
         loss_rows = scored_rows.clone()
         if self.config.truncated_completions == "mask":
             loss_rows &= torch.tensor(scored.rollout.stopped)

@@ -18,6 +18,7 @@ from onetrunk.data import decode_completion
 from onetrunk.ops.packing import make_pack, plan_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.model import ModelReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
 
@@ -123,6 +124,11 @@ class Sampler:
         self.tokenizer = tokenizer
         self.params = params
         self.captures_states = captures_states
+
+    @property
+    def may_wait(self) -> bool:
+        """True where a reward function may wait for a server; a model of ours would compete for the device."""
+        return not all(isinstance(function, ModelReward) for function in self.rewards.functions)
 
     def generate(self, batch: PromptBatch, *, trains: bool = False) -> Rollout:
         """Return one completion per row, with states at the cut where they are captured and the rollout trains.
