@@ -15,7 +15,9 @@ from onetrunk.ops.losses import (
     explained_variance,
     explained_variance_from_stats,
     policy_loss,
+    policy_loss_reference,
     value_loss,
+    value_loss_reference,
 )
 from onetrunk.ops.masking import (
     Moments,
@@ -30,11 +32,14 @@ from onetrunk.ops.masking import (
     merge_moments,
 )
 from onetrunk.ops.packing import make_pack, pad_rows, plan_packs, split_minibatches
+from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss, ppo_loss_reference
 
 __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "Moments",
+    "PPOCoefs",
+    "PPOTensors",
     "at_least_float32",
     "bradley_terry_loss",
     "explained_variance",
@@ -56,8 +61,12 @@ __all__ = [
     "pad_rows",
     "plan_packs",
     "policy_loss",
+    "policy_loss_reference",
+    "ppo_loss",
+    "ppo_loss_reference",
     "split_minibatches",
     "token_logprobs",
     "token_rewards",
     "value_loss",
+    "value_loss_reference",
 ]

@@ -194,7 +194,7 @@ class Chunk:
         spread_weights = None
         if self.spread_rows is not None:
             spread_weights = self._buffer("spread_weights", logits.shape[1], logits.dtype)
-        decay, shift = absorb(logits, targets, self.sums, self.head, spread_weights)
+        decay, shift = absorb(logits, targets, self.sums, self.head, self.rows is not None, spread_weights)
         return decay, shift, logits, spread_weights
 
     def _buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:

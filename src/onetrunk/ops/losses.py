@@ -3,8 +3,9 @@
 Logprobs, values and advantages are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted
 tokens divided by `num_tokens`, the count of the whole optimizer step, so that the losses of its packs add up to the
 loss of the step however it was cut. The stats follow the same rule: every one is a sum over counted tokens divided by
-`num_tokens` (packs and ranks ADD), but for `ratio_max`, a maximum. Math in float32 at least. Knows no model and no
-config. From Schulman et al. 2017 (PPO, 1707.06347).
+`num_tokens` (packs and ranks ADD), but for `ratio_max`, a maximum. Math in float32 at least. On a GPU a PPO loss is one
+kernel (loss_kernel.py), elsewhere its reference. Knows no model and no config. From Schulman et al. 2017 (PPO,
+1707.06347).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onetrunk.ops.kernels import runs_kernels
 from onetrunk.ops.masking import at_least_float32, masked_mean, masked_variance
 
 LOG_RATIO_LIMIT = 20.0
@@ -60,10 +62,33 @@ def policy_loss(
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
+    if not runs_kernels(logprobs):
+        given = (logprobs, old_logprobs, advantages, mask)
+        return policy_loss_reference(*given, clip_low, clip_high, dual_clip, weights, num_tokens)
+    from onetrunk.ops.loss_kernel import LossSettings, fused_loss
+
+    tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}
+    settings = LossSettings(ratio_bounds(clip_low, clip_high), LOG_RATIO_LIMIT, dual_clip)
+    loss, stats = fused_loss(tensors, mask, num_tokens, settings)
+    return loss, stats["policy"]
+
+
+def policy_loss_reference(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """Return what `policy_loss` returns, operation by operation: the naive twin of the kernel."""
     log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = torch.exp(log_ratio)
-    bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    bounds = ratio_bounds(clip_low, clip_high)
     losses, is_clipped = _clipped_surrogate(ratio, _kept(mask, advantages), bounds, dual_clip)
     if weights is not None:
         losses = losses * _kept(mask, weights).detach()
@@ -113,12 +138,31 @@ def value_loss(
     """
     if clip is not None and old_values is None:
         raise ValueError(f"value_clip is {clip} but old_values is None; pass the values at rollout time")
+    if not runs_kernels(values):
+        return value_loss_reference(values, old_values, returns, mask, clip, num_tokens)
+    from onetrunk.ops.loss_kernel import LossSettings, fused_loss
+
+    tensors = {"values": values, "old_values": old_values, "returns": returns}
+    loss, stats = fused_loss(tensors, mask, num_tokens, LossSettings(value_clip=clip))
+    return loss, stats["value"]
+
+
+def value_loss_reference(
+    values: Tensor,
+    old_values: Tensor | None,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """Return what `value_loss` returns, operation by operation: the naive twin of the kernel."""
     values, returns = _kept(mask, values), _kept(mask, returns)
     losses = (values - returns) ** 2
     is_clipped = torch.zeros_like(mask)
     if clip is not None:
         old_values = _kept(mask, old_values)
-        clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+        # Not V_old + clip(V - V_old), which is not quite V where nothing is clipped.
+        clipped = (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
         losses, is_clipped = torch.maximum(losses, clipped), clipped > losses
 
     loss = masked_mean(losses / 2, mask, num_tokens=num_tokens)
@@ -133,6 +177,11 @@ def value_loss(
             "error_square_mean": masked_mean(error**2, mask, num_tokens=num_tokens),
         }
     return loss, stats
+
+
+def ratio_bounds(clip_low: float, clip_high: float | None) -> tuple[float, float]:
+    """Return the lowest and the highest ratio that count; see `policy_loss`."""
+    return 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
