@@ -18,6 +18,8 @@ from onetrunk.trainers.ppo_config import PPOConfig
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers import two_processes
+from tests.trainers.support import make_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,6 +28,7 @@ ROWS = {
     "value_head shared, detached": {"value_head": "detached"},
     "value_head adapter": {"value_head": "adapter"},
     "adapter_layers top-k": {"adapter_layers": "top-2", "value_head": "adapter"},
+    "trunk cache": {"adapter_layers": "top-2", "value_head": "adapter"},
 }
 
 
@@ -82,18 +85,20 @@ BUILDERS = {
 
 @pytest.mark.parametrize("row, column", [place for place in YES if place[1] in BUILDERS])
 def test_what_the_readme_says_works_gives_gradients_and_a_ratio_of_one(row, column, tmp_path):
-    check(BUILDERS[column](ROWS[row], tmp_path))
+    check(BUILDERS[column](ROWS[row], tmp_path), keeps_states=row == "trunk cache")
 
 
 @pytest.mark.parametrize("row", [row for row, column in YES if column == "NF4 / 8-bit base"])
 def test_what_the_readme_says_of_8_bits_gives_gradients_and_a_ratio_of_one(row, tmp_path):
-    check(quantised(ROWS[row], tmp_path, load_in_8bit=True))
+    check(quantised(ROWS[row], tmp_path, load_in_8bit=True), keeps_states=row == "trunk cache")
 
 
-def check(trunk):
+def check(trunk, keeps_states):
     with torch.no_grad():
-        before = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference"))
-    output = trunk.train()(pack=a_pack(), roles=("policy", "value"))
+        before = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference", "trunk"))
+    states = before.states if keeps_states else None
+    assert (states is not None) == keeps_states
+    output = trunk.train()(pack=a_pack(), roles=("policy", "value"), states=states)
     assert torch.equal(output.logprobs, before.logprobs) and torch.equal(output.values, before.values)
     assert not torch.equal(before.logprobs, before.ref_logprobs)
     loss_of(output).backward()
@@ -107,6 +112,7 @@ DDP_CASES = {
     "value_head shared, detached": ["shared", "detached"],
     "value_head adapter": ["adapter", "adapter, checkpointing"],
     "adapter_layers top-k": ["detached", "adapter"],
+    "trunk cache": ["detached", "adapter"],
 }
 
 
@@ -116,8 +122,10 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
         value_head, adapter_layers, _, _ = ddp_worker.CASES[case]
         if row.startswith("value_head"):
             assert value_head in row
-        if row.startswith("adapter_layers"):
+        if row in ("adapter_layers top-k", "trunk cache"):
             assert adapter_layers.startswith("top-")
+    # The states that a run keeps: a whole training of two processes.
+    assert two_processes.CASES["kept"]["trunk_cache"] == "disk"
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -127,6 +135,20 @@ def test_what_the_readme_says_is_refused_is_refused(kind, tmp_path, monkeypatch)
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(ValueError, match="not supported yet; launch with accelerate_configs/ddp.yaml"):
         check_launch(config)
+
+
+@pytest.mark.parametrize(
+    ("column", "settings", "sentence"),
+    [
+        ("TP", {"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs has tp_plan; it may have"),
+        ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
+        ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
+    ],
+)
+def test_what_is_not_built_is_refused_by_its_name(column, settings, sentence, tmp_path):
+    assert all(cell == "refused" for (_, named), cell in CELLS.items() if named == column)
+    with pytest.raises(ValueError, match=sentence):
+        make_trainer(tmp_path, **settings)
 
 
 def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ CASES = {
     "shared": {},
     "adapter": {"value_head": "adapter", "value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
     "tokens": {"microbatch_tokens": 23, "per_device_train_batch_size": 8, "activation_checkpointing": True},
+    "kept": {"adapter_layers": "top-1", "trunk_cache": "disk", "value_head": "adapter"},
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
 }
 
