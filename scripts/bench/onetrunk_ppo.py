@@ -14,16 +14,22 @@ os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORME
 
 import argparse
 import json
+import sys
 import tempfile
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
+
+if "--nf4" not in sys.argv:
+    # An optional package that PEFT imports where it finds it, 90 MB with what it brings; TRL's environment has none.
+    sys.modules["bitsandbytes"] = None
 
 import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig
+from roofline import Iteration, least_seconds, measure_ceilings
 from torch import Tensor
-from transformers import LogitsProcessor, TrainerCallback
+from transformers import BitsAndBytesConfig, LogitsProcessor, TrainerCallback
 from workload import LORA, PAD, ForceLength, Meter, Workload
 
 from onetrunk import PPOConfig, PPOTrainer, __version__
@@ -63,7 +69,7 @@ class Marks(TrainerCallback):
     def __init__(self, work: Workload, meter: Meter):
         self.work = work
         self.meter = meter
-        self.num_tokens: list[int] = []
+        self.rollouts: list[Rollout] = []
 
     def attach(self, trainer: PPOTrainer) -> None:
         """Stand around the sampler and the training step of a trainer."""
@@ -76,7 +82,7 @@ class Marks(TrainerCallback):
             rollout = sample(batch, **kwargs)
             if [len(ids) for ids in rollout.completion_ids] != lengths:
                 raise RuntimeError("the completions do not have the lengths that were to be forced")
-            self.num_tokens.append(sum(map(len, rollout.prompt_ids)) + sum(lengths))
+            self.rollouts.append(replace(rollout, states=None))
             self.meter.enter("score")
             return rollout
 
@@ -122,13 +128,21 @@ def build_trainer(work: Workload, folder: str, given: argparse.Namespace, marks:
     tokenizer = work.tokenizer()
     # A prompt ends with a space, so that prompt and completion make the same words again when they are one text.
     texts = [tokenizer.decode(ids) + " " for ids in work.prompts()]
+    model, quantization = work.policy(), None
+    if given.nf4:
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, work.dtype)
+        )
+        model.save_pretrained(f"{folder}/base")
+        model = f"{folder}/base"
     trainer = PPOTrainer(
-        model=work.policy(),
+        model=model,
         reward_funcs=work.scalar_model(work.small_reward),
         reward_processing_classes=tokenizer,
         args=ppo_config(work, folder, given),
         train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=tokenizer,
+        quantization_config=quantization,
         peft_config=LoraConfig(**LORA),
         callbacks=[marks],
     )
@@ -143,7 +157,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapter_layers", default="all", help="all, or top-k")
     parser.add_argument("--value_head", default="shared")
     parser.add_argument("--trunk_cache", default="auto")
+    parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
     return parser.parse_args(arguments)
+
+
+def roofline(work: Workload, given: argparse.Namespace, marks: Marks) -> dict[str, float]:
+    """Return the ceilings of this machine and each phase's least seconds over its median."""
+    dtype = getattr(torch, work.dtype)
+    layers = work.config().num_hidden_layers
+    counted = marks.rollouts[1:]
+    ceilings = measure_ceilings(work.device, dtype, marks.meter.now)
+    least = [
+        least_seconds(
+            Iteration(
+                policy=work.config(),
+                reward=work.scalar_config(work.small_reward),
+                trained_layers=layers if given.adapter_layers == "all" else int(given.adapter_layers[4:]),
+                epochs=work.epochs,
+                prompts=[len(ids) for ids in rollout.prompt_ids],
+                completions=[len(ids) for ids in rollout.completion_ids],
+                itemsize=0.5 if given.nf4 else dtype.itemsize,
+            ),
+            ceilings,
+        )
+        for rollout in counted
+    ]
+    measured = marks.meter.figures()["seconds"]
+    fractions = {
+        phase: round(sum(row[phase] for row in least) / len(least) / measured[phase], 3)
+        for phase in least[0]
+        if measured[phase]
+    }
+    return {
+        "gemm_gflops": round(ceilings.flops / 1e9),
+        "copy_gb_per_s": round(ceilings.bandwidth / 1e9, 1),
+        **fractions,
+    }
 
 
 def main() -> None:
@@ -158,8 +207,9 @@ def main() -> None:
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    extra = {"trained": trained, "tokens": marks.num_tokens[1:]}
-    print(json.dumps({"implementation": f"onetrunk {__version__}", **meter.figures(), **extra} | versions))
+    result = {"implementation": f"onetrunk {__version__}", **meter.figures(), "trained": trained, **versions}
+    tokens = [sum(map(len, r.prompt_ids)) + sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
+    print(json.dumps({**result, "tokens": tokens, "roofline": roofline(work, given, marks)}))
 
 
 if __name__ == "__main__":

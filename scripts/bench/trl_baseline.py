@@ -78,9 +78,7 @@ def main() -> None:
 
     def forced(*args: Any, **kwargs: Any) -> Any:
         lengths = work.completion_lengths(len(meter.iterations) - 1)
-        return generate(
-            *args, logits_processor=LogitsProcessorList([ForceLength(lengths, work.completion)]), **kwargs
-        )
+        return generate(*args, logits_processor=LogitsProcessorList([ForceLength(lengths, work.completion)]), **kwargs)
 
     policy.generate = forced
     wrap(ppo, "batch_generation", lambda: meter.enter("generate"), lambda: meter.enter("score"))

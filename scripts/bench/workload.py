@@ -132,11 +132,14 @@ class Workload:
         """Return the causal language model."""
         return self._place(AutoModelForCausalLM, self.config(), seed=0)
 
+    def scalar_config(self, small: bool = False) -> Qwen2Config:
+        """Return the config of a model that scores texts; `small` is a distilled one."""
+        narrow = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
+        return self.config(num_labels=1, **(narrow if small and self.shape != "tiny" else {}))
+
     def scalar_model(self, small: bool = False) -> PreTrainedModel:
         """Return a sequence-classification model with one label: the reward model, or TRL's value model."""
-        narrow = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
-        config = self.config(num_labels=1, **(narrow if small and self.shape != "tiny" else {}))
-        return self._place(AutoModelForSequenceClassification, config, seed=1)
+        return self._place(AutoModelForSequenceClassification, self.scalar_config(small), seed=1)
 
     def _place(self, kind: Any, config: Qwen2Config, seed: int) -> PreTrainedModel:
         torch.manual_seed(seed)
