@@ -3,8 +3,8 @@
 Logprobs, values and advantages are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted
 tokens divided by `num_tokens`, the count of the whole optimizer step, so that the losses of its packs add up to the
 loss of the step however it was cut. The stats follow the same rule: every one is a sum over counted tokens divided by
-`num_tokens` (packs and ranks ADD), but for `ratio_max`, a maximum. Math in float32 at least. On a GPU a PPO loss is one
-kernel (loss_kernel.py), elsewhere its reference. Knows no model and no config. From Schulman et al. 2017 (PPO,
+`num_tokens` (packs and ranks ADD), but for `ratio_max`, a maximum. Math in float32 at least. On a GPU a PPO loss is
+one kernel (loss_kernel.py), elsewhere its reference. Knows no model and no config. From Schulman et al. 2017 (PPO,
 1707.06347).
 """
 

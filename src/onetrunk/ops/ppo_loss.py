@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.kernels import runs_kernels
 from onetrunk.ops.losses import LOG_RATIO_LIMIT, Stats, policy_loss_reference, ratio_bounds, value_loss_reference
-from onetrunk.ops.masking import masked_mean
+from onetrunk.ops.masking import at_least_float32, masked_mean
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,13 @@ def ppo_loss_reference(
         )
         loss = loss + policy
     if t.entropy is not None:
-        entropy = masked_mean(t.entropy, **counted)
+        entropy = masked_mean(at_least_float32(t.entropy), **counted)
         stats["policy"]["entropy"] = entropy.detach()
         loss = loss - coefs.entropy_coef * entropy if coefs.entropy_coef else loss
     if t.ref_logprobs is not None:
-        kl = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, coefs.kl_estimator), **counted)
+        # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
+        both = (torch.where(t.mask, at_least_float32(x), 0.0) for x in (t.logprobs, t.ref_logprobs))
+        kl = masked_mean(kl_estimate(*both, coefs.kl_estimator), **counted)
         stats["kl"] = {"loss": kl.detach()}
         loss = loss + coefs.kl_coef * kl
     return loss, stats

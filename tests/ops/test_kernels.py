@@ -1,0 +1,106 @@
+"""The Triton kernels: their theorems in Triton's interpreter or on a GPU, and that they compile for GPUs."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from onetrunk.ops import fused_token_logprobs
+from onetrunk.ops.kernels import SWITCH, runs_kernels
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton; pip install -e '.[dev]'")
+
+
+def run(*command, **environment):
+    # A process of its own: Triton decides at its import between its interpreter and its compiler.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")} | environment
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def theorems(**environment):
+    done = run(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "kernel_theorems.py"),
+        **environment,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+@needs_triton
+def test_the_kernels_are_their_naive_twins_in_the_interpreter():
+    theorems(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_the_kernels_are_their_naive_twins_on_a_gpu():
+    theorems(TRITON_INTERPRET="0")
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from onetrunk.ops import logprob_kernel, loss_kernel
+
+def build(kernel, capability, pointers, arguments):
+    kinds = {name: pointers.get(name, "*fp32") for name in kernel.arg_names}
+    kinds |= {name: "constexpr" for name in arguments}
+    constants = {(kernel.arg_names.index(name),): value for name, value in arguments.items()}
+    source = ASTSource(kernel, kinds, constexprs=constants)
+    built = triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
+    assert built.asm["cubin"], kernel
+
+tile = dict(SCALE=1.0, SOFTCAP=30.0, TEMPERATURE=0.9, HAS_WEIGHTS=True, HAS_SPREAD=True, IS_DOUBLE=False, BLOCK=4096)
+scored = tile | dict(SOFTCAP=0.0, HAS_WEIGHTS=False, HAS_SPREAD=False, BLOCK=64)
+loss = dict(LOW=0.8, HIGH=1.2, LIMIT=20.0, DUAL_CLIP=3.0, VALUE_CLIP=0.2, VALUE_COEF=0.1, ENTROPY_COEF=0.01,
+            HAS_POLICY=True, HAS_WEIGHTS=True, HAS_REFERENCE=True, HAS_ENTROPY=True, HAS_VALUES=True,
+            IS_DOUBLE=False, NUM_SUMS=13, BLOCK=1024)
+for capability in (80, 90):
+    for logits in ("*bf16", "*fp32"):
+        pointers = {"logits_ptr": logits, "spread_weights_ptr": logits, "targets_ptr": "*i64", "width": "i32"}
+        for arguments in (tile, scored):
+            build(logprob_kernel._absorb_row, capability, pointers, arguments)
+    for estimator in (1, 2, 3):
+        build(loss_kernel._ppo_terms, capability, {"mask_ptr": "*i1", "size": "i32"}, loss | {"ESTIMATOR": estimator})
+"""
+
+
+@needs_triton
+def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    done = run("-W", "ignore", "-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_kernels_run_where_the_switch_says_and_otherwise_on_a_gpu(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert not runs_kernels(torch.zeros(1))
+    for setting, expected in (("on", True), ("off", False), ("", False)):
+        monkeypatch.setenv(SWITCH, setting)
+        assert runs_kernels(torch.zeros(1)) is expected
+    monkeypatch.setenv(SWITCH, "maybe")
+    with pytest.raises(ValueError, match="ONETRUNK_KERNELS is 'maybe'; set it to on or off"):
+        fused_token_logprobs(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+
+
+def test_the_room_needs_no_triton_where_no_kernel_runs():
+    code = "import sys; sys.modules['triton'] = None\n"
+    code += "import torch; from onetrunk.ops import PPOTensors, PPOCoefs, fused_token_logprobs, ppo_loss\n"
+    code += "x = torch.zeros(2, 1); y = torch.zeros(2, dtype=torch.int64)\n"
+    code += "print(fused_token_logprobs(x, x, y)[0].sum(), ppo_loss(PPOTensors(x == 0, x, x), PPOCoefs())[0])"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
