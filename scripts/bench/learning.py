@@ -1,0 +1,109 @@
+"""Our PPOTrainer on the study of learning: one factor at a time around the default.
+
+    python scripts/bench/learning.py --task four_tokens
+    python scripts/bench/learning.py --task sums --arms shared top-1
+
+Value heads `shared` (the default), `detached`, `adapter` with adapters on all layers, and adapters on the top half and
+the top quarter with the shared head. Needs the repository's root in PYTHONPATH. Results: learning/README.md.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import tempfile
+import time
+from typing import Any
+
+import datasets
+from datasets import Dataset
+from learning_study import Arm, Curve, parse, study
+from peft import LoraConfig
+from transformers import PrinterCallback, TrainerCallback
+
+from onetrunk import PPOConfig, PPOTrainer
+from tests import learning
+
+GRID = {
+    task: [{"learning_rate": policy, "value_learning_rate": value} for policy, value in rates]
+    for task, rates in {
+        "four_tokens": [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)],
+        "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2)],
+    }.items()
+}
+ARMS = [
+    Arm("shared", {}, GRID),
+    Arm("detached", {"value_head": "detached"}, GRID),
+    Arm("adapter", {"value_head": "adapter"}, GRID),
+    Arm("top-2", {"adapter_layers": "top-2"}, GRID),
+    Arm("top-1", {"adapter_layers": "top-1"}, GRID),
+]
+
+
+class Recorder(TrainerCallback):
+    """Keeps score, KL and CPU seconds of every rollout."""
+
+    def __init__(self) -> None:
+        self.curve = Curve()
+        self.start = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = time.process_time()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "score/mean" in logs:
+            self.curve.add(logs["score/mean"], logs["kl/ref"], time.process_time() - self.start)
+
+
+def make_trainer(task: Any, settings: dict[str, Any], seed: int, rollouts: int, folder: str) -> PPOTrainer:
+    """Return our trainer of a task; settings that are not given are those of the learning tests."""
+    chosen = {**learning.SETTINGS, "beta": task.beta, **settings, "num_rollouts": rollouts}
+    config = PPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        seed=seed,
+        max_completion_length=task.length,
+        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **chosen,
+    )
+    tokenizer = task.tokenizer()
+
+    def score(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        prompt_ids = tokenizer(prompts)["input_ids"]
+        return [task.score(*ids) for ids in zip(prompt_ids, completion_ids, strict=True)]
+
+    trainer = PPOTrainer(
+        task.model(seed),
+        score,
+        config,
+        Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**learning.LORA),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[Curve, dict[str, Any]]:
+    """Train once."""
+    before = {f"{name}_before": value for name, value in task.held_out(task.model(seed)).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, recorder = make_trainer(task, settings, seed, rollouts, folder), Recorder()
+        trainer.add_callback(recorder)
+        trainer.train()
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    return recorder.curve, {"trained": trained, **task.known(seed), **before, **task.held_out(trainer.model)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    datasets.disable_progress_bars()
+    study(parse(__doc__.split("\n\n")[0], ARMS, arguments), ARMS, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The two tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
+
+`four_tokens` is task B of tests/learning.py, whose best attainable objective is known. `sums` is addition of numbers
+with two digits by a small Qwen2 that plain cross-entropy has taught half of it. Knows no trainer of its own: the
+environment of TRL 1.12 imports it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tests import learning
+
+PAD, EOS = 0, 1
+WORDS = ["<pad>", "<eos>", *"0123456789", "+", "="]
+ID = {word: i for i, word in enumerate(WORDS)}
+OPERANDS = range(10, 100)
+LONGEST_SUM = 4
+HELD_OUT = 600
+SPLIT_SEED = 1234
+BASE_SEED = 0
+TAUGHT_ENOUGH = 0.4
+LONGEST_TEACHING = 6000
+
+
+class FourTokens:
+    """Task B: four tokens of 8, the score is the share of good ones; J* is enumerated."""
+
+    name = "four_tokens"
+    length = learning.TASK_B.length
+    beta = learning.TASK_B.beta
+
+    def model(self, seed: int) -> PreTrainedModel:
+        """Return the reference of a seed."""
+        return learning.reference_model(learning.TASK_B, seed)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer."""
+        return learning.task_tokenizer(learning.TASK_B)
+
+    def prompts(self, seed: int) -> Tensor:
+        """Return the prompts of a seed, [prompts, tokens]."""
+        return learning.task_prompts(learning.TASK_B, seed)
+
+    def text(self, prompt_ids: list[int]) -> str:
+        """Return a prompt as text."""
+        return " ".join(f"t{i}" for i in prompt_ids)
+
+    def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
+        """Return the share of good tokens."""
+        return learning.TASK_B.score(completion_ids)
+
+    def known(self, seed: int) -> dict[str, float]:
+        """Return J* and the objective of the reference, which it begins with."""
+        best = learning.task_optimum(learning.TASK_B, seed)
+        return {"optimum": best.objective, "start": best.start}
+
+    def held_out(self, model: nn.Module) -> dict[str, float]:
+        """Return nothing: what can be attained is known."""
+        return {}
+
+
+@dataclass
+class Sums:
+    """`4 7 + 3 8 =`: the score is 1 for the right sum and the end after it, else 0.
+
+    Args:
+        base: folder of the taught model, made at the first use and shared by all runs.
+        beta: coefficient of the KL.
+        hidden_size: width of the model.
+        taught_enough: probability of the right answer at which teaching stops.
+    """
+
+    base: Path
+    beta: float = 0.02
+    hidden_size: int = 64
+    taught_enough: float = TAUGHT_ENOUGH
+    name: str = "sums"
+    length: int = LONGEST_SUM
+
+    def model(self, seed: int) -> PreTrainedModel:
+        """Return the taught model, the same for every seed."""
+        if not (self.base / "config.json").is_file():
+            self._teach().save_pretrained(self.base)
+        return Qwen2ForCausalLM.from_pretrained(self.base).eval()
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return a tokenizer of digits, plus and equals, parted by spaces."""
+        backend = Tokenizer(models.WordLevel(ID, unk_token="<pad>"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+    def prompts(self, seed: int) -> Tensor:
+        """Return all prompts but the held-out ones."""
+        return sum_prompts(self._pairs()[HELD_OUT:])
+
+    def text(self, prompt_ids: list[int]) -> str:
+        """Return a prompt as text."""
+        return " ".join(WORDS[i] for i in prompt_ids)
+
+    def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
+        """Return 1 where the completion is the sum and ends, else 0."""
+        return float(completion_ids == right_answer(prompt_ids))
+
+    def known(self, seed: int) -> dict[str, float]:
+        """Return nothing: the optimum is not known."""
+        return {}
+
+    @torch.no_grad()
+    def held_out(self, model: nn.Module) -> dict[str, float]:
+        """Return the probability of the right answer to held-out prompts: sampled accuracy without sampling."""
+        model.eval()
+        taken = _answer_logprobs(model, sum_prompts(self._pairs()[:HELD_OUT]))
+        return {"held_out": taken.sum(1).exp().mean().item()}
+
+    def _pairs(self) -> Tensor:
+        pairs = torch.cartesian_prod(torch.tensor(OPERANDS), torch.tensor(OPERANDS))
+        return pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(SPLIT_SEED))]
+
+    def _teach(self) -> PreTrainedModel:
+        """Return a model taught by cross-entropy on the answers until it is right as often as asked."""
+        torch.manual_seed(BASE_SEED)
+        model = Qwen2ForCausalLM(self._config())
+        prompts = self.prompts(BASE_SEED)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        for step in range(LONGEST_TEACHING):
+            rows = prompts[torch.randint(len(prompts), (128,))]
+            loss = -_answer_logprobs(model, rows).sum(1).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 50 == 49:
+                right = self.held_out(model)["held_out"]
+                print(f"step {step + 1}: loss {loss.item():.3f}, right {right:.3f}", flush=True)
+                if right >= self.taught_enough:
+                    return model
+        raise RuntimeError(f"{LONGEST_TEACHING} steps did not teach the model to be right {self.taught_enough:.0%}")
+
+    def _config(self) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=len(WORDS),
+            hidden_size=self.hidden_size,
+            intermediate_size=2 * self.hidden_size,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=False,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
+        )
+
+
+def sum_prompts(pairs: Tensor) -> Tensor:
+    """Return prompts [pairs, 6] of pairs of operands."""
+    return torch.tensor([[ID[c] for c in f"{a}+{b}="] for a, b in pairs.tolist()])
+
+
+def right_answer(prompt_ids: list[int]) -> list[int]:
+    """Return the digits of the sum and EOS."""
+    left, right = "".join(WORDS[i] for i in prompt_ids).rstrip("=").split("+")
+    return [ID[c] for c in str(int(left) + int(right))] + [EOS]
+
+
+def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
+    """Return the logprobs of the right answers' tokens [prompts, LONGEST_SUM]; 0 behind their ends."""
+    answers = [right_answer(row) for row in prompts.tolist()]
+    ids = torch.tensor([row + [PAD] * (LONGEST_SUM - len(row)) for row in answers])
+    logits = model(input_ids=torch.cat([prompts, ids], 1)).logits[:, prompts.shape[1] - 1 : -1]
+    logprobs = -F.cross_entropy(logits.transpose(1, 2).float(), ids, reduction="none")
+    return logprobs.masked_fill(ids == PAD, 0.0)
+
+
+def make_task(name: str, folder: str | Path) -> Any:
+    """Return a task by name; a taught model lies in `folder`."""
+    return FourTokens() if name == FourTokens.name else Sums(Path(folder) / "base-sums")

@@ -1,0 +1,65 @@
+"""The study of learning: its own process end to end on a handful of rollouts, its tasks, and its table."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "scripts" / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+def study(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(BENCH / "learning.py"), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_two_arms_are_tuned_run_and_compared_in_a_table(tmp_path, bench, capsys):
+    options = ["--arms", "shared", "top-1", "--rollouts", "5", "--tuning_rollouts", "1", "--seeds", "0"]
+    options += ["--out", str(tmp_path)]
+    done = study(*options)
+    assert done.returncode == 0, done.stderr
+    runs = [json.loads(line) for line in (tmp_path / "four_tokens.jsonl").read_text().splitlines()]
+    # Four settings of each arm on the preliminary seed, then the best of them on the seed asked for.
+    assert [run["seed"] for run in runs] == [100] * 8 + [0, 0]
+    assert all(len(run[key]) == 5 for run in runs[8:] for key in ("score", "kl", "cpu_s"))
+    assert all(run["kl"][0] == pytest.approx(0, abs=1e-5) for run in runs)
+
+    bench("learning_plot").main(["--results", str(tmp_path), "--no_curves"])
+    rows = capsys.readouterr().out.splitlines()
+    assert "J / J*" in rows[2]
+    assert rows[4].startswith("| `shared` |") and rows[5].startswith("| `top-1` |")
+
+
+def test_a_right_sum_that_ends_scores_one_and_nothing_else_does(tmp_path, bench):
+    tasks = bench("learning_tasks")
+    task = tasks.Sums(tmp_path)
+    prompt = tasks.sum_prompts(torch.tensor([[47, 58]]))[0].tolist()
+    assert task.text(prompt) == "4 7 + 5 8 ="
+    assert task.tokenizer()(task.text(prompt))["input_ids"] == prompt
+    right = [tasks.ID[c] for c in "105"]
+    assert task.score(prompt, [*right, tasks.EOS]) == 1
+    assert task.score(prompt, right) == task.score(prompt, [*right[:2], tasks.EOS]) == 0
+
+
+def test_the_taught_model_is_made_once_and_held_out_sums_are_in_no_prompt(tmp_path, bench):
+    tasks = bench("learning_tasks")
+    task = tasks.Sums(tmp_path / "base", hidden_size=16, taught_enough=0.0)
+    first = task.model(seed=0)
+    held_out = task.held_out(first)["held_out"]
+    assert 0 < held_out < 1
+    assert task.held_out(task.model(seed=1))["held_out"] == held_out
+    # 90 * 90 pairs, 600 of them held out; no pair comes twice.
+    assert len({tuple(row) for row in task.prompts(0).tolist()}) == 8100 - 600
