@@ -8,7 +8,10 @@ from torch import nn
 
 from onetrunk.models.backbone import decoder_layers
 from onetrunk.models.narrow import Positions, narrow_blocks
+from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, step_gradients
+from tests.rollouts.small import KEYS, assert_same, tiny
+from tests.rollouts.small import PROMPTS as SAMPLED
 from tests.tiny import FAMILIES, tiny_model
 
 
@@ -55,12 +58,23 @@ def test_a_pack_without_padding_narrows_the_last_layer_alone():
     assert tokens == [[length]] * 3 + [[len(COMPLETIONS[0]) + 1]]
 
 
-def test_sampling_runs_everywhere():
+def test_a_call_without_a_pack_runs_everywhere():
     trunk = a_trunk()
     ids = torch.arange(4, 12).view(1, 8)
     with block_tokens(trunk) as tokens:
         trunk(input_ids=ids)
     assert tokens == [[8]] * 4 and trunk.narrow.positions is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral"])
+def test_prefill_runs_the_prompts_alone_and_samples_the_same(family):
+    trunk = a_trunk(family, base=tiny(family))
+    params = SamplingParams(max_completion_length=8, stop_token_ids=tuple(range(8, 14)))
+    with block_tokens(trunk) as tokens:
+        rollout = LocalBackend(trunk).generate(SAMPLED, params, KEYS)
+    assert tokens[0][0] == sum(map(len, SAMPLED)) and tokens[-1][0] == len(SAMPLED)
+    trunk.narrow.detach()
+    assert_same(rollout, LocalBackend(trunk).generate(SAMPLED, params, KEYS))
 
 
 def test_positions_by_hand():

@@ -12,7 +12,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from onetrunk.models.scorer import encode_texts, load_scorer, score_token_ids
+from onetrunk.models.scorer import _batches, encode_texts, load_scorer, score_token_ids
 from tests.tiny import tiny_tokenizer
 
 TEXTS = ["the cat runs fast", "dog", "a big red bird sings in the old tree", "no <eos>", "the cat runs fast"]
@@ -118,3 +118,12 @@ def test_what_is_no_scalar_reward_model_is_refused(tmp_path):
         load_scorer(tmp_path / "adapter")
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         load_scorer(tmp_path / "nowhere")
+
+
+def test_a_batch_is_full_or_ends_where_padding_would_begin_to_cost():
+    lengths = [5, 20, 19, 15, 14, 4]
+    order = sorted(range(6), key=lambda row: -lengths[row])
+    # 15 is 3/4 of 20 and stays with it, 14 is not; 5 and 4 go together.
+    assert list(_batches(order, lengths, 16)) == [[1, 2, 3], [4], [0, 5]]
+    assert list(_batches(order, lengths, 2)) == [[1, 2], [3, 4], [0, 5]]
+    assert list(_batches([], [], 2)) == []

@@ -84,13 +84,18 @@ class ValueHead(nn.Module):
         self.linear.load_state_dict(tensors)
 
 
+def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
+    """Return the modules that carry adapters. A walk over all modules: a model that switches often keeps the list."""
+    return [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+
+
 @contextlib.contextmanager
 def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
     """Make `adapter` the active one (None: adapters off) inside the block; no `requires_grad` flag changes.
 
     Source: PEFT's `set_adapter` and `enable_adapters` set the flags of every adapter that they touch.
     """
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    layers = getattr(model, "tuner_layers", None) or find_tuner_layers(model)
     before = [(layer.active_adapters, layer.disable_adapters) for layer in layers]
     if all(_is_active(layer, adapter) for layer in layers):
         yield

@@ -42,10 +42,13 @@ class Positions:
         is_real = pack.attention_mask.bool()
         columns = torch.arange(is_real.shape[1], device=is_real.device)
         is_read = is_real & (columns >= pack.prompt_lengths[:, None] - 1)
+        return cls.at(is_real, is_read.flatten().nonzero().squeeze(1))
+
+    @classmethod
+    def at(cls, is_real: Tensor, read: Tensor) -> Positions:
+        """Return the positions of tokens [R, T] that are real, as bool, and the indices [M] of those that are read."""
         real = is_real.flatten().nonzero().squeeze(1)
-        return cls(
-            tuple(is_real.shape), None if len(real) == is_real.numel() else real, is_read.flatten().nonzero()[:, 0]
-        )
+        return cls(tuple(is_real.shape), None if len(real) == is_real.numel() else real, read)
 
 
 class NarrowBlocks:

@@ -6,7 +6,7 @@ text is made of is decided in `rewards/model.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,8 @@ from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable
 
 # Tokenizers that know no limit report a number beyond any text.
 NO_LIMIT = 10**9
+# Rows of a batch are at least this share of its longest: padding costs as much as text.
+SHORTEST = 0.75
 
 
 def load_scorer(
@@ -140,14 +142,23 @@ def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_siz
     scores = torch.empty(len(rows))
     # The longest come first: what does not fit into memory fails at once.
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
+    for indices in _batches(order, [len(row) for row in rows], batch_size):
         batch = [rows[index] for index in indices]
         if pad_token_id is None:
             scores[indices] = _score_without_pad_token(model, batch)
         else:
             scores[indices] = _score_batch(model, batch, pad_token_id)
     return scores
+
+
+def _batches(order: list[int], lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Cut rows, the longest first, into batches: of batch_size at most, no row below SHORTEST of its longest."""
+    start = 0
+    for end in range(1, len(order) + 1):
+        is_full = end == len(order) or end - start == batch_size
+        if is_full or lengths[order[end]] < SHORTEST * lengths[order[start]]:
+            yield order[start:end]
+            start = end
 
 
 def _score_without_pad_token(model: PreTrainedModel, batch: list[list[int]]) -> Tensor:

@@ -28,6 +28,7 @@ from onetrunk.models.adapters import (
     VALUE_HEADS,
     ValueHead,
     copy_adapter,
+    find_tuner_layers,
     first_trained_layer,
     fit_layers,
     freeze_below,
@@ -100,6 +101,7 @@ class TrunkModel(PeftModelForCausalLM):
         self.has_reference_adapter = initial_adapter is not None
         self._role: str | None = POLICY
         self._attach_branches(initial_adapter, first_layer)
+        self.tuner_layers = find_tuner_layers(self)
         hidden_size = base.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
         self.cut = first_trained_layer(self, self._layers_name())
@@ -109,6 +111,11 @@ class TrunkModel(PeftModelForCausalLM):
         self.narrow = narrow_blocks(base)
         if base.is_activation_checkpointing:
             self.activation_checkpointing_enable()
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, as PEFT does."""
+        super().add_adapter(*args, **kwargs)
+        self.tuner_layers = find_tuner_layers(self)
 
     @classmethod
     def from_adapter(cls, model: PeftModel, *, value_head: str = "shared", adapter_layers: str = "all") -> TrunkModel:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from onetrunk.models.narrow import Positions
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.draws import row_uniforms
 from onetrunk.types import RowKey
@@ -59,6 +60,12 @@ class DecodeState:
         new = slice(self.seen, self.width)
         rows = torch.tensor(self.rows, device=self.token_ids.device)
         return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
+
+    def prompt_positions(self) -> Positions:
+        """Return where the prompts' tokens stand, and that only the last column is read."""
+        mask = self.attention_mask[:, : self.width].bool()
+        last = torch.arange(1, len(mask) + 1, device=mask.device) * self.width - 1
+        return Positions.at(mask, last)
 
     def append(self, tokens: Tensor, logprobs: Tensor, t: int) -> None:
         """Add completion token number t of every row."""

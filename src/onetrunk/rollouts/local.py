@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
 from onetrunk.models.backbone import decoder_layers
+from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.capture import StateCapture
 from onetrunk.rollouts.decode_state import Completion, DecodeState, left_padded
@@ -159,14 +160,17 @@ class LocalBackend:
 def _next_logits(model: nn.Module, state: DecodeState, last_only: dict[str, int]) -> Tensor:
     """Run the columns that the cache has not seen; return float32 logits [b, V] of the next token."""
     new = slice(state.seen, state.width)
-    outputs = model(
-        input_ids=state.token_ids[:, new],
-        attention_mask=state.attention_mask[:, : state.width],
-        position_ids=state.position_ids[:, new],
-        past_key_values=state.cache,
-        use_cache=True,  # Trainer sets config.use_cache to False
-        **last_only,
-    )
+    # Prompts are padded, and of the last layer only the last column is read.
+    is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
+    with model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext():
+        outputs = model(
+            input_ids=state.token_ids[:, new],
+            attention_mask=state.attention_mask[:, : state.width],
+            position_ids=state.position_ids[:, new],
+            past_key_values=state.cache,
+            use_cache=True,  # Trainer sets config.use_cache to False
+            **last_only,
+        )
     state.seen = state.width
     cached = state.cache.get_seq_length()
     if cached != state.seen:

@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 SHOWN = {
     "score": "score/mean",
@@ -114,6 +122,12 @@ class RolloutProgress(TrainerCallback):
         self._shows_own_bar = False
         self.opening: str | None = None
         self._shown: dict[str, str] = {}
+
+    def replace_those_of(self, trainer: Trainer) -> None:
+        """Take the place of transformers' own bar."""
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -34,8 +34,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "cast_lm_head_to_fp32": "logprobs are computed in float32 whatever the head's dtype",
     "cache_implementation": "the rollout backend keeps its own cache",
     "disable_dropout": "dropout is always 0 here",
-    "padding_free": "rows of a pack stay apart, padded; sorted by length they waste little of it, and feed-forward blocks"
-    " leave the padding out",
+    "padding_free": "rows of a pack stay apart, padded; sorted by length they waste little of it, and feed-forward"
+    " blocks leave the padding out",
     "use_vllm": _VLLM + ", also at false",
     "sync_ref_model": "the reference is the trunk itself, or the frozen adapter that the policy started from",
     "ref_model_mixup_alpha": "the reference does not move",

@@ -132,15 +132,8 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
         self.metric_log = MetricLog(self.accelerator)
         is_on = args.log_completions and args.should_save
         self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on)
-        self._replace_progress_bar()
-
-    def _replace_progress_bar(self) -> None:
-        from transformers import PrinterCallback, ProgressCallback
-
-        if not self.args.disable_tqdm:
-            self.remove_callback(ProgressCallback)
-            self.remove_callback(PrinterCallback)
-            self.add_callback(self.progress)
+        if not args.disable_tqdm:
+            self.progress.replace_those_of(self)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +177,8 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
         if minibatch.is_empty_slot:
             self._give_scaler_gradients(model)
             return total
-        model.train()
+        if not model.training:  # a walk over all modules
+            model.train()
         self._policy_kl = torch.zeros_like(total)
         last = len(minibatch.experiences) - 1
         for i, experience in enumerate(minibatch.experiences):
