@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.masking import at_least_float32
 
 KL_ERROR_LIMIT = 0.2
+# Tokens of a block in `gae`: its matrix stays in the cache, and 4096 tokens are blocks of blocks.
+BLOCK = 64
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -88,9 +91,9 @@ def gae(
     """Return generalised advantages and the returns that they imply.
 
     delta_t = r_t + gamma * V_{t+1} - V_t, A_t = delta_t + gamma * lam * A_{t+1}, R_t = A_t + V_t, where t + 1 is the
-    next COUNTED token: a masked gap inside a completion (tool output) is as if cut out. Computed as a scan in
-    log2(C) steps and in float64 where the device has it: at lam near 1 the rounding of lam alone to float32 would
-    show in the fifth digit.
+    next COUNTED token: a masked gap inside a completion (tool output) is as if cut out. Computed as products of blocks
+    of tokens with a matrix of powers of gamma * lam, and in float64 where the device has it: at lam near 1 the
+    rounding of lam alone to float32 would show in the fifth digit.
 
     Args:
         rewards: [R, C], the score included.
@@ -103,16 +106,24 @@ def gae(
     Returns:
         advantages [R, C] and returns [R, C], both 0 outside the mask.
 
-    Source: Schulman et al. 2016, equations 11 to 16; scan: Hillis and Steele 1986, "Data parallel algorithms".
+    Source: Schulman et al. 2016, equations 11 to 16.
     """
-    dtype, work = rewards.dtype, _scan_dtype(rewards)
+    dtype, work = rewards.dtype, _work_dtype(rewards)
+    rows, width = mask.shape
     rewards, values = (torch.where(mask, x.to(work), 0.0) for x in (rewards, values))
-    following = _next_counted(values, mask, bootstrap_values)
-    deltas = torch.where(mask, rewards + gamma * following - values, 0.0)
-    # An entry that does not count hands the advantage behind it through unchanged.
+    before = F.pad(mask, (1, 0)).cumsum(1)  # counted tokens before each, and all of them behind the last
+    lengths = before[:, -1:]
+    # Counted tokens side by side at the left; whatever does not count is 0 and goes to one column behind them.
+    places = torch.where(mask, before[:, :-1], width)
+    in_order = values.new_zeros(rows, width + 1).scatter_(1, places, values)
+    if bootstrap_values is not None:
+        in_order.scatter_(1, lengths, bootstrap_values.to(work)[:, None])
+    deltas = (
+        torch.zeros_like(in_order).scatter_(1, places, rewards) + F.pad(gamma * in_order[:, 1:], (0, 1)) - in_order
+    )
+    deltas = torch.where(torch.arange(width + 1, device=mask.device) < lengths, deltas, 0.0)
     decay = gamma * torch.as_tensor(lam, dtype=work, device=values.device).reshape(-1, 1)
-    decays = torch.where(mask, decay, 1.0)
-    advantages = torch.where(mask, _suffix_scan(decays, deltas), 0.0)
+    advantages = _discounted_sums(deltas, decay).gather(1, places)
     return advantages.to(dtype), (advantages + values).to(dtype)
 
 
@@ -245,26 +256,24 @@ def _checked_beta(beta: float) -> float:
     return float(beta)
 
 
-def _scan_dtype(x: Tensor) -> torch.dtype:
+def _work_dtype(x: Tensor) -> torch.dtype:
     # Apple's backend has no float64.
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def _next_counted(values: Tensor, mask: Tensor, bootstrap_values: Tensor | None) -> Tensor:
-    rows, width = values.shape
-    end = values.new_zeros(rows) if bootstrap_values is None else bootstrap_values.to(values.dtype)
-    positions = torch.where(mask, torch.arange(width, device=values.device), width)
-    positions = torch.cat([positions, positions.new_full((rows, 1), width)], dim=1)
-    at_or_after = positions.flip(1).cummin(1).values.flip(1)
-    return torch.cat([values, end[:, None]], dim=1).gather(1, at_or_after[:, 1:])
-
-
-def _suffix_scan(decays: Tensor, deltas: Tensor) -> Tensor:
-    # After a pass with span s, deltas[t] is the recursion over t..t+2s-1, decays[t] the product over the same.
-    span = 1
-    while span < deltas.shape[1]:
-        joined = deltas[:, :-span] + decays[:, :-span] * deltas[:, span:]
-        deltas = torch.cat([joined, deltas[:, -span:]], dim=1)
-        decays = torch.cat([decays[:, :-span] * decays[:, span:], decays[:, -span:]], dim=1)
-        span *= 2
-    return deltas
+def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
+    """Return y[t] = x[t] + decay * y[t + 1] for x [R, C] and a decay [R, 1] or [1, 1]."""
+    rows, width = x.shape
+    block = min(BLOCK, max(1, width))
+    steps = torch.arange(block + 1, device=x.device)
+    powers = decay**steps
+    # triangle[s, t] = decay^(s - t) from s = t on, and 0 before
+    ahead = steps[:block, None] - steps[:block]
+    triangle = torch.where(ahead >= 0, powers[:, ahead.clamp(min=0)], 0.0)
+    within = F.pad(x, (0, -width % block)).view(rows, -1, block)
+    within = within @ (triangle[0] if len(triangle) == 1 else triangle)
+    if within.shape[1] > 1:
+        # What a block's end lacks is the whole sum at the head of the next block.
+        following = F.pad(_discounted_sums(within[:, :, 0], powers[:, -1:])[:, 1:], (0, 1))
+        within = within + following[:, :, None] * powers[:, None, 1:].flip(2)
+    return within.reshape(rows, -1)[:, :width]
