@@ -7,6 +7,8 @@ TORCH_VERSION ?= 2.13.0
 # Test processes side by side, and further arguments to pytest: make test PYTEST_ARGS='-k files'
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+# What scripts/bench.py is given (python scripts/bench.py --help).
+BENCH_ARGS ?= --make_baseline
 
 BIN := $(VENV)/bin
 # An environment keeps the torch it was made with, unless TORCH_VERSION is given anew.
@@ -58,8 +60,9 @@ check: setup ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: setup ## time the fused and vectorised parts against their naive twins, as ratios
+bench: setup ## time the parts against their naive twins, and iterations against TRL 1.12 (45 minutes; see BENCH_ARGS)
 	$(BIN)/python scripts/bench_ops.py
+	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
 
 format: setup ## put imports and formatting in order
 	$(BIN)/ruff check --fix --select I .

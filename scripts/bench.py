@@ -1,0 +1,157 @@
+"""One PPO iteration of ours against TRL 1.12's, on the same work: seconds per phase, peak memory, ratios.
+
+    python scripts/bench.py --make_baseline            # all rows, 3 rounds: about 45 minutes on 2 cores
+    python scripts/bench.py --rows mixed-top equal-top --rounds 1
+    python scripts/bench.py --device cuda              # 0.5B to 8B, bf16 and NF4; not yet run on hardware
+    python scripts/bench.py growth                     # curves over size, as PNG
+
+Every process is timed alone, ours and TRL's in turn; TRL has an environment of its own. Without one, ours is timed
+alone. Results go into --output_dir as JSON and a README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.growth import AXES, draw, grow
+from bench.processes import BASELINE, OURS, find_baseline, machine, run_process, shown
+from bench.report import commands, compare, table, write_readme
+from bench.rows import Row, choose_rows
+from rich.console import Console
+
+CONSOLE = Console(highlight=False)
+DEFAULT_OUTPUT = Path(__file__).parent / "bench" / "results"
+
+
+def say(text: str) -> None:
+    """Print one line of progress."""
+    CONSOLE.print(text, markup=False, soft_wrap=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    summary, _, details = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("compare", "growth"), default="compare")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of the comparison; all by default")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), help="growth: axes; all by default")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each process runs (default 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not yet run on hardware")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that it runs, means nothing")
+    parser.add_argument("--baseline_python", type=Path, help="interpreter of an environment with TRL 1.12.0")
+    parser.add_argument("--make_baseline", action="store_true", help="make that environment in the cache folder")
+    parser.add_argument("--output_dir", type=Path, help=f"default scripts/bench/{DEFAULT_OUTPUT.name}/DEVICE")
+    parser.add_argument("--timeout_s", type=float, default=3600, help="longest time of one process (default 3600)")
+    given = parser.parse_args(arguments)
+    if given.rounds < 1:
+        parser.error("--rounds must be 1 or more")
+    return given
+
+
+def timed(python: Path, script: Path, options: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
+    """Return the figures of one process, and print them."""
+    result = run_process(python, script, options, timeout_s)
+    seconds = "  ".join(f"{phase} {s:.2f}" for phase, s in result["seconds"].items())
+    say(f"    {shown(script, options)}\n        {seconds} s, peak {result['peak_mb']} MB")
+    return result
+
+
+def run_rounds(rows: dict[str, Row], baseline: Path | None, given: argparse.Namespace) -> dict[str, dict[str, list]]:
+    """Return what all processes printed; rows of one workload share TRL's process of a round."""
+    printed: dict[str, dict[str, list]] = {name: {"ours": [], "baseline": []} for name in rows}
+    for number in range(1, given.rounds + 1):
+        say(f"round {number} of {given.rounds}")
+        shared: dict[tuple[str, ...], dict[str, Any]] = {}
+        for name, row in rows.items():
+            if baseline is not None and row.has_baseline:
+                if row.shared not in shared:
+                    shared[row.shared] = timed(baseline, BASELINE, row.shared, given.timeout_s)
+                printed[name]["baseline"].append(shared[row.shared])
+            options = (*row.shared, *row.own)
+            printed[name]["ours"].append(timed(Path(sys.executable), OURS, options, given.timeout_s))
+    return printed
+
+
+def about(given: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return when and on what the figures were measured."""
+    versions = {result["implementation"].split()[0]: result["implementation"].split()[1] for result in results}
+    versions |= {name: results[0][name] for name in ("torch", "transformers")}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": versions,
+        "load": given.load,
+    }
+
+
+def run_comparison(given: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
+    """Run the comparison, print its table and write results.json."""
+    rows = choose_rows(given.rows, given.device, given.quick)
+    printed = run_rounds(rows, baseline, given)
+    figures = {name: compare(row, **printed[name]) for name, row in rows.items()}
+    everything = [result for row in printed.values() for kind in row.values() for result in kind]
+    results = {
+        **about(given, everything),
+        "rounds": given.rounds,
+        "command": " ".join(["python scripts/bench.py", *_options(given)]),
+        "rows": figures,
+        "commands": {name: commands(row) for name, row in rows.items()},
+        "processes": printed,
+    }
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    title = "wall seconds of an iteration" if given.device == "cuda" else "CPU seconds of an iteration, one thread"
+    CONSOLE.print(table(figures, f"{title}; rounds: {given.rounds}"))
+    short = [name for name, row in figures.items() if row.get("meets_floor") is False]
+    if short:
+        say(f"below what is required: {', '.join(short)}")
+
+
+def run_growth(given: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
+    """Run the growth curves and write growth.json and growth.png."""
+    growth = grow(given.axes, baseline, given.quick, lambda *process: timed(*process, given.timeout_s))
+    everything = growth.pop("processes")
+    growth |= {**about(given, everything), "command": " ".join(["python scripts/bench.py", *_options(given)])}
+    (folder / "growth.json").write_text(json.dumps(growth, indent=1))
+    draw(growth, folder / "growth.png")
+
+
+def _options(given: argparse.Namespace) -> list[str]:
+    quick = ["--quick"] if given.quick else []
+    if given.what == "growth":
+        return ["growth", *quick, *(["--axes", *given.axes] if len(given.axes) < len(AXES) else [])]
+    options = ["--rounds", str(given.rounds), "--device", given.device, *quick]
+    return options + (["--rows", *given.rows] if given.rows else [])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    given.load = f"{os.getloadavg()[0]:.1f}"
+    folder = given.output_dir or DEFAULT_OUTPUT / given.device
+    try:
+        choose_rows(given.rows, given.device, given.quick)
+        baseline = find_baseline(given.baseline_python, given.make_baseline, say)
+        if baseline is None:
+            say("no environment with TRL 1.12.0: ours is timed alone (--make_baseline makes one)")
+        folder.mkdir(parents=True, exist_ok=True)
+        if given.what == "growth":
+            run_growth(given, baseline, folder)
+        else:
+            run_comparison(given, baseline, folder)
+        write_readme(folder)
+    except (RuntimeError, ValueError) as error:
+        CONSOLE.print(f"bench: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    say(f"results are in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Which runs a comparison is made of: the rows of a table, what ours and TRL run for each, and what is required.
+
+Knows options of the processes; runs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Peak memory of the rows that adapt the top quarter, as a share of TRL's: at most, and aimed at.
+MEMORY_FLOOR, MEMORY_TARGET = 0.33, 0.25
+QUICK = "--shape tiny --prompt 8 --completion 8 --rollout 4 --microbatch 2 --iterations 2".split()
+QUICK_LAYERS = "top-1"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Args:
+        label: what stands in the table.
+        shared: options of both processes.
+        own: options of ours alone.
+        floor, target: how many times less CPU time than TRL is required, and aimed at; None: nothing is.
+        limits_memory: True where the peak memory is held to MEMORY_FLOOR.
+        has_baseline: False where TRL cannot run it.
+    """
+
+    label: str
+    shared: tuple[str, ...]
+    own: tuple[str, ...]
+    floor: float | None = None
+    target: float | None = None
+    limits_memory: bool = False
+    has_baseline: bool = True
+
+    def quick(self) -> Row:
+        """Return the same row on a tiny shape."""
+        kept = [option for option in self.shared if option == "--mixed"]
+        own = [QUICK_LAYERS if option.startswith("top-") else option for option in self.own]
+        return Row(self.label, (*QUICK, *kept), tuple(own), limits_memory=False, has_baseline=self.has_baseline)
+
+
+def _row(label: str, shared: str, own: str, *required: float, limits_memory: bool = False) -> Row:
+    return Row(label, tuple(shared.split()), tuple(own.split()), *required, limits_memory=limits_memory)
+
+
+# A small reward model is our choice of method: TRL runs the full one in that row too.
+CPU_ROWS = {
+    "equal-all": _row("equal lengths, adapters on all layers", "", "--adapter_layers all", 1.7, 2.2),
+    "equal-top": _row("equal lengths, top quarter", "", "--adapter_layers top-4", 3.7, 5.0, limits_memory=True),
+    "mixed-all": _row("mixed lengths, adapters on all layers", "--mixed", "--adapter_layers all", 3.2, 4.0),
+    "mixed-top": _row("mixed lengths, top quarter", "--mixed", "--adapter_layers top-4", 6.0, 8.0, limits_memory=True),
+    "mixed-small-reward": _row(
+        "mixed lengths, top quarter, distilled reward model",
+        "--mixed",
+        "--adapter_layers top-4 --small_reward",
+        7.0,
+        10.0,
+        limits_memory=True,
+    ),
+    "big-vocab-equal": _row(
+        "big vocabulary, equal lengths, top quarter", "--shape big_vocab", "--adapter_layers top-3"
+    ),
+    "big-vocab-mixed": _row(
+        "big vocabulary, mixed lengths, top quarter", "--shape big_vocab --mixed", "--adapter_layers top-3"
+    ),
+}
+
+_CUDA = "--device cuda --dtype bfloat16 --mixed --prompt 512 --completion 512 --rollout 128 --microbatch 8 --shape"
+CUDA_ROWS = {
+    **{
+        f"{shape}-bf16": Row(
+            f"{shape}, bf16, mixed lengths, top quarter",
+            (*_CUDA.split(), shape),
+            ("--adapter_layers", f"top-{layers // 4}"),
+            has_baseline=shape in ("0.5b", "1.5b"),
+        )
+        for shape, layers in (("0.5b", 24), ("1.5b", 28), ("7b", 28), ("8b", 32))
+    },
+    **{
+        f"{shape}-nf4": Row(
+            f"{shape}, NF4, mixed lengths, top quarter",
+            (*_CUDA.split(), shape),
+            ("--adapter_layers", f"top-{layers // 4}", "--nf4"),
+            has_baseline=False,
+        )
+        for shape, layers in (("0.5b", 24), ("1.5b", 28), ("7b", 28), ("8b", 32))
+    },
+}
+
+
+def choose_rows(names: list[str] | None, device: str, is_quick: bool) -> dict[str, Row]:
+    """Return the rows of these names; None: all of the device.
+
+    Raises:
+        ValueError: a name that is no row.
+    """
+    known = CUDA_ROWS if device == "cuda" else CPU_ROWS
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        raise ValueError(f"there is no row {', '.join(unknown)} on {device}; the rows are {', '.join(known)}")
+    chosen = {name: known[name] for name in (names or known)}
+    return {name: row.quick() for name, row in chosen.items()} if is_quick else chosen
