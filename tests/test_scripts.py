@@ -1,8 +1,10 @@
 """The scripts that are no stage: they run, and say what is wrong with what they were given."""
 
+import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -10,15 +12,41 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def bench_ops(*options: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "scripts/bench_ops.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-def test_the_benchmark_of_the_parts_prints_a_ratio_for_each():
-    small = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1"
-    done = bench_ops(*small.split())
+SMALL = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1".split()
+
+
+def test_the_benchmark_of_the_parts_prints_a_ratio_for_each_and_the_memory_of_the_logprobs():
+    done = bench_ops(*SMALL)
     assert done.returncode == 0, done.stderr
-    assert all(part in done.stdout for part in ("logprobs, fused", "GAE, scan", "decode loop against generate"))
-    assert len(re.findall(r"\d\.\d\dx", done.stdout)) == 3
+    assert all(part in done.stdout for part in ("logprobs, fused", "GAE, vectorised", "decode loop against generate"))
+    # Training and scoring, three shapes of GAE, the decode loop
+    assert len(re.findall(r"\d\.\d\dx", done.stdout)) == 2 + 3 + 1
+    assert len(re.findall(r"logprobs, (?:forward and backward|scoring), vocabulary 32 ", done.stdout)) == 2
+
+
+def test_the_benchmark_writes_its_curves_into_a_folder(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    done = bench_ops(*SMALL, "--only", "gae", "--output_dir", str(folder), "--growth_sizes", "16")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((folder / "growth.json").read_text())
+    assert {(row["axis"], row["variant"]) for row in rows} == {
+        (axis, variant) for axis in ("tokens", "hidden", "vocab") for variant in ("naive", "fused")
+    }
+    assert sorted(row["tokens"] for row in rows if row["axis"] == "tokens") == [16, 16]
+    assert all(row["seconds"] >= 0 and row["extra_mb"] >= 0 for row in rows)
+    if find_spec("matplotlib"):
+        assert (folder / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_fused_logprobs_take_a_small_part_of_the_memory_of_the_naive_ones():
+    # Naive: several [512, 20000] float32 tensors of 39 MiB; fused: tiles of 4 MiB
+    done = bench_ops("--tokens", "512", "--hidden", "32", "--vocab", "20000", "--only", "memory")
+    assert done.returncode == 0, done.stderr
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", done.stdout)]
+    assert len(shares) == 2 and max(shares) < 25, done.stdout
 
 
 def test_a_size_of_zero_is_refused_by_the_benchmark():

@@ -1,0 +1,131 @@
+"""Pairs of runs that do the same: the naive way, and ours. Imported by scripts/bench_ops.py."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from onetrunk.ops import (
+    PPOCoefs,
+    PPOTensors,
+    fused_token_logprobs,
+    gae,
+    gae_reference,
+    length_mask,
+    make_pack,
+    ppo_loss,
+    ppo_loss_reference,
+    token_logprobs,
+)
+
+Run = Callable[[], object]
+Pair = tuple[Run, Run]
+
+
+def logprobs_run(
+    variant: str,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    trains: bool = True,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Run:
+    """Return a run of logprobs and entropies of a pack: with the gradient of the hidden states, or scoring alone.
+
+    Args:
+        variant: naive or fused.
+        tokens: completion tokens of the pack.
+        hidden: width of a hidden state.
+        vocab: rows of the head.
+        trains: False scores only.
+        dtype: of hidden states and head.
+        device: cpu or cuda.
+    """
+    kind = {"dtype": getattr(torch, dtype), "device": device}
+    # In place: the peak of memory must not be that of making the inputs.
+    weight = torch.empty(vocab, hidden, **kind).normal_(std=hidden**-0.5)
+    states = torch.randn(tokens, hidden, **kind).requires_grad_(trains)
+    targets = torch.randint(0, vocab, (tokens,), device=device)
+    function = {"naive": token_logprobs, "fused": fused_token_logprobs}[variant]
+
+    def run() -> None:
+        logprobs, _ = function(states, weight, targets)
+        if trains:
+            states.grad = None
+            logprobs.sum().backward()
+
+    return run
+
+
+def gae_pair(rows: int, length: int) -> Pair:
+    """Return (loop, vectorised) runs of generalised advantage estimation over rows that all have `length` tokens."""
+    rewards, values = torch.randn(rows, length), torch.randn(rows, length)
+    case = (rewards, values, length_mask(torch.full((rows,), length), length), 1.0, 0.95)
+    return lambda: gae_reference(*case), lambda: gae(*case)
+
+
+def loss_pair(rows: int, length: int, device: str) -> Pair:
+    """Return (operation by operation, one kernel where there is one) runs of the PPO loss with its gradients."""
+    names = "values returns old_values logprobs old_logprobs advantages ref_logprobs entropy".split()
+    tensors = {name: torch.randn(rows, length, device=device) for name in names}
+    for name in ("values", "logprobs", "entropy"):
+        tensors[name].requires_grad_()
+    case = PPOTensors(mask=torch.rand(rows, length, device=device) < 0.7, **tensors)
+    coefs = PPOCoefs(value_clip=0.2, value_coef=0.1, entropy_coef=0.01, kl_coef=0.05)
+    return lambda: ppo_loss_reference(case, coefs)[0].backward(), lambda: ppo_loss(case, coefs)[0].backward()
+
+
+def decode_pair(rows: int, length: int) -> Pair:
+    """Return (generate, own decode loop) runs that sample completions of mixed lengths from a 5M-parameter model.
+
+    One token in 40 is a stop token, so that a completion of a random model ends after some 40 tokens. The two draw
+    different completions of one distribution.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+    from onetrunk.rollouts.base import SamplingParams
+    from onetrunk.rollouts.local import LocalBackend
+
+    config = Qwen2Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [torch.randint(60, 2048, (8 + 24 * i // rows,)).tolist() for i in range(rows)]
+    stops = tuple(range(1, 52))
+    pack = make_pack([p[::-1] for p in prompts], [[]] * rows, 0)
+    ids, mask = pack.input_ids.flip(1), pack.attention_mask.flip(1)
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=list(stops), pad_token_id=0
+    )  # fmt: skip
+    backend, params = LocalBackend(model), SamplingParams(length, stop_token_ids=stops, pad_token_id=0)
+    draw = iter(range(10**6))
+
+    def own() -> None:
+        number = next(draw)
+        backend.generate(prompts, params, [(0, number, row) for row in range(rows)])
+
+    return lambda: model.generate(ids, attention_mask=mask, generation_config=settings), own
+
+
+def seconds(run: Run, device: str = "cpu") -> float:
+    """Return the seconds of one run: of this process on a CPU, of the clock on a GPU."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    if device != "cpu":
+        torch.cuda.synchronize()
+    start = clock()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def medians(pair: Pair, repeats: int, device: str = "cpu") -> tuple[float, float]:
+    """Return the median seconds of both, run alternately after one warm-up each."""
+    rounds = [[seconds(run, device) for run in pair] for _ in range(repeats + 1)][1:]
+    naive, ours = zip(*rounds, strict=True)
+    return statistics.median(naive), statistics.median(ours)
