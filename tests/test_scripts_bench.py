@@ -1,0 +1,76 @@
+"""scripts/bench.py end to end on a tiny shape; and that what it times is the work that it says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, f"scripts/{script}", *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def test_the_benchmark_writes_medians_commands_and_the_machine_without_a_baseline(tmp_path):
+    options = ["--quick", "--rounds", "1", "--rows", "mixed-top"]
+    done = run("bench.py", *options, "--output_dir", str(tmp_path), cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ours is timed alone" in done.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    figures = results["rows"]["mixed-top"]["ours"]
+    assert set(figures["seconds"]) == {"generate", "score", "update", "total"}
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+    assert figures["peak_mb"] > 100
+    readme = (tmp_path / "README.md").read_text()
+    assert "python scripts/bench/onetrunk_ppo.py --shape tiny" in readme
+    assert f"{results['machine']['cores']} cores" in readme
+    assert str(ROOT) not in readme + json.dumps(results)
+
+
+def test_the_reward_model_of_the_benchmark_reads_the_tokens_that_were_sampled(tmp_path):
+    """Text between the two tokenizers loses the special tokens alone, so ours is not timed on less than TRL."""
+    program = """
+import sys
+sys.path.insert(0, "scripts/bench")
+import onetrunk_ppo as bench
+from workload import FIRST_WORD
+given = bench.parse("--shape tiny --prompt 8 --completion 8 --rollout 4 --iterations 1 --mixed".split())
+work = bench.Workload.from_options(given)
+marks = bench.Marks(work, bench.Meter())
+trainer = bench.build_trainer(work, sys.argv[1], given, marks)
+reward, texts = trainer.sampler.rewards.functions[0], []
+call = type(reward).__call__
+type(reward).__call__ = lambda self, prompts, completions, *a, **k: (
+    texts.extend(p + c for p, c in zip(prompts, completions)), call(self, prompts, completions, *a, **k))[1]
+trainer.train()
+rollout = marks.rollouts[0]
+for text, prompt, completion in zip(texts, rollout.prompt_ids, rollout.completion_ids, strict=True):
+    words = [i for i in prompt + completion if i >= FIRST_WORD]
+    assert reward.tokenizer(text)["input_ids"] == words, (text, words)
+assert [len(ids) for ids in rollout.completion_ids] == work.completion_lengths(0)
+assert len(texts) == 4
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "equal-top", "fastest"], "there is no row fastest on cpu; the rows are equal-all"),
+        (["--baseline_python", "/nowhere/python"], "is no interpreter that runs"),
+        (["--baseline_python", sys.executable], "has no TRL with PPO"),
+    ],
+)
+def test_the_benchmark_says_what_is_wrong_before_it_times_anything(options, message, tmp_path):
+    done = run("bench.py", "--quick", "--output_dir", str(tmp_path / "results"), *options, cache=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stdout
+    assert not (tmp_path / "results").exists()
