@@ -97,7 +97,7 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
         trainer.add_callback(recorder)
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    return recorder.curve, {"trained": trained, **task.known(seed), **before, **task.held_out(trainer.model)}
+    return recorder.curve, {"trained": trained, **before, **task.held_out(trainer.model)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,21 +15,10 @@ from typing import Any
 
 import numpy as np
 from learning_study import RESULTS, TUNING_SEED
+from learning_tasks import make_task
 
 SMOOTHED = 5
 MEASURED = 10
-COLUMNS = [
-    "arm",
-    "rates",
-    "score",
-    "KL",
-    "J",
-    "J / J*",
-    "J, all rollouts",
-    "held out",
-    "CPU s per rollout",
-    "score at equal CPU",
-]
 COLORS = {
     "shared": "tab:blue",
     "detached": "tab:cyan",
@@ -43,82 +32,90 @@ COLORS = {
 
 @dataclass
 class ArmRuns:
-    """The runs of one arm, a row per seed.
+    """The runs of one arm, a row per seed; where the optimum is known, its score, KL and J are the units.
 
     Args:
         name: of the arm.
-        runs: as they were recorded.
+        runs: as they were recorded, one per seed.
+        optima: what the best policy attains with each of these seeds; empty where it is not known.
     """
 
     name: str
     runs: list[dict[str, Any]]
+    optima: list[dict[str, float]]
 
     def curve(self, key: str) -> np.ndarray:
-        """Return a curve of every seed, [seeds, rollouts]."""
-        return np.array([run[key] for run in self.runs])
+        """Return the curve of every seed, [seeds, rollouts]: "score", "kl", "objective" or "cpu_s"."""
+        if key == "objective":
+            beta = self.runs[0]["beta"]
+            raw = np.array([np.array(run["score"]) - beta * np.array(run["kl"]) for run in self.runs])
+        else:
+            raw = np.array([run[key] for run in self.runs])
+        units = [best.get(key, 1.0) for best in self.optima] or [1.0] * len(raw)
+        return raw / np.array(units)[:, None]
 
     def smooth(self, key: str) -> np.ndarray:
         """Return running means over SMOOTHED rollouts, [seeds, rollouts - SMOOTHED + 1]."""
         kernel = np.ones(SMOOTHED) / SMOOTHED
-        return np.array([np.convolve(row, kernel, "valid") for row in self.curve(key)])
+        return np.array([np.convolve(values, kernel, "valid") for values in self.curve(key)])
 
-    def objective(self) -> np.ndarray:
-        """Return J of every rollout, [seeds, rollouts]."""
-        return self.curve("score") - self.runs[0]["beta"] * self.curve("kl")
+    def last(self, key: str) -> np.ndarray:
+        """Return the mean over the last rollouts of every seed."""
+        return self.curve(key)[:, -MEASURED:].mean(1)
 
     def cpu_s(self) -> np.ndarray:
         """Return CPU seconds so far, the median over seeds, [rollouts]."""
         return np.median(self.curve("cpu_s"), 0)
 
-    def score_at(self, cpu_s: float) -> np.ndarray:
-        """Return the smoothed score of every seed when a budget was spent (the last one where less was needed)."""
+    def at(self, key: str, cpu_s: float) -> np.ndarray:
+        """Return a smoothed curve of every seed where a budget was spent (its end where less was needed)."""
         spent = self.cpu_s()[SMOOTHED - 1 :]
-        return self.smooth("score")[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
+        return self.smooth(key)[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
 
 
 def read_arms(path: Path) -> list[ArmRuns]:
     """Return the arms of a file in the order of COLORS, without the runs that only chose rates."""
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     runs = [run for run in runs if run["seed"] != TUNING_SEED]
-    arms = [ArmRuns(name, [run for run in runs if run["arm"] == name]) for name in COLORS]
-    return [arm for arm in arms if arm.runs]
+    task, arms = make_task(path.stem, path.parent), []
+    optima = {seed: task.known(seed) for seed in {run["seed"] for run in runs}}
+    for name in COLORS:
+        own = sorted((run for run in runs if run["arm"] == name), key=lambda run: run["seed"])
+        known = [optima[run["seed"]] for run in own]
+        arms += [ArmRuns(name, own, known if all(known) else [])] if own else []
+    return arms
 
 
-def spread(values: np.ndarray, digits: int = 3) -> str:
+def spread(values: np.ndarray, form: str = ".3f") -> str:
     """Return `mean (least to most)`."""
-    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} to {values.max():.{digits}f})"
+    return f"{values.mean():{form}} ({values.min():{form}} to {values.max():{form}})"
 
 
-def row(arm: ArmRuns, budget_s: float) -> list[str]:
-    """Return a line of the table; COLUMNS says of what."""
-    first = arm.runs[0]
-    last_objective = arm.objective()[:, -MEASURED:].mean(1)
-    share = held_out = ""
-    if "optimum" in first:
-        share = spread(last_objective / np.array([run["optimum"] for run in arm.runs]))
-    if "held_out" in first:
-        held_out = spread(np.array([run["held_out"] for run in arm.runs]))
-    return [
-        f"`{arm.name}`",
-        " / ".join(f"{rate:g}" for rate in first["rates"].values()),
-        spread(arm.curve("score")[:, -MEASURED:].mean(1)),
-        spread(arm.curve("kl")[:, -MEASURED:].mean(1), 2),
-        spread(last_objective),
-        share,
-        spread(arm.objective().mean(1)),
-        held_out,
-        f"{arm.cpu_s()[-1] / len(arm.cpu_s()):.3f}",
-        spread(arm.score_at(budget_s)),
-    ]
+def row(arm: ArmRuns, default: ArmRuns, budget_s: float) -> dict[str, str]:
+    """Return a line of the table, by column."""
+    lead = arm.last("objective") - default.last("objective") if len(arm.runs) == len(default.runs) else np.zeros(1)
+    cells = {
+        "arm": f"`{arm.name}`",
+        "rates": " / ".join(f"{rate:g}" for rate in arm.runs[0]["rates"].values()),
+        "score": spread(arm.last("score")),
+        "KL": spread(arm.last("kl"), ".2f"),
+        "J": spread(arm.last("objective")),
+        f"J less that of `{default.name}`": spread(lead, "+.3f"),
+        "J, all rollouts": spread(arm.curve("objective").mean(1)),
+        "CPU s per rollout": f"{arm.cpu_s()[-1] / len(arm.cpu_s()):.3f}",
+        f"score at {budget_s:.1f} CPU s": spread(arm.at("score", budget_s)),
+        f"J at {budget_s:.1f} CPU s": spread(arm.at("objective", budget_s)),
+    }
+    if "held_out" in arm.runs[0]:
+        cells["held out"] = spread(np.array([run["held_out"] for run in arm.runs]))
+    return cells
 
 
 def table(arms: list[ArmRuns]) -> str:
     """Return the table in Markdown; the equal budget is half of what the cheapest arm needs for its run."""
     budget_s = min(arm.cpu_s()[-1] for arm in arms) / 2
-    lines = [row(arm, budget_s) for arm in arms]
-    kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
-    header = [COLUMNS[i].replace("equal CPU", f"{budget_s:.1f} CPU s") for i in kept]
-    shown = [header, ["---"] * len(kept), *([line[i] for i in kept] for line in lines)]
+    lines = [row(arm, arms[0], budget_s) for arm in arms]
+    shown = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in shown)
 
 
@@ -131,15 +128,15 @@ def draw(arms: list[ArmRuns], title: str, path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for arm in arms:
-        color, score, kl = COLORS[arm.name], arm.smooth("score"), arm.smooth("kl")
-        objective = score - arm.runs[0]["beta"] * kl
+        color, score, kl = COLORS[arm.name], arm.smooth("score"), arm.smooth("kl").mean(0)
         spent = arm.cpu_s()[SMOOTHED - 1 :]
-        for x, y, axis in ((kl.mean(0), score, axes[0]), (spent, score, axes[1]), (spent, objective, axes[2])):
-            order = np.argsort(x)
+        for x, y, axis in ((kl, score, axes[0]), (spent, score, axes[1]), (spent, arm.smooth("objective"), axes[2])):
             axis.plot(x, y.mean(0), color=color, label=arm.name, linewidth=1.4)
+            order = np.argsort(x)
             axis.fill_between(x[order], y.min(0)[order], y.max(0)[order], color=color, alpha=0.12, linewidth=0)
-    for axis, (x, y) in zip(axes, (("KL, nats", "score"), ("CPU s", "score"), ("CPU s", "J")), strict=True):
-        axis.set(xlabel=x, ylabel=y)
+    unit = " of the optimum's" if arms[0].optima else ""
+    for axis, (x, y) in zip(axes, (("KL", "score"), ("CPU s", "score"), ("CPU s", "J")), strict=True):
+        axis.set(xlabel=x + unit * (x == "KL"), ylabel=y + unit)
         axis.grid(alpha=0.3)
         if x == "CPU s":
             axis.set_xscale("log")
@@ -159,7 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--results {given.results} holds no <task>.jsonl; run learning.py first")
     for path in files:
         arms = read_arms(path)
-        print(f"{path.stem}\n\n{table(arms)}\n")
+        units = ", score, KL and J as shares of the optimum's" if arms[0].optima else ""
+        print(f"{path.stem}{units}\n\n{table(arms)}\n")
         if not given.no_curves:
             draw(arms, path.stem, path.with_suffix(".png"))
 

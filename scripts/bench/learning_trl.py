@@ -146,7 +146,7 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
         trainer.log = record
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    return curve, {"trained": trained, **task.known(seed), **before, **task.held_out(trainer.model.policy)}
+    return curve, {"trained": trained, **before, **task.held_out(trainer.model.policy)}
 
 
 def main(arguments: list[str] | None = None) -> None:
