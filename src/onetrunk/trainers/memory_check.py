@@ -7,6 +7,7 @@ settings and the memory of the machine; no rollout and no reward.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
+from onetrunk.models.offload import offloaded_activations
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.trainers.batch_plan import plan_batches
@@ -73,7 +75,8 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states
             model(pack=pack, roles=("policy", "value", "reference"), states=states, temperature=args.temperature)
-        output = model(pack=pack, states=states, temperature=args.temperature, entropy_grad=args.entropy_coef > 0)
+        with offloaded_activations(model) if args.activation_offloading else contextlib.nullcontext():
+            output = model(pack=pack, states=states, temperature=args.temperature, entropy_grad=args.entropy_coef > 0)
         # Not `backward`: DDP would count its gradients as those of a step.
         trained = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(output.logprobs.sum() + output.values.sum(), trained, allow_unused=True)

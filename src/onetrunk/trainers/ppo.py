@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from onetrunk.models.offload import offloaded_activations
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import policy_loss, value_loss
 from onetrunk.ops.masking import masked_mean
@@ -185,7 +186,8 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
             sync = contextlib.nullcontext() if i == last else self.accelerator.no_sync(model)
             with sync:
                 pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
-                loss = self.compute_loss(model, pack)
+                with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
+                    loss = self.compute_loss(model, pack)
                 # DDP averages gradients over processes; the loss is a share of a global mean.
                 self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach() * self.accelerator.num_processes

@@ -115,9 +115,7 @@ class PPOConfig(TrainingArguments):
     # Loss
     num_ppo_epochs: int = _option(4, "Passes over a rollout.")
     num_minibatches: int = _option(1, "Optimizer steps per pass.")
-    microbatch_tokens: int | None = _option(
-        None, "Most padded tokens (prompt + completion) in one forward; None: no bound."
-    )
+    microbatch_tokens: int | None = _option(None, "Most padded tokens in one forward; None: no bound.")
     epsilon: float = _option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = _option(None, "Upper clip range; None: epsilon.")
     dual_clip: float | None = _option(None, "Bound c > 1 on the ratio for negative advantages; None: off.")
@@ -152,6 +150,7 @@ class PPOConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
 
     # Safety and logging
+    activation_offloading: bool = _option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = _option(
         True, "Run the largest pack that can come once before the first rollout, and say what the run will need."
     )
