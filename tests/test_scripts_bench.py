@@ -74,3 +74,44 @@ def test_the_benchmark_says_what_is_wrong_before_it_times_anything(options, mess
     assert done.returncode == 1
     assert message in done.stdout
     assert not (tmp_path / "results").exists()
+
+
+def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from bench.report import compare
+    from bench.rows import CPU_ROWS
+
+    def process(totals: list[float], peak_mb: int) -> dict:
+        return {
+            "iterations": [{"generate": 1.0, "score": 1.0, "update": t - 2, "total": t} for t in totals],
+            "peak_mb": peak_mb,
+        }
+
+    baseline = [process([70, 72], 4000), process([71, 79], 4200)]  # medians 71.5 s and 4100 MB
+    ours = [process([14, 15], 1200), process([16, 17], 1300)]  # 15.5 s and 1250 MB
+    row = compare(CPU_ROWS["equal-top"], ours, baseline)
+    assert row["ratio"]["total"] == 4.61  # 71.5 / 15.5; 3.7 is required, 5 aimed at
+    assert row["memory_share"] == 0.305  # 1250 / 4100; at most 0.33
+    assert (row["meets_floor"], row["reaches_target"]) == (True, False)
+    hungry = compare(CPU_ROWS["equal-top"], [process([14, 15], 1400)], baseline)
+    assert hungry["meets_floor"] is False
+
+
+def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from roofline import Ceilings, Iteration, least_seconds
+    from transformers import Qwen2Config
+
+    # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
+    config = Qwen2Config(
+        vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    # Two rows of 3 + 1 tokens: nothing is decoded after the prompt, since its pass gives the first token.
+    work = Iteration(config, config, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4)
+    least = least_seconds(work, Ceilings(flops=1.0, bandwidth=1.0))
+    # Attention: 4 * context * 8 per token and layer; context is half a row.
+    assert least["generate"] == 6 * 2 * (2 * 576 + 4 * 1.5 * 8)
+    branch = 8 * (2 * 576 + 4 * 2 * 8) + 2 * 2 * 80
+    assert least["score"] == 8 * 2 * (2 * 576 + 4 * 2 * 8) + 2 * branch
+    assert least["update"] == 4 * 2 * branch
