@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from onetrunk.ops import (
 
 Run = Callable[[], object]
 Pair = tuple[Run, Run]
+SHORTEST = 0.05
 
 
 def logprobs_run(
@@ -112,20 +114,28 @@ def decode_pair(rows: int, length: int) -> Pair:
     return lambda: model.generate(ids, attention_mask=mask, generation_config=settings), own
 
 
-def seconds(run: Run, device: str = "cpu") -> float:
-    """Return the seconds of one run: of this process on a CPU, of the clock on a GPU."""
+def seconds(run: Run, device: str = "cpu", number: int = 1) -> float:
+    """Return the seconds of one of `number` runs: of this process on a CPU, of the clock on a GPU."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     if device != "cpu":
         torch.cuda.synchronize()
     start = clock()
-    run()
+    for _ in range(number):
+        run()
     if device != "cpu":
         torch.cuda.synchronize()
-    return clock() - start
+    return (clock() - start) / number
 
 
 def medians(pair: Pair, repeats: int, device: str = "cpu") -> tuple[float, float]:
-    """Return the median seconds of both, run alternately after one warm-up each."""
-    rounds = [[seconds(run, device) for run in pair] for _ in range(repeats + 1)][1:]
+    """Return the median seconds of both, measured alternately after warm-ups.
+
+    A short run is repeated until one measurement takes SHORTEST seconds, as timeit does: one call of a millisecond
+    would measure what the call before it left in the caches.
+    """
+    for run in pair:
+        run()
+    numbers = [math.ceil(SHORTEST / max(seconds(run, device), SHORTEST / 1000)) for run in pair]
+    rounds = [[seconds(run, device, n) for run, n in zip(pair, numbers, strict=True)] for _ in range(repeats)]
     naive, ours = zip(*rounds, strict=True)
     return statistics.median(naive), statistics.median(ours)
