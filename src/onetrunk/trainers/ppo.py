@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import TrainOutput
 
 from onetrunk.models.offload import offloaded_activations
-from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.losses import policy_loss, value_loss
-from onetrunk.ops.masking import masked_mean
+from onetrunk.models.pack_output import PackOutput
+from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.trainers.checkpoint import BranchCheckpoints, find_checkpoint
@@ -220,41 +220,41 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
             temperature=args.temperature,
             entropy_grad=args.entropy_coef > 0,
         )
-        counted = {"mask": experience.loss_mask, "num_tokens": minibatch.num_tokens}
-        value, stats = value_loss(
-            output.values, experience.old_values, experience.returns, clip=args.value_clip, **counted
+        loss, stats = ppo_loss(
+            self._loss_tensors(output, experience, minibatch), self._loss_coefs(), minibatch.num_tokens
         )
-        self.metric_log.add_stats("value", stats)
-        loss = args.value_coef * value
+        for group, figures in stats.items():
+            self.metric_log.add_stats(group, figures)
         if minibatch.trains_policy:
-            loss = loss + self._policy_terms(output.logprobs, output.entropy, experience, counted)
+            self._policy_kl += stats["policy"]["approx_kl"]
         return (loss, output) if return_outputs else loss
 
-    def _policy_terms(
-        self, logprobs: Tensor, entropy: Tensor, experience: Experience, counted: dict[str, Any]
-    ) -> Tensor:
+    def _loss_tensors(self, output: PackOutput, experience: Experience, minibatch: Minibatch) -> PPOTensors:
+        of_value = PPOTensors(experience.loss_mask, output.values, experience.returns, experience.old_values)
+        if not minibatch.trains_policy:
+            return of_value
+        return replace(
+            of_value,
+            logprobs=output.logprobs,
+            old_logprobs=experience.old_logprobs,
+            advantages=experience.advantages,
+            weights=experience.weights,
+            ref_logprobs=experience.ref_logprobs if self.args.kl_in_loss else None,
+            entropy=output.entropy,
+        )
+
+    def _loss_coefs(self) -> PPOCoefs:
         args = self.args
-        loss, stats = policy_loss(
-            logprobs,
-            experience.old_logprobs,
-            experience.advantages,
+        return PPOCoefs(
             clip_low=args.epsilon,
             clip_high=args.epsilon_high,
             dual_clip=args.dual_clip,
-            weights=experience.weights,
-            **counted,
+            value_clip=args.value_clip,
+            value_coef=args.value_coef,
+            entropy_coef=args.entropy_coef,
+            kl_coef=self._stream.state.beta if args.kl_in_loss else 0.0,
+            kl_estimator=args.kl_estimator,
         )
-        stats["entropy"] = masked_mean(entropy, counted["mask"], num_tokens=counted["num_tokens"])
-        self.metric_log.add_stats("policy", stats)
-        self._policy_kl += stats["approx_kl"]
-        if args.entropy_coef:
-            loss = loss - args.entropy_coef * stats["entropy"]
-        if args.kl_in_loss:
-            kl = kl_estimate(logprobs, experience.ref_logprobs, args.kl_estimator)
-            kl = masked_mean(kl, counted["mask"], num_tokens=counted["num_tokens"])
-            self.metric_log.add_stats("kl", {"loss": kl})
-            loss = loss + self._stream.state.beta * kl
-        return loss
 
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts epochs from where this process began, the stream from where the run did.
