@@ -30,7 +30,7 @@ GRID = {
     task: [{"learning_rate": policy, "value_learning_rate": value} for policy, value in rates]
     for task, rates in {
         "four_tokens": [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)],
-        "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2)],
+        "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)],
     }.items()
 }
 ARMS = [
