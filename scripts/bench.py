@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.growth import AXES, draw, grow
+from bench.growth import AXES, base_options, draw, grow, kinds
 from bench.processes import BASELINE, OURS, find_baseline, machine, run_process, shown
 from bench.report import commands, compare, table, write_readme
 from bench.rows import Row, choose_rows
@@ -115,12 +115,17 @@ def run_comparison(given: argparse.Namespace, baseline: Path | None, folder: Pat
 
 
 def run_growth(given: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
-    """Run the growth curves and write growth.json and growth.png."""
-    growth = grow(given.axes, baseline, given.quick, lambda *process: timed(*process, given.timeout_s))
-    everything = growth.pop("processes")
-    growth |= {**about(given, everything), "command": " ".join(["python scripts/bench.py", *_options(given)])}
-    (folder / "growth.json").write_text(json.dumps(growth, indent=1))
-    draw(growth, folder / "growth.png")
+    """Run the growth curves; write growth.json and growth.png after every axis."""
+    growth: dict[str, Any] = {"axes": {}, "columns": list(kinds(baseline is not None))}
+    growth |= {"base": base_options(given.quick), "command": " ".join(["python scripts/bench.py", *_options(given)])}
+    for number, axis in enumerate(given.axes, 1):
+        say(f"axis {number} of {len(given.axes)}: {axis}")
+        points, printed = grow(axis, baseline, given.quick, lambda *process: timed(*process, given.timeout_s))
+        growth["axes"][axis] = points
+        growth |= about(given, printed)
+        (folder / "growth.json").write_text(json.dumps(growth, indent=1))
+        draw(growth, folder / "growth.png")
+        write_readme(folder)
 
 
 def _options(given: argparse.Namespace) -> list[str]:

@@ -6,7 +6,7 @@ Knows options of the processes and matplotlib.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ Timed = Callable[[Path, Path, tuple[str, ...]], dict[str, Any]]
 
 BASE = {"prompt": 32, "completion": 32, "rollout": 8, "layers": 8, "vocab_size": 16_000}
 AXES = {
-    "completion": (32, 64, 128, 256),
-    "rollout": (8, 16, 32, 64),
-    "vocab_size": (8_000, 16_000, 32_000, 64_000, 152_000),
-    "layers": (4, 8, 16, 32),
+    "completion": (32, 64, 128),
+    "rollout": (8, 16, 32),
+    "vocab_size": (8_000, 32_000, 128_000),
+    "layers": (4, 8, 16),
 }
 QUICK_BASE = {"prompt": 4, "completion": 4, "rollout": 4, "layers": 4, "vocab_size": 64}
 QUICK_AXES = {"completion": (4, 8), "rollout": (4, 8), "vocab_size": (64, 128), "layers": (4, 8)}
@@ -31,31 +31,37 @@ AXIS_LABELS = {
 }
 
 
-def grow(axes: Sequence[str], baseline: Path | None, is_quick: bool, timed: Timed) -> dict[str, Any]:
-    """Return the points of every axis: seconds and memory of TRL, ours on all layers, ours on the top quarter."""
+def kinds(has_baseline: bool) -> dict[str, int]:
+    """Return what is run at every size: how many times fewer layers than all are adapted; 0: TRL."""
+    ours = {"ours, all layers": 1, "ours, top quarter": 4}
+    return {"TRL 1.12": 0, **ours} if has_baseline else ours
+
+
+def base_options(is_quick: bool) -> str:
+    """Return the sizes that stay while one grows, as options."""
+    return " ".join(f"--{name} {size}" for name, size in (QUICK_BASE if is_quick else BASE).items())
+
+
+def grow(axis: str, baseline: Path | None, is_quick: bool, timed: Timed) -> tuple[list[dict], list[dict]]:
+    """Return the points of an axis, with seconds and memory of every kind, and what all its processes printed."""
     base, known = (QUICK_BASE, QUICK_AXES) if is_quick else (BASE, AXES)
     fixed = ("--mixed", "--iterations", "2", "--shape", "tiny" if is_quick else "base")
-    kinds = {"ours, all layers": None, "ours, top quarter": 4}
-    if baseline is not None:
-        kinds = {"TRL 1.12": 0, **kinds}
-    processes, points = [], {axis: [] for axis in axes}
-    for axis in axes:
-        for value in known[axis]:
-            sizes = {**base, axis: value}
-            shared = (*fixed, *(part for name, size in sizes.items() for part in (f"--{name}", str(size))))
-            figures = {}
-            for kind, divisor in kinds.items():
-                if divisor == 0:
-                    result = timed(baseline, BASELINE, shared)
-                else:
-                    top = "all" if divisor is None else f"top-{sizes['layers'] // divisor}"
-                    result = timed(Path(sys.executable), OURS, (*shared, "--adapter_layers", top))
-                processes.append(result)
-                figures[kind] = {"seconds": result["seconds"]["total"], "peak_mb": result["peak_mb"]}
-            cells = [f"{f['seconds']:.2f} s, {f['peak_mb']} MB" for f in figures.values()]
-            points[axis].append({"value": value, "figures": figures, "cells": cells})
-    sizes = " ".join(f"--{name} {size}" for name, size in base.items())
-    return {"axes": points, "columns": list(kinds), "base": sizes, "processes": processes}
+    points, printed = [], []
+    for value in known[axis]:
+        sizes = {**base, axis: value}
+        shared = (*fixed, *(part for name, size in sizes.items() for part in (f"--{name}", str(size))))
+        figures = {}
+        for kind, divisor in kinds(baseline is not None).items():
+            if divisor:
+                top = "all" if divisor == 1 else f"top-{sizes['layers'] // divisor}"
+                result = timed(Path(sys.executable), OURS, (*shared, "--adapter_layers", top))
+            else:
+                result = timed(baseline, BASELINE, shared)
+            printed.append(result)
+            figures[kind] = {"seconds": result["seconds"]["total"], "peak_mb": result["peak_mb"]}
+        cells = [f"{f['seconds']:.2f} s, {f['peak_mb']} MB" for f in figures.values()]
+        points.append({"value": value, "figures": figures, "cells": cells})
+    return points, printed
 
 
 def draw(growth: dict[str, Any], path: Path) -> None:
