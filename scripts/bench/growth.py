@@ -85,7 +85,8 @@ def draw(growth: dict[str, Any], path: Path) -> None:
             plot = grid[line][column]
             for kind in growth["columns"]:
                 plot.plot(sizes, [point["figures"][kind][name] for point in points], marker="o", label=kind)
-            plot.set(xscale="log", yscale="log", xlabel=AXIS_LABELS[axis], ylabel=label, xticks=sizes)
+            plot.set(xscale="log", xlabel=AXIS_LABELS[axis], ylabel=label, xticks=sizes)
+            plot.set_ylim(bottom=0)
             plot.set_xticklabels([f"{size:,}" for size in sizes], rotation=30)
             plot.minorticks_off()
             plot.grid(alpha=0.3)
