@@ -34,6 +34,7 @@ def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> Path:
                 ]
                 panel.plot(*zip(*points, strict=True), marker="o", label=variant)
             panel.set(xlabel=axis, ylabel=label, ylim=(0, None))
+            panel.xaxis.set_major_locator(pyplot.MaxNLocator(4))
             panel.legend()
     figure.suptitle(title)
     figure.tight_layout()

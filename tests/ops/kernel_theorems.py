@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import PPOCoefs, PPOTensors, fused_token_logprobs, ppo_loss, ppo_loss_reference
+from onetrunk.ops import PPOCoefs, PPOTensors, fused_token_logprobs, logprob_kernel, ppo_loss, ppo_loss_reference
 from onetrunk.ops.kernels import SWITCH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,9 @@ def logprobs_and_gradients(hidden, weight, targets, entropy_grad, options):
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_kernel_of_a_tile_is_its_torch_twin(monkeypatch, dtype, entropy_grad, options):
+@pytest.mark.parametrize("block", [8, 4096])
+def test_the_kernel_of_a_tile_is_its_torch_twin(monkeypatch, block, dtype, entropy_grad, options):
+    monkeypatch.setattr(logprob_kernel, "BLOCK", block)  # 8: rows of 20 and 40 logits are read in several blocks
     hidden, weight, targets, options = head_case(dtype, **options)
     case = (hidden, weight, targets, entropy_grad, options)
     ours, theirs = both_ways(monkeypatch, lambda: logprobs_and_gradients(*case))

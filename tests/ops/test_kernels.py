@@ -65,8 +65,9 @@ def build(kernel, capability, pointers, arguments):
     built = triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
     assert built.asm["cubin"], kernel
 
-tile = dict(SCALE=1.0, SOFTCAP=30.0, TEMPERATURE=0.9, HAS_WEIGHTS=True, HAS_SPREAD=True, IS_DOUBLE=False, BLOCK=4096)
-scored = tile | dict(SOFTCAP=0.0, HAS_WEIGHTS=False, HAS_SPREAD=False, BLOCK=64)
+tile = dict(SCALE=1.0, SOFTCAP=30.0, TEMPERATURE=0.9, HAS_WEIGHTS=True, HAS_SPREAD=True, IS_DOUBLE=False,
+            BLOCK=4096, NUM_BLOCKS=3)
+scored = tile | dict(SOFTCAP=0.0, HAS_WEIGHTS=False, HAS_SPREAD=False, BLOCK=64, NUM_BLOCKS=1)
 loss = dict(LOW=0.8, HIGH=1.2, LIMIT=20.0, DUAL_CLIP=3.0, VALUE_CLIP=0.2, VALUE_COEF=0.1, ENTROPY_COEF=0.01,
             HAS_POLICY=True, HAS_WEIGHTS=True, HAS_REFERENCE=True, HAS_ENTROPY=True, HAS_VALUES=True,
             IS_DOUBLE=False, NUM_SUMS=13, BLOCK=1024)

@@ -43,6 +43,7 @@ def absorb(
     """
     decay, shift = torch.empty_like(sums.highest), torch.empty_like(sums.highest)
     n, width = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(width))
     _absorb_row[(n,)](
         logits,
         logits if spread_weights is None else spread_weights,
@@ -60,7 +61,8 @@ def absorb(
         HAS_WEIGHTS=wants_weights,
         HAS_SPREAD=spread_weights is not None,
         IS_DOUBLE=sums.highest.dtype == torch.float64,
-        BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+        BLOCK=block,
+        NUM_BLOCKS=triton.cdiv(width, block),
         # Fused multiply-adds would round differently with and without the weights: logprobs are bitwise the same.
         enable_fp_fusion=False,
     )
@@ -86,7 +88,7 @@ def _transformed(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.
 def _absorb_row(
     logits_ptr, spread_weights_ptr, targets_ptr, highest_ptr, others_ptr, spread_ptr, target_ptr, decay_ptr, shift_ptr,
     width, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_SPREAD: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SPREAD: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
     row = tl.program_id(0)
@@ -95,8 +97,8 @@ def _absorb_row(
     before = tl.load(highest_ptr + row)
 
     highest = before
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    for block in range(NUM_BLOCKS):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
         z, _ = _transformed(x, SCALE, SOFTCAP, TEMPERATURE)
         highest = tl.maximum(highest, tl.max(tl.where(columns < width, z, -float("inf")), 0))
@@ -104,8 +106,8 @@ def _absorb_row(
     others = before * 0.0
     spread = before * 0.0
     own = before * 0.0
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    for block in range(NUM_BLOCKS):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
         z, damping = _transformed(x, SCALE, SOFTCAP, TEMPERATURE)
         own += tl.sum(tl.where(columns == target, z, 0.0), 0)
@@ -128,5 +130,4 @@ def _absorb_row(
     tl.store(highest_ptr + row, highest)
     tl.store(decay_ptr + row, decay)
     tl.store(shift_ptr + row, shift)
-    if (target >= 0) & (target < width):
-        tl.store(target_ptr + row, own)
+    tl.store(target_ptr + row, own, mask=(target >= 0) & (target < width))
