@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.growth import AXES, base_options, draw, grow, kinds
-from bench.processes import BASELINE, OURS, find_baseline, machine, run_process, shown
+from bench.processes import BASELINE, OURS, commit, find_baseline, machine, run_process, shown
 from bench.report import commands, compare, table, write_readme
 from bench.rows import Row, choose_rows
 from rich.console import Console
@@ -87,6 +87,7 @@ def about(given: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
     return {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
+        "commit": commit(),
         "versions": versions,
         "load": given.load,
     }

@@ -106,6 +106,16 @@ def shown(script: Path, options: Sequence[str]) -> str:
     return " ".join(["python", str(script.relative_to(ROOT)), *options])
 
 
+def commit() -> str:
+    """Return the short id of the commit that was timed, with a + where files differ from it; "" outside of git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except OSError:
+        return ""
+    return "" if done.returncode else done.stdout.strip()
+
+
 def machine() -> dict[str, Any]:
     """Return what the figures were measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
