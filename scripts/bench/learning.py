@@ -33,12 +33,15 @@ GRID = {
         "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)],
     }.items()
 }
+# With few layers the best rate was the highest of that grid.
+HIGHER = [{"learning_rate": rate, "value_learning_rate": 1e-2} for rate in (8e-3, 1.6e-2)]
+GRID_OF_FEW_LAYERS = {**GRID, "sums": [*GRID["sums"], *HIGHER]}
 ARMS = [
     Arm("shared", {}, GRID),
     Arm("detached", {"value_head": "detached"}, GRID),
     Arm("adapter", {"value_head": "adapter"}, GRID),
-    Arm("top-2", {"adapter_layers": "top-2"}, GRID),
-    Arm("top-1", {"adapter_layers": "top-1"}, GRID),
+    Arm("top-2", {"adapter_layers": "top-2"}, GRID_OF_FEW_LAYERS),
+    Arm("top-1", {"adapter_layers": "top-1"}, GRID_OF_FEW_LAYERS),
 ]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +76,22 @@ class ArmRuns:
 
 
 def read_arms(path: Path) -> list[ArmRuns]:
-    """Return the arms of a file in the order of COLORS, without the runs that only chose rates."""
+    """Return the arms of a file in the order of COLORS, each with the rates that were best on TUNING_SEED."""
     runs = [json.loads(line) for line in path.read_text().splitlines()]
-    runs = [run for run in runs if run["seed"] != TUNING_SEED]
+    finals, tried = [], {}
+    for run in runs:
+        (tried.setdefault(run["arm"], []) if run["seed"] == TUNING_SEED else finals).append(run)
+    best = {arm: max(own, key=lambda run: run["last"]["objective"])["rates"] for arm, own in tried.items()}
+    finals = sorted((run for run in finals if run["rates"] == best[run["arm"]]), key=lambda run: run["seed"])
     task, arms = make_task(path.stem, path.parent), []
-    optima = {seed: task.known(seed) for seed in {run["seed"] for run in runs}}
-    for name in COLORS:
-        own = sorted((run for run in runs if run["arm"] == name), key=lambda run: run["seed"])
+    optima = {seed: task.known(seed) for seed in {run["seed"] for run in finals}}
+    # What most runs have is the study's number of rollouts; others say theirs.
+    usual = Counter(run["rollouts"] for run in finals).most_common(1)[0][0]
+    for name, rollouts in product(COLORS, sorted({run["rollouts"] for run in finals}, key=lambda n: (n != usual, n))):
+        own = [run for run in finals if run["arm"] == name and run["rollouts"] == rollouts]
         known = [optima[run["seed"]] for run in own]
-        arms += [ArmRuns(name, own, known if all(known) else [])] if own else []
+        label = name if rollouts == usual else f"{name}, {rollouts} rollouts"
+        arms += [ArmRuns(label, own, known if all(known) else [])] if own else []
     return arms
 
 
@@ -128,10 +137,10 @@ def draw(arms: list[ArmRuns], title: str, path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for arm in arms:
-        color, score, kl = COLORS[arm.name], arm.smooth("score"), arm.smooth("kl").mean(0)
+        color, score, kl = COLORS[arm.runs[0]["arm"]], arm.smooth("score"), arm.smooth("kl").mean(0)
         spent = arm.cpu_s()[SMOOTHED - 1 :]
         for x, y, axis in ((kl, score, axes[0]), (spent, score, axes[1]), (spent, arm.smooth("objective"), axes[2])):
-            axis.plot(x, y.mean(0), color=color, label=arm.name, linewidth=1.4)
+            axis.plot(x, y.mean(0), "--" if "," in arm.name else "-", color=color, label=arm.name, linewidth=1.4)
             order = np.argsort(x)
             axis.fill_between(x[order], y.min(0)[order], y.max(0)[order], color=color, alpha=0.12, linewidth=0)
     unit = " of the optimum's" if arms[0].optima else ""
