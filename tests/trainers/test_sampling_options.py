@@ -104,10 +104,8 @@ def test_temperature_divides_the_logits_of_sampler_and_policy_alike(tmp_path):
     for temperature in (0.5, 2.0):
         trainer = make_trainer(tmp_path / str(temperature), temperature=temperature)
         stream = trainer.get_train_dataloader()
-        batch = stream.prompts(0)
-        trainer.sampler.backend.sync(trainer.model, 0)
-        rollout = trainer.sampler.generate(batch)
-        experiences = stream.shape(trainer.sampler.score(batch, rollout))
+        experiences = stream.make_rollout()
+        rollout = stream.last_scored.rollout
         by_ids = {tuple(ids): lp for ids, lp in zip(rollout.completion_ids, rollout.sampler_logprobs, strict=True)}
         for e in experiences:
             for i, length in enumerate(e.pack.completion_mask.sum(1)):
