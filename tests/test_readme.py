@@ -12,11 +12,13 @@ from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
+from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.trainers.checks import check_launch
 from onetrunk.trainers.ppo_config import PPOConfig
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
+from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers import two_processes
 from tests.trainers.support import make_trainer
@@ -29,6 +31,7 @@ ROWS = {
     "value_head adapter": {"value_head": "adapter"},
     "adapter_layers top-k": {"adapter_layers": "top-2", "value_head": "adapter"},
     "trunk cache": {"adapter_layers": "top-2", "value_head": "adapter"},
+    "reward adapter": {"adapter_layers": "top-2", "value_head": "adapter"},
 }
 
 
@@ -85,15 +88,32 @@ BUILDERS = {
 
 @pytest.mark.parametrize("row, column", [place for place in YES if place[1] in BUILDERS])
 def test_what_the_readme_says_works_gives_gradients_and_a_ratio_of_one(row, column, tmp_path):
-    check(BUILDERS[column](ROWS[row], tmp_path), keeps_states=row == "trunk cache")
+    check(BUILDERS[column](ROWS[row], tmp_path), row, tmp_path)
 
 
 @pytest.mark.parametrize("row", [row for row, column in YES if column == "NF4 / 8-bit base"])
 def test_what_the_readme_says_of_8_bits_gives_gradients_and_a_ratio_of_one(row, tmp_path):
-    check(quantised(ROWS[row], tmp_path, load_in_8bit=True), keeps_states=row == "trunk cache")
+    check(quantised(ROWS[row], tmp_path, load_in_8bit=True), row, tmp_path)
 
 
-def check(trunk, keeps_states):
+def give_reward_adapter(trunk, folder):
+    config = trunk.get_base_model().config
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    base = saved_base(folder / "rewarded", config.model_type, **sizes)
+    has_dora = trunk.peft_config["default"].use_dora
+    adapter = saved_reward_adapter(folder / "reward", base, layers=[2, 3], use_dora=has_dora)
+    attach_score_adapter(trunk, read_score_adapter(str(adapter)))
+    with torch.no_grad():
+        states = trunk.eval()(pack=a_pack(), roles=("trunk",)).states
+        alone = trunk(pack=a_pack(), roles=("reward",), states=states).scores
+        together = trunk(pack=a_pack(), roles=("policy", "value", "reference", "reward")).scores
+    assert torch.equal(alone, together) and alone.isfinite().all() and alone.std() > 0
+
+
+def check(trunk, row, folder):
+    keeps_states = row == "trunk cache"
+    if row == "reward adapter":
+        give_reward_adapter(trunk, folder)
     with torch.no_grad():
         before = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference", "trunk"))
     states = before.states if keeps_states else None
@@ -113,6 +133,7 @@ DDP_CASES = {
     "value_head adapter": ["adapter", "adapter, checkpointing"],
     "adapter_layers top-k": ["detached", "adapter"],
     "trunk cache": ["detached", "adapter"],
+    "reward adapter": [],
 }
 
 
@@ -126,6 +147,8 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
             assert adapter_layers.startswith("top-")
     # The states that a run keeps: a whole training of two processes.
     assert two_processes.CASES["kept"]["trunk_cache"] == "disk"
+    # With a reward adapter beside a function: such a training too.
+    assert "judged" in two_processes.CASES
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])

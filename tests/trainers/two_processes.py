@@ -6,6 +6,7 @@ Every case is trained and written down as tensors and JSON, so that one launch s
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ torch.set_num_threads(1)
 
 from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
+from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
 from tests.trainers.support import (  # noqa: E402
     StopAt,
     even_share,
@@ -34,6 +37,7 @@ CASES = {
     "adapter": {"value_head": "adapter", "value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
     "tokens": {"microbatch_tokens": 23, "per_device_train_batch_size": 8, "activation_checkpointing": True},
     "kept": {"adapter_layers": "top-1", "trunk_cache": "disk", "value_head": "adapter"},
+    "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
 }
 
@@ -41,6 +45,11 @@ CASES = {
 def reward(prompts, completions, completion_ids, log_metric, **kwargs):
     log_metric("mine/rows", len(prompts))
     return even_share(prompts, completions, completion_ids)
+
+
+def judge_folder(folder: Path) -> Path:
+    """Return where this process has its copy of a base and of a reward adapter on it."""
+    return folder / f"judge-of-{os.environ.get('RANK', '0')}"
 
 
 def run(name: str, folder: Path) -> None:
@@ -51,7 +60,13 @@ def run(name: str, folder: Path) -> None:
             seen.extend(zip(prompts, completion_ids, strict=True))
         return reward(prompts, completions, completion_ids, log_metric)
 
-    trainer = make_trainer(folder / "out" / name, reward=keeping, **{**SHAPE, **SGD, **CASES[name]})
+    parts = {"reward": keeping}
+    if name == "judged":
+        # A reward adapter on the trunk beside the function.
+        place = judge_folder(folder)
+        base = AutoModelForCausalLM.from_pretrained(place / "base")
+        parts = {"reward": [keeping, str(place / "judge")], "model": base}
+    trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **CASES[name]})
     before = trained_weights(trainer.model)
     trainer.train()
     metrics = trainer.evaluate(prompts(3))
@@ -90,6 +105,9 @@ def resume(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    # Once there is a process group, transformers saves models on the first process alone.
+    place = judge_folder(folder)
+    saved_reward_adapter(place / "judge", saved_base(place / "base", num_hidden_layers=2), layers=[1])
     for name in CASES:
         run(name, folder)
     resume(folder)

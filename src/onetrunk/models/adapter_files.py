@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from onetrunk.files import load_tensors
-from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
+from onetrunk.models.adapters import POLICY, REFERENCE, REWARD, VALUE
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -55,7 +55,9 @@ def set_adapter_weights(model: PeftModel, weights: dict[str, Tensor], adapter: s
 
 
 def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, Tensor]]:
-    """Return adapter name -> tensors for every adapter of `model`, from the folder of a model with the same branches.
+    """Return adapter name -> tensors for every adapter of `model` that is saved, from a folder of the same branches.
+
+    The reward adapter is not: it stays what its own folder says.
 
     Raises:
         ValueError: a file is missing, one too many, or does not fit.
@@ -65,7 +67,11 @@ def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, T
     for adapter in {VALUE, REFERENCE} - set(model.peft_config):
         if (folder / adapter / ADAPTER_FILE).is_file():
             raise ValueError(f"{folder} holds an adapter {adapter!r} and this trunk has none: build it as it was")
-    sources = {adapter: folder if adapter == POLICY else folder / adapter for adapter in model.peft_config}
+    sources = {
+        adapter: folder if adapter == POLICY else folder / adapter
+        for adapter in model.peft_config
+        if adapter != REWARD
+    }
     weights = {adapter: read_adapter(source) for adapter, source in sources.items()}
     for adapter, tensors in weights.items():
         check_adapter_fits(model, tensors, adapter, sources[adapter] / ADAPTER_FILE)

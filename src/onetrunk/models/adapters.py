@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 POLICY = "default"
 VALUE = "value"
 REFERENCE = "reference"
+REWARD = "reward"
 VALUE_HEAD_FILE = "value_head.safetensors"
 VALUE_HEADS = ("shared", "detached", "adapter")
 _REFUSED_OPTIONS = {
@@ -152,6 +153,11 @@ def layer_index(parameter_name: str, layers_name: str) -> int | None:
     """Return the number of the decoder layer that a parameter belongs to, None outside the layers."""
     found = re.search(rf"\.{re.escape(layers_name)}\.(\d+)\.", parameter_name)
     return int(found.group(1)) if found else None
+
+
+def list_name(model: nn.Module, modules: nn.ModuleList) -> str:
+    """Return the last part of the name that a list of modules has in `model`: "layers", or "h"."""
+    return next(name for name, m in model.named_modules() if m is modules).rsplit(".", 1)[-1]
 
 
 def parse_adapter_layers(adapter_layers: str, num_layers: int) -> int:

@@ -16,6 +16,7 @@ class PackOutput(NamedTuple):
         values: of the state that predicts each token.
         next_values: [R] value of the state after the last completion token.
         ref_logprobs: of the completion tokens under the reference.
+        scores: [R] of prompt and completion under the reward adapter.
         states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype.
     """
 
@@ -24,6 +25,7 @@ class PackOutput(NamedTuple):
     values: Tensor | None = None
     next_values: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    scores: Tensor | None = None
     states: Tensor | None = None
 
 

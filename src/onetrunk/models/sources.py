@@ -69,6 +69,13 @@ def can_be_on_hub(name: str) -> bool:
     return True
 
 
+def is_same_source(one: str, other: str) -> bool:
+    """Say whether two names lead to the same model: the same text, or ways to the same folder."""
+    if one and other and Path(one).is_dir() and Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    return bool(one) and one == other
+
+
 def is_adapter(name: str, revision: str | None = None) -> bool:
     """Say whether an adapter lies at `name`, rather than a model.
 

@@ -24,6 +24,7 @@ from onetrunk.models.adapter_files import read_branches, set_adapter_weights
 from onetrunk.models.adapters import (
     POLICY,
     REFERENCE,
+    REWARD,
     VALUE,
     VALUE_HEADS,
     ValueHead,
@@ -33,6 +34,7 @@ from onetrunk.models.adapters import (
     fit_layers,
     freeze_below,
     initial_weights,
+    list_name,
     parse_adapter_layers,
     policy_config,
     role,
@@ -48,15 +50,16 @@ from onetrunk.models.cut import only_above, only_below, verify_cut
 from onetrunk.models.narrow import Positions, narrow_blocks
 from onetrunk.models.pack_output import PackOutput, spread
 from onetrunk.models.quantized import keep_train_kernels
+from onetrunk.models.score_adapter import ScoreBranch
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.quiet import peft_calls
 from onetrunk.types import Pack
 
-ROLES = ("policy", "value", "reference", "trunk")
+ROLES = ("policy", "value", "reference", "reward", "trunk")
 
 
 class TrunkModel(PeftModelForCausalLM):
-    """A PEFT model whose forward over a pack answers for the policy, the value and the reference.
+    """A PEFT model whose forward over a pack answers for the policy, the value, the reference and a reward adapter.
 
     Called without a pack it is the plain PEFT model with the policy active, so that sampling, `generate` and every
     tool for PEFT models work on it. `model.cut` is the first layer that trains (0: all do).
@@ -100,11 +103,12 @@ class TrunkModel(PeftModelForCausalLM):
         self.value_head_kind = value_head
         self.has_reference_adapter = initial_adapter is not None
         self._role: str | None = POLICY
+        self.reward_branch: ScoreBranch | None = None
         self._attach_branches(initial_adapter, first_layer)
         self.tuner_layers = find_tuner_layers(self)
         hidden_size = base.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
-        self.cut = first_trained_layer(self, self._layers_name())
+        self.cut = first_trained_layer(self, list_name(self, decoder_layers(base)))
         self.states_dtype: torch.dtype | None = None
         if self.cut:
             verify_cut(base, self.cut)
@@ -134,20 +138,18 @@ class TrunkModel(PeftModelForCausalLM):
         elif self.value_head_kind == "adapter":
             self.add_adapter(VALUE, copy.deepcopy(self.peft_config[POLICY]))
             self.set_requires_grad(VALUE)
-        freeze_below(self, self._layers_name(), first_layer)
-
-    def _layers_name(self) -> str:
-        layers = decoder_layers(self.get_base_model())
-        return next(name for name, m in self.named_modules() if m is layers).rsplit(".", 1)[-1]
+        freeze_below(self, list_name(self, decoder_layers(self.get_base_model())), first_layer)
 
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
-        """Play a role ("policy", "value" or "reference") in the block, for passes without a pack (sampling, say)."""
+        """Play a role ("policy", "value", "reference", "reward") in the block, for passes without a pack too."""
         adapters = {
             "policy": POLICY,
             "value": VALUE if self.value_head_kind == "adapter" else POLICY,
             "reference": REFERENCE if self.has_reference_adapter else None,
         }
+        if self.reward_branch is not None:
+            adapters["reward"] = REWARD
         if name not in adapters:
             raise ValueError(f"role {name!r} is none of {', '.join(adapters)}")
         before, self._role = self._role, adapters[name]
@@ -171,8 +173,8 @@ class TrunkModel(PeftModelForCausalLM):
 
         Args:
             pack: the rows, on the model's device.
-            roles: some of "policy", "value", "reference" and "trunk". Values without "policy" leave the policy's
-                adapter without gradient (value pretraining).
+            roles: some of "policy", "value", "reference", "reward" and "trunk". Values without "policy" leave the
+                policy's adapter without gradient (value pretraining).
             states: [R, T, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
             temperature: divides the logits of policy and reference alike.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
@@ -182,7 +184,8 @@ class TrunkModel(PeftModelForCausalLM):
         unknown = set(roles) - set(ROLES)
         if unknown:
             raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
-        if states is None and self.cut:
+        needs_states = set(roles) != {"reward"} or (self.reward_branch is not None and self.reward_branch.from_states)
+        if states is None and self.cut and needs_states:
             states = self._trunk_states(pack)
             self.states_dtype = states.dtype
         if states is not None and states.shape[:2] != pack.input_ids.shape:
@@ -200,13 +203,17 @@ class TrunkModel(PeftModelForCausalLM):
         if "reference" in roles:
             with torch.no_grad(), self.as_role("reference"):
                 out["ref_logprobs"], _ = self._token_logprobs(self._hidden(pack, states), pack, temperature, False)
+        if "reward" in roles:
+            with torch.no_grad(), self.as_role("reward"):
+                kept = states if self.reward_branch.from_states else None
+                out["scores"] = self.reward_branch(pack, lambda positions: self._hidden(pack, kept, positions))
         return PackOutput(**out)
 
-    def _run(self, pack: Pack) -> Tensor:
+    def _run(self, pack: Pack, read: Positions | None = None) -> Tensor:
         """Return the last hidden states [R, T, H] of the decoder as it is set up now."""
         # No attention mask: rows are padded on the right, so a causal layer never looks from a token at padding, and
         # attention that is causal alone runs in half the time of attention under a mask. Positions count from 0.
-        with self.narrow.at(Positions.of(pack)):
+        with self.narrow.at(read or Positions.of(pack)):
             return backbone(self.get_base_model())(input_ids=pack.input_ids, use_cache=False).last_hidden_state
 
     @torch.no_grad()
@@ -215,11 +222,11 @@ class TrunkModel(PeftModelForCausalLM):
             self._run(pack)
         return kept[0]
 
-    def _hidden(self, pack: Pack, states: Tensor | None) -> Tensor:
-        if not self.cut:
-            return self._run(pack)
+    def _hidden(self, pack: Pack, states: Tensor | None, read: Positions | None = None) -> Tensor:
+        if not self.cut or states is None:
+            return self._run(pack, read)
         with only_above(decoder_layers(self.get_base_model()), self.cut, states):
-            return self._run(pack)
+            return self._run(pack, read)
 
     def _token_logprobs(
         self, hidden: Tensor, pack: Pack, temperature: float, entropy_grad: bool
@@ -289,8 +296,9 @@ class TrunkModel(PeftModelForCausalLM):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Write the adapters (the policy at the root, as PEFT and vLLM expect it) and the value head into a folder."""
+        """Write what trains and the reference (the policy at the root, as PEFT and vLLM expect it) into a folder."""
         kwargs.setdefault("save_embedding_layers", False)
+        kwargs.setdefault("selected_adapters", [name for name in self.peft_config if name != REWARD])
         super().save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
         if is_main_process:
             self.value_head.save(save_directory)

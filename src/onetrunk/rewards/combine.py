@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, resolve_reward, unique_names
+from onetrunk.rewards.trunk import TrunkReward
 from onetrunk.types import Prompt
 
 # Given under another name, or ours alone: not passed on as columns.
@@ -57,6 +58,13 @@ class RewardSet:
             )
         if not all(math.isfinite(weight) for weight in self.weights):
             raise ValueError(f"reward weights must be finite, got {self.weights}")
+        on_trunk = [function for function in self.functions if isinstance(function, TrunkReward)]
+        if len(on_trunk) > 1:
+            raise ValueError(
+                f"{len(on_trunk)} reward adapters for one trunk ({', '.join(f.adapter.name for f in on_trunk)}); one"
+                " can be a branch of it: merge the others into their base model and give those folders"
+            )
+        self.trunk_reward = on_trunk[0] if on_trunk else None
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Refuse now what a call with these dataset columns would refuse: a function that lacks or rejects a keyword.
@@ -75,6 +83,7 @@ class RewardSet:
         completions: list[Completion],
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]],
+        trunk_scores: Callable[[], list[float]] | None = None,
         **extras: Any,
     ) -> Scores:
         """Score n completions with every function.
@@ -86,6 +95,7 @@ class RewardSet:
             completions: n texts, or lists of one message.
             completion_ids: n lists of token ids.
             columns: the dataset's columns, n entries each.
+            trunk_scores: returns the n scores of the reward adapter on the trunk; called when all others are done.
             extras: `trainer_state`, `log_extra`, `log_metric` for the functions, and whatever else they should get.
 
         Raises:
@@ -109,15 +119,15 @@ class RewardSet:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        results = self._call_all(keywords)
+        results = self._call_all(keywords, trunk_scores)
         rows = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
         return _weighted_sum(self.names, rows, self.weights, len(prompts))
 
-    def _call_all(self, keywords: dict[str, Any]) -> list[Any]:
+    def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
         results: list[Any] = [None] * len(self.functions)
         waiting = [index for index, function in enumerate(self.functions) if is_async(function)]
         for index, function in enumerate(self.functions):
-            if index not in waiting:
+            if index not in waiting and function is not self.trunk_reward:
                 try:
                     results[index] = function(**keywords)
                 except Exception as error:
@@ -128,6 +138,9 @@ class RewardSet:
                 if isinstance(result, BaseException):
                     raise _failure(self.names[index], result) from result
                 results[index] = result
+        if self.trunk_reward is not None:
+            # The trunk's errors are the run's own, and no reward function's.
+            results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
 
 

@@ -76,7 +76,8 @@ class PPODataArguments(TrainingDataArguments):
 
     reward_funcs: list[str] | None = _option(
         None,
-        "package.module.function, path/to/file.py:function, or a reward model's folder or Hub name; one or several.",
+        "package.module.function, path/to/file.py:function, or a reward model's folder or Hub name (an"
+        " adapter on the policy's own base is a branch of its trunk); one or several.",
     )
 
     def __post_init__(self) -> None:

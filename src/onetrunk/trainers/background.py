@@ -41,10 +41,11 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self) -> T:
-        """Return what the function returned, or raise what it raised."""
-        if self._thread is None:
-            return self._function()
-        self._thread.join()
+        """Return what the function returned, or raise what it raised; it has run once, however often this is asked."""
+        if self._thread is None and not self._values:
+            self._values.append(self._function())
+        elif self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
         return self._values[0]

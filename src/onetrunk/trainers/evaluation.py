@@ -120,17 +120,18 @@ def evaluate_prompts(
     with torch.no_grad(), accelerator.autocast(), model.as_role(role):
         sampler.backend.sync(model, version)
         rollout = sampler.generate(batch)
-    scored = sampler.score(batch, rollout, **(extras or {}))
+    roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
     packs, pack_rows = [], []
-    if role == "policy":
+    if roles:
         pad_id = sampler.params.pad_token_id
-        packs, pack_rows = rollout_packs(scored.rollout, rows_per_pack, max_tokens, pad_id, accelerator.device)
+        packs, pack_rows = rollout_packs(rollout, rows_per_pack, max_tokens, pad_id, accelerator.device)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()
     with torch.no_grad(), accelerator.autocast():
-        outputs = [model(pack=pack, roles=("policy", "reference"), temperature=temperature) for pack in packs]
+        outputs = [model(pack=pack, roles=roles, temperature=temperature) for pack in packs]
     model.train(was_training)
+    scored = sampler.score(batch, rollout, lambda: outputs, pack_rows, **(extras or {}))
     figures = rollout_figures(scored, packs, pack_rows, outputs, accelerator, counted)
     del figures["num_tokens"]
     return figures, scored

@@ -173,7 +173,7 @@ class ExperienceStream:
         packs, rows = rollout_packs(rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device)
         states = pack_states(rollout, packs, rows)
         outputs = Background(lambda: self._model_outputs(packs, states), device, self.sampler.may_wait)
-        scored = self.sampler.score(batch, rollout, **self.reward_extras())
+        scored = self.sampler.score(batch, rollout, outputs.result, rows, **self.reward_extras())
         experiences = self.shape(scored, packs, rows, outputs.result())
         self.last_scored = replace(scored, rollout=replace(rollout, states=None))
         self.metrics.add_seconds("generate", sampled - start)
@@ -257,7 +257,7 @@ class ExperienceStream:
     def _model_outputs(self, packs: list[Pack], states: list[Tensor] | None) -> list[PackOutput]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            return self.scorer.score(packs, roles, states)
+            return self.scorer.score(packs, self.sampler.roles(*roles), states)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"

@@ -74,7 +74,8 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
         model.train()
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states
-            model(pack=pack, roles=("policy", "value", "reference"), states=states, temperature=args.temperature)
+            roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
+            model(pack=pack, roles=roles, states=states, temperature=args.temperature)
         with offloaded_activations(model) if args.activation_offloading else contextlib.nullcontext():
             output = model(pack=pack, states=states, temperature=args.temperature, entropy_grad=args.entropy_coef > 0)
         # Not `backward`: DDP would count its gradients as those of a step.

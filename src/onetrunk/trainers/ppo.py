@@ -60,7 +60,7 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
     Args:
         model: a name or path (of a base model, or of an adapter to go on from), a transformers decoder, a PeftModel.
         reward_funcs: one or several of: a function with TRL's signature, a dotted path to one, the name or path of a
-            sequence-classification model, such a model.
+            sequence-classification model or of a reward adapter on the policy's base, such a model.
         args: the settings.
         train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
         eval_dataset: held-out rows of the same kind (or several such sets by name), for `evaluate` and eval_strategy.

@@ -5,7 +5,7 @@ Knows prompts, a rollout backend and reward functions; no policy gradient and no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data import decode_completion
+from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.packing import make_pack, plan_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.trunk import TrunkReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
 
@@ -100,6 +102,13 @@ def pack_states(rollout: Rollout, packs: Sequence[Pack], rows: Sequence[Sequence
     ]
 
 
+def row_scores(outputs: Sequence[PackOutput], pack_rows: Sequence[Sequence[int]]) -> list[float]:
+    """Return the scores that the reward adapter gives the rows of a rollout, out of those of its packs."""
+    scores = torch.cat([output.scores for output in outputs]).tolist()
+    places = [row for rows in pack_rows for row in rows]
+    return [score for _, score in sorted(zip(places, scores, strict=True))]
+
+
 class Sampler:
     """Samples completions and has them scored.
 
@@ -128,7 +137,11 @@ class Sampler:
     @property
     def may_wait(self) -> bool:
         """True where a reward function may wait for a server; a model of ours would compete for the device."""
-        return not all(isinstance(function, ModelReward) for function in self.rewards.functions)
+        return not all(isinstance(function, (ModelReward, TrunkReward)) for function in self.rewards.functions)
+
+    def roles(self, *names: str) -> tuple[str, ...]:
+        """Return what the trunk is asked for: these roles, and "reward" where an adapter of it scores."""
+        return names if self.rewards.trunk_reward is None else (*names, "reward")
 
     def generate(self, batch: PromptBatch, *, trains: bool = False) -> Rollout:
         """Return one completion per row, with states at the cut where they are captured and the rollout trains.
@@ -146,13 +159,33 @@ class Sampler:
             )
         return rollout
 
-    def score(self, batch: PromptBatch, rollout: Rollout, **extras: Any) -> ScoredRollout:
-        """Return the rollout with its text and raw scores; `extras` reach the reward functions as keywords."""
+    def score(
+        self,
+        batch: PromptBatch,
+        rollout: Rollout,
+        outputs: Callable[[], Sequence[PackOutput]] = tuple,
+        pack_rows: Sequence[Sequence[int]] = (),
+        **extras: Any,
+    ) -> ScoredRollout:
+        """Return the rollout with its text and raw scores.
+
+        Args:
+            batch: the prompts.
+            rollout: their completions.
+            outputs: returns what the trunk says of the packs, with `scores` where `roles` has "reward"; called last.
+            pack_rows: rows of the rollout that each pack holds.
+            extras: keywords for the reward functions.
+        """
         completions = [
             decode_completion(self.tokenizer, ids, stopped, prompt)
             for ids, stopped, prompt in zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
         ]
         scores = self.rewards.score(
-            batch.prompts, completions, list(rollout.completion_ids), columns=batch.columns, **extras
+            batch.prompts,
+            completions,
+            list(rollout.completion_ids),
+            columns=batch.columns,
+            trunk_scores=lambda: row_scores(outputs(), pack_rows),
+            **extras,
         )
         return ScoredRollout(batch, rollout, completions, scores)

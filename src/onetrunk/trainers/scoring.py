@@ -62,7 +62,9 @@ class PackScorer:
                 states = self._in_own_dtype(output.states) if given is None else states
                 output = output._replace(states=self.cache.keep(states))
             outputs.append(output)
-        figures = [t for o in outputs for name, t in o._asdict().items() if t is not None and name != "states"]
+        # A score that is not finite leaves out its row alone.
+        apart = ("states", "scores")
+        figures = [t for o in outputs for name, t in o._asdict().items() if t is not None and name not in apart]
         if not torch.stack([torch.isfinite(t).all() for t in figures]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return outputs

@@ -19,11 +19,13 @@ from transformers.utils import has_file
 from onetrunk.data import prepare_prompts
 from onetrunk.models.backbone import load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk, init_value_head
+from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import RewardFunction, names_a_model
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.trunk import trunk_reward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.trainers.checks import check_launch, check_lengths, check_model, check_parts, source_of
@@ -46,6 +48,14 @@ class Run:
     sampler: Sampler
     trunk_plan: TrunkPlan
     memory_check: MemoryCheck
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a reward adapter must have in common with the policy: the base model's name and the tokenizer."""
+
+    base: str
+    tokenizer: PreTrainedTokenizerBase
 
 
 def prepare_run(
@@ -75,7 +85,8 @@ def prepare_run(
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     eval_datasets = {name: prepare_dataset(d, tokenizer, args) for name, d in eval_datasets.items() if d is not None}
     check_lengths(model, args, [train_dataset, *eval_datasets.values()])
-    rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args), args.reward_weights)
+    policy = Policy(base_name(model, args.model_init_kwargs or {}), tokenizer)
+    rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args, policy), args.reward_weights)
     for dataset in (train_dataset, *eval_datasets.values()):
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     set_seed(args.seed)
@@ -87,15 +98,16 @@ def prepare_run(
         quantization_config=quantization_config,
         model_init_kwargs=args.model_init_kwargs,
     )
+    if rewards.trunk_reward is not None:
+        attach_score_adapter(trunk, rewards.trunk_reward.adapter)
     if args.value_head_init is not None:
         init_value_head(trunk, args.value_head_init)
     repair_padding(tokenizer, trunk.get_base_model().config)
+    stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
         temperature=args.temperature,
-        stop_token_ids=tuple(
-            sorted({*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops})
-        ),
+        stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
     )
     longest_prompt = max(map(len, train_dataset["prompt_ids"]))
@@ -116,9 +128,7 @@ def policy_tokenizer(
         return repair_padding(tokenizer)
     source = source_of(kwargs)
     if not isinstance(model, str):
-        name = (
-            model.get_base_model().config.name_or_path if isinstance(model, PeftModel) else model.config.name_or_path
-        )
+        name = base_name(model, kwargs)
         if not name:
             raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
         return load_tokenizer(name)
@@ -130,6 +140,14 @@ def policy_tokenizer(
     else:
         has_own = has_file(model, "tokenizer_config.json", revision=source.get("revision"))
     return load_tokenizer(model, revision=source.get("revision")) if has_own else load_tokenizer(base)
+
+
+def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> str:
+    """Return what the policy's base model was or will be loaded from; empty for a model that was made in memory."""
+    if isinstance(model, str):
+        return adapter_base(model, source_of(kwargs).get("revision")) or model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.config.name_or_path or ""
 
 
 def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -168,8 +186,10 @@ def resolve_rewards(
     rewards: Reward | Sequence[Reward],
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     args: PPOConfig,
+    policy: Policy,
 ) -> list[RewardFunction | str]:
-    """Return reward functions for functions, dotted paths, and sequence-classification models (by name or loaded)."""
+    """Return reward functions for functions, dotted paths, sequence-classification models (by name or loaded), and
+    reward adapters for the policy's own trunk."""
     listed = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(listed)
     if len(given) != len(listed):
@@ -177,12 +197,16 @@ def resolve_rewards(
             f"{len(given)} reward_processing_classes for {len(listed)} reward functions; give one each (None"
             " for functions)"
         )
-    return [_resolve(r, t, args) for r, t in zip(listed, given, strict=True)]
+    return [_resolve(r, t, args, policy) for r, t in zip(listed, given, strict=True)]
 
 
-def _resolve(reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig) -> RewardFunction | str:
+def _resolve(
+    reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig, policy: Policy
+) -> RewardFunction | str:
     if isinstance(reward, PreTrainedModel):
         return ModelReward(reward, tokenizer, device=args.device)
     if isinstance(reward, str) and names_a_model(reward):
+        if is_adapter_name(reward):
+            return trunk_reward(reward, policy.base, policy.tokenizer, tokenizer)
         return ModelReward(reward, tokenizer, device=args.device)
     return reward

@@ -48,16 +48,17 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     base = trunk.get_base_model()
     num_layers = len(decoder_layers(base))
     captures = _captures_states(trunk, args, samples_here)
+    reward = _reward_line(trunk)
     if not trunk.cut:
         if args.trunk_cache in ("device", "cpu", "disk"):
             raise ValueError(
                 f"trunk_cache {args.trunk_cache!r} has nothing to keep: layer 0 carries an adapter that trains; set"
                 " adapter_layers to top-k with k below the number of layers, or trunk_cache to 'auto'"
             )
-        return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse")
+        return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and alike for every role"
     if args.trunk_cache == "off":
-        return TrunkPlan(None, f"{lower}; trunk_cache is off: they run in every forward")
+        return TrunkPlan(None, f"{lower}; trunk_cache is off: they run in every forward{reward}")
     shape = ModelShape.from_config(base.config.get_text_config())
     row_tokens = longest_prompt + args.max_completion_length
     rows = plan_batches(args, args.world_size).rows_per_rank
@@ -67,9 +68,18 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     where = {"device": f"on {args.device}", "cpu": "in this machine's memory", "disk": f"on disk ({args.output_dir})"}
     report = (
         f"{lower} and run once a rollout: {saving:.0%} less work in scoring and update, for at most"
-        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', made while sampling' if captures else ''}"
+        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', made while sampling' if captures else ''}{reward}"
     )
     return TrunkPlan(TrunkCache(place, Path(args.output_dir)), report, captures)
+
+
+def _reward_line(trunk: TrunkModel) -> str:
+    branch = trunk.reward_branch
+    if branch is None:
+        return ""
+    if branch.from_states:
+        return f"\nreward: the adapter {branch.name} starts from the states at the cut, layer {trunk.cut}"
+    return f"\nreward: the adapter {branch.name} runs through all layers: {branch.obstacle}"
 
 
 def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:
@@ -79,6 +89,9 @@ def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> 
         "the rollout backend is not the trunk itself": not samples_here,
         "truncated_completions 'bootstrap' needs the state of the last token, which sampling does not run": (
             args.truncated_completions == "bootstrap"
+        ),
+        "the reward adapter needs the state of the last token, which sampling does not run": (
+            trunk.reward_branch is not None and trunk.reward_branch.from_states
         ),
     }
     found = [obstacle for obstacle, is_there in obstacles.items() if is_there]

@@ -1,0 +1,222 @@
+"""A reward adapter as a branch of the trunk: LoRA weights and a score head beside those of the policy, never trained.
+
+It is what a sequence-classification model with an adapter is (TRL's RewardTrainer with a peft_config saves one), less
+the second base model. Knows PEFT's files and the trunk's layers; no text, no reward function.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
+from torch import Tensor, nn
+from transformers.utils import find_adapter_config_file
+
+from onetrunk.models.adapter_files import set_adapter_weights
+from onetrunk.models.adapters import (
+    POLICY,
+    REWARD,
+    ValueHead,
+    adapter_parameters,
+    check_adapter_config,
+    layer_index,
+    list_name,
+)
+from onetrunk.models.backbone import decoder_layers, output_head
+from onetrunk.models.narrow import Positions
+from onetrunk.models.sources import adapter_base, can_be_on_hub
+from onetrunk.quiet import peft_calls
+from onetrunk.types import Pack
+
+# What PEFT trains whole for a sequence-classification model: only `score` is there in a decoder.
+HEAD_MODULES = {"score", "classifier"}
+_HEAD_KEYS = ("base_model.model.score.weight", "base_model.model.score.bias")
+# How an adapter began: these leave the base model as it is.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class ScoreAdapter:
+    """A reward adapter, read and not yet on a trunk.
+
+    Args:
+        name: folder or Hub name.
+        base: name of the base model that it was trained on.
+        config: of its LoRA.
+        weights: under PEFT's names.
+        head: "weight" [1, H], and "bias" [1] where it has one.
+        pad_token_id: the score is read at the last token that is another one; None: at the last.
+    """
+
+    name: str
+    base: str
+    config: LoraConfig
+    weights: dict[str, Tensor]
+    head: dict[str, Tensor]
+    pad_token_id: int | None = None
+
+
+def is_adapter_name(name: str) -> bool:
+    """Say whether an adapter lies at a name; False where nothing does, which whoever loads a model will say."""
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return (folder / "adapter_config.json").is_file()
+    try:
+        return can_be_on_hub(name) and find_adapter_config_file(name) is not None
+    except OSError:
+        return False
+
+
+def read_score_adapter(name: str) -> ScoreAdapter:
+    """Read the reward adapter at `name`, a folder or a name on the Hub; its pad token is left open.
+
+    Raises:
+        ValueError: no LoRA, a kind that the trunk can't carry, no score head, or one with several labels.
+        RuntimeError: its base model is not there.
+    """
+    folder = Path(name).expanduser()
+    source = str(folder) if folder.exists() else name
+    base, config = adapter_base(source), PeftConfig.from_pretrained(source)
+    config = _checked_config(name, config)
+    weights = load_peft_weights(source, device="cpu")
+    head = {key.rsplit(".", 1)[-1]: weights.pop(key) for key in _HEAD_KEYS if key in weights}
+    if "weight" not in head:
+        raise ValueError(
+            f"reward adapter {name} has no score head (a tensor {_HEAD_KEYS[0]}); train it as a sequence-"
+            "classification adapter (PEFT's task_type SEQ_CLS), which saves its head"
+        )
+    if len(head["weight"]) != 1:
+        raise ValueError(f"reward adapter {name} has {len(head['weight'])} labels; expected 1, a score")
+    others = sorted(k for k in weights if ".lora_" not in k or ".lora_embedding" in k)
+    if others:
+        raise ValueError(
+            f"reward adapter {name} carries {len(others)} tensors beside LoRA on the layers and its head, the first is"
+            f" {others[0]}; the trunk stays frozen: merge the adapter into its base model and give that folder"
+        )
+    return ScoreAdapter(name, base, config, weights, head)
+
+
+def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
+    if config.task_type != "SEQ_CLS":
+        raise ValueError(
+            f"reward adapter {name} has the task_type {config.task_type}, and no score head; give one with SEQ_CLS, as"
+            " a sequence-classification model with an adapter saves it"
+        )
+    if config.peft_type != "LORA":
+        raise ValueError(
+            f"reward adapter {name} is of the kind {config.peft_type}, and branches of the trunk are LORA; merge it"
+            " into its base model and give that folder"
+        )
+    config = copy.deepcopy(config)
+    if set(getattr(config, "modules_to_save", None) or ()) <= HEAD_MODULES:
+        config.modules_to_save = None
+    if getattr(config, "init_lora_weights", None) in _PLAIN_STARTS:
+        config.init_lora_weights = True
+    try:
+        check_adapter_config(config)
+    except ValueError as error:
+        raise ValueError(f"reward adapter {name} can't be a branch of the trunk: {error}") from error
+    config.task_type, config.inference_mode, config.lora_dropout = "CAUSAL_LM", False, 0.0
+    return config
+
+
+class ScoreBranch(nn.Module):
+    """The head of the reward adapter, in float32, and where it reads.
+
+    Args:
+        adapter: what was read.
+        hidden_size: width of the trunk.
+        device: of the trunk's last layer.
+        first_layer: the lowest layer that the adapter changes.
+        obstacle: why the states at the cut are of no use to it, a clause; None: it starts from them.
+    """
+
+    def __init__(
+        self,
+        adapter: ScoreAdapter,
+        hidden_size: int,
+        device: torch.device,
+        first_layer: int,
+        obstacle: str | None,
+    ):
+        super().__init__()
+        self.name, self.pad_token_id = adapter.name, adapter.pad_token_id
+        self.first_layer, self.obstacle = first_layer, obstacle
+        self.head = ValueHead(hidden_size, device=device)
+        if adapter.head["weight"].shape != self.head.linear.weight.shape:
+            raise ValueError(
+                f"reward adapter {adapter.name} has a head of {list(adapter.head['weight'].shape)}, and this trunk is"
+                f" {hidden_size} wide: it was trained on another base model"
+            )
+        with torch.no_grad():
+            for key, tensor in adapter.head.items():
+                getattr(self.head.linear, key).copy_(tensor)
+        self.requires_grad_(False)
+
+    @property
+    def from_states(self) -> bool:
+        """True where it starts from the states at the cut; False where it runs every layer."""
+        return self.obstacle is None
+
+    def last_tokens(self, pack: Pack) -> Tensor:
+        """Return the place [R] of each row at which the score is read.
+
+        Source: transformers' GenericForSequenceClassification: the last token that is not the pad token, also where
+        that is the end token, which the model then never saw at its end.
+        """
+        counts = pack.attention_mask.bool()
+        if self.pad_token_id is not None:
+            counts = counts & (pack.input_ids != self.pad_token_id)
+        return (torch.arange(counts.shape[1], device=counts.device) * counts).argmax(dim=1)
+
+    def forward(self, pack: Pack, run: Callable[[Positions], Tensor]) -> Tensor:
+        """Return the scores [R] of a pack, float32.
+
+        Args:
+            pack: the rows.
+            run: returns the last hidden states [R, T, H] under this adapter, right at the positions that are read.
+        """
+        last = self.last_tokens(pack)
+        rows = torch.arange(pack.num_rows, device=last.device)
+        hidden = run(Positions.at(pack.attention_mask.bool(), rows * pack.input_ids.shape[1] + last))
+        return self.head(hidden[rows, last])
+
+
+def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
+    """Make `adapter` the branch `reward` of a TrunkModel, in place of one that is there; no flag of another changes.
+
+    Raises:
+        ValueError: it does not fit this trunk.
+    """
+    flags = [(p, p.requires_grad) for p in trunk.parameters()]
+    if REWARD in trunk.peft_config:
+        trunk.delete_adapter(REWARD)
+    with peft_calls():
+        trunk.add_adapter(REWARD, copy.deepcopy(adapter.config))
+    set_adapter_weights(trunk, adapter.weights, REWARD, adapter.name)
+    for parameter in adapter_parameters(trunk, REWARD).values():
+        parameter.requires_grad_(False)
+    for parameter, requires_grad in flags:
+        parameter.requires_grad_(requires_grad)
+    base = trunk.get_base_model()
+    first_layer = lowest_layer(trunk, REWARD)
+    obstacle = None
+    if not trunk.cut:
+        obstacle = "layer 0 trains, so there is no cut"
+    elif first_layer < trunk.cut:
+        obstacle = f"it changes layer {first_layer} and the cut is at {trunk.cut}"
+    elif lowest_layer(trunk, POLICY) < trunk.cut:
+        obstacle = "the policy goes on from an adapter that is at work below the cut, where this one is not"
+    hidden_size = base.config.get_text_config().hidden_size
+    device = output_head(base).weight.device
+    trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, first_layer, obstacle)
+
+
+def lowest_layer(trunk: PeftModel, adapter: str) -> int:
+    """Return the lowest decoder layer that an adapter changes; 0 for what lies outside the layers."""
+    layers = list_name(trunk, decoder_layers(trunk.get_base_model()))
+    return min((layer_index(name, layers) or 0 for name in adapter_parameters(trunk, adapter)), default=0)
