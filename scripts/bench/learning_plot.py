@@ -111,9 +111,9 @@ def row(arm: ArmRuns, default: ArmRuns, budget_s: float) -> dict[str, str]:
         "J": spread(arm.last("objective")),
         f"J less that of `{default.name}`": spread(lead, "+.3f"),
         "J, all rollouts": spread(arm.curve("objective").mean(1)),
-        "CPU s per rollout": f"{arm.cpu_s()[-1] / len(arm.cpu_s()):.3f}",
+        "CPU s per rollout": f"{arm.cpu_s()[-1] / len(arm.cpu_s()):.2f}",
+        "CPU s": f"{arm.cpu_s()[-1]:.1f}",
         f"score at {budget_s:.1f} CPU s": spread(arm.at("score", budget_s)),
-        f"J at {budget_s:.1f} CPU s": spread(arm.at("objective", budget_s)),
     }
     if "held_out" in arm.runs[0]:
         cells["held out"] = spread(np.array([run["held_out"] for run in arm.runs]))

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from tests import learning
 
 LORA_RATES = {"four_tokens": (1e-3, 3e-3, 1e-2), "sums": (5e-4, 1e-3, 2e-3, 4e-3)}
-FULL_RATES = {"four_tokens": (3e-4, 1e-3, 3e-3), "sums": (1e-4, 3e-4, 1e-3)}
+FULL_RATES = {"four_tokens": (3e-4, 1e-3, 3e-3), "sums": (5e-5, 1e-4, 3e-4, 1e-3)}
 ARMS = [
     Arm(name, {"lora": name == "trl-lora"}, {t: [{"learning_rate": rate} for rate in rates[t]] for t in rates})
     for name, rates in (("trl-lora", LORA_RATES), ("trl-full", FULL_RATES))
