@@ -19,9 +19,11 @@ FILES = sorted((SOURCE / "onetrunk").rglob("*.py"))
 FLOORS = {
     "types": 0,
     "files": 0,
+    "locks": 0,
     "quiet": 0,
     "ops": 1,
     "costs": 1,
+    "checkpoints": 1,
     "models": 2,
     "data": 2,
     "rollouts": 3,
