@@ -7,11 +7,13 @@ machine that shares the folder. Knows nothing of the file that it guards.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -112,3 +114,26 @@ def _is_alive_here(holder: dict[str, object]) -> bool:
     except PermissionError:
         return True
     return True
+
+
+_held: dict[Path, int] = {}
+
+
+@contextlib.contextmanager
+def held_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the right to write a run's folder in the block; a process that holds it already may hold it again.
+
+    Raises:
+        RuntimeError: another process holds it.
+        OSError: the folder cannot be written to.
+    """
+    # On the Hub no name with an underscore is uploaded.
+    path = Path(folder).resolve() / "_run"
+    lock = WriterLock(path) if not _held.get(path) else None
+    _held[path] = _held.get(path, 0) + 1
+    try:
+        yield
+    finally:
+        _held[path] -= 1
+        if lock is not None:
+            lock.release()

@@ -1,6 +1,5 @@
 """A run that was interrupted and resumed is the run that was not: weights, optimizer, schedule and log, bit by bit."""
 
-import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -9,6 +8,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
+from tests.trainers.checkpoints import change_json
 from tests.trainers.support import (
     StopAt,
     assert_same,
@@ -128,9 +128,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(tmp_path, name):
 def test_a_damaged_stream_state_is_refused(tmp_path):
     damaged = tmp_path / "checkpoint-6"
     shutil.copytree(checkpoint("fixed", 6), damaged)
-    content = json.loads((damaged / "experience_stream.json").read_text())
-    del content["kl_controller"]
-    (damaged / "experience_stream.json").write_text(json.dumps(content))
+    change_json(damaged / "experience_stream.json", lambda content: content.pop("kl_controller"))
     with pytest.raises(ValueError, match="does not hold the state of an experience stream"):
         run(tmp_path / "out", "fixed", resume=str(damaged))
 
@@ -198,9 +196,7 @@ def test_resuming_with_the_same_rates_warns_of_nothing(tmp_path, caplog):
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
     other = tmp_path / "checkpoint-6"
     shutil.copytree(checkpoint("fixed", 6), other)
-    content = json.loads((other / "experience_stream.json").read_text())
-    content["settings"]["num_processes"] = 2
-    (other / "experience_stream.json").write_text(json.dumps(content))
+    change_json(other / "experience_stream.json", lambda content: content["settings"].update(num_processes=2))
     with pytest.raises(ValueError, match=r"num_processes 2 \(here 1\)"):
         run(tmp_path / "out", "fixed", resume=str(other))
 

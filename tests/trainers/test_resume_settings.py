@@ -1,7 +1,7 @@
 """What a resumed run may not change, and what it says of the rest: the base, the adapter's scale, the objective."""
 
 import functools
-import json
+import shutil
 
 import pytest
 from peft import LoraConfig
@@ -10,6 +10,7 @@ from onetrunk.rewards.base import resolve_reward
 from onetrunk.trainers.ppo import PPOTrainer
 from onetrunk.trainers.run_settings import reward_path
 from tests.tiny import tiny_tokenizer
+from tests.trainers.checkpoints import change_json
 from tests.trainers.support import StopAt, base_model, even_share, lora, make_config, make_trainer, prompts
 
 SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
@@ -89,15 +90,8 @@ def test_resuming_elsewhere_and_for_longer_is_no_change(tmp_path, checkpoint, ca
 
 def test_a_setting_that_an_older_version_did_not_write_is_no_change(tmp_path, checkpoint, caplog):
     older = tmp_path / "checkpoint-4"
-    older.symlink_to(checkpoint)
-    content = json.loads((older / "experience_stream.json").read_text())
-    assert content["settings"]["told"].pop("dual_clip", 0) is None
-    older.unlink()
-    older.mkdir()
-    for path in checkpoint.iterdir():
-        if path.name != "experience_stream.json":
-            (older / path.name).symlink_to(path)
-    (older / "experience_stream.json").write_text(json.dumps(content))
+    shutil.copytree(checkpoint, older)
+    change_json(older / "experience_stream.json", lambda content: content["settings"]["told"].pop("dual_clip"))
     resume(tmp_path / "out", older)
     assert "changed since" not in caplog.text
 

@@ -45,6 +45,7 @@ class LocalBackend:
             policy than the one that trains: meant for evaluation and constraints.
         progress: called as `progress(done_rows, total_rows, tokens)` whenever rows finish; tokens counts the
             completion tokens of all finished rows.
+        poll: called before each token; may raise to give up.
 
     Raises:
         ValueError: `max_rows` is below 1.
@@ -57,6 +58,7 @@ class LocalBackend:
         max_rows: int | None = None,
         logits_processor: LogitsProcessorList | None = None,
         progress: Callable[[int, int, int], None] | None = None,
+        poll: Callable[[], None] | None = None,
     ) -> None:
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}; set it to 1 or more, or to None to decode all rows at once")
@@ -65,6 +67,7 @@ class LocalBackend:
         self.max_rows = max_rows
         self.logits_processor = logits_processor
         self.progress = progress
+        self.poll = poll
 
     def sync(self, model: nn.Module, version: int) -> None:
         """Sample from `model` from now on, and stamp rollouts with `version`. The weights are shared, not copied."""
@@ -133,6 +136,8 @@ class LocalBackend:
         stays_for_its_state = capture is not None and capture.keeps_last
         staying = list(range(len(state.rows)))
         for t in range(params.max_completion_length + stays_for_its_state):
+            if self.poll is not None:
+                self.poll()
             if capture is not None:
                 capture.expect(*state.next_tokens())
             logits = _next_logits(model, state, last_only)

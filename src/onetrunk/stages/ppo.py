@@ -19,7 +19,7 @@ def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: 
     from onetrunk.stages.ppo_judges import run_judges
     from onetrunk.stages.resuming import delete_old_run, require_new_run, resume_point
     from onetrunk.stages.rows import load_training_rows
-    from onetrunk.trainers.checkpoint import find_checkpoint
+    from onetrunk.trainers.resume_point import find_checkpoint
 
     resume = find_checkpoint(resume_point(args), args.output_dir)
     require_new_run(args, resume)

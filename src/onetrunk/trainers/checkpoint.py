@@ -1,107 +1,261 @@
-"""What a checkpoint of PPOTrainer holds beside transformers' own files, and the check before a run goes on from one.
+"""Checkpoints that survive anything, for every Trainer: whole or absent, verified, with all that an exact resume needs.
 
-Knows files and the trunk's branches; no objective.
+transformers' Trainer writes its files into a folder aside; they are made durable, get a manifest, and the folder is
+renamed and read again before an older one is deleted. A signal ends a run with a checkpoint. Knows Trainer's loop and
+files; no model and no objective.
 """
 
 from __future__ import annotations
 
-import math
+import os
+import pickle
+import re
+import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer, TrainerState
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
 
-from onetrunk.models.adapters import POLICY, VALUE_HEAD_FILE
-from onetrunk.trainers.stream_state import STATE_FILE
+from onetrunk.checkpoints.folders import (
+    PREFIX,
+    STAGING,
+    begin_staging,
+    checkpoint_problems,
+    described,
+    publish,
+    rotate,
+)
+from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, sync, write_manifest
+from onetrunk.locks import held_folder
+from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
+from onetrunk.trainers.resume_point import LOOP_FILES, find_checkpoint
+from onetrunk.trainers.stopping import StopAsked, Stopped, StopSignals
 
 logger = get_logger(__name__)
 
-# Without the first three Trainer goes on all the same, with a fresh optimizer or from step 0.
-FILES = (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_FILE, VALUE_HEAD_FILE)
+# How torch says that a disk is full.
+TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
 
 
-def find_checkpoint(given: str | Path | bool | None, output_dir: str) -> str | None:
-    """Return the checkpoint folder to go on from, its files checked to be there; None: start anew.
+class SafeCheckpoints(Trainer):
+    """The part of a trainer that saves, finds and loads checkpoints, and ends a run in order. It stands before Trainer
+    (or TRL's trainer) among the bases of a class."""
 
-    Args:
-        given: a folder, True for the last one in `output_dir`, or nothing.
-        output_dir: of the run.
+    needed_files: Sequence[str] = LOOP_FILES
 
-    Raises:
-        ValueError: there is no checkpoint, or one of its files is missing.
-    """
-    if not given:
-        return None
-    folder = given
-    if given is True:
-        folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-        if folder is None:
-            raise ValueError(
-                f"{output_dir} holds no checkpoint-* folder to resume from; leave resume_from_checkpoint out"
-            )
-    if not Path(folder).is_dir():
-        raise ValueError(f"resume_from_checkpoint: there is no folder {folder}")
-    missing = [name for name in FILES if not (Path(folder) / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{folder} lacks {', '.join(missing)}: it is no complete checkpoint of PPOTrainer; pass another of its"
-            " checkpoint-* folders"
-        )
-    return str(folder)
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.stop_signals = StopSignals()
+        self.is_pass_end = False
+        self._is_staging = False
+        self._save_waits = False
+        self._saved_step: int | None = None
+        self._resume_from: str | None = None
+        self._run_id: str | None = None
+        super().__init__(*args, **kwargs)
+        self.add_callback(LoopEvents(self))
 
+    # --- what a kind of trainer adds --------------------------------------------------------------------------------
 
-class BranchCheckpoints(Trainer):
-    """The part of PPOTrainer that saves, loads and pushes all branches of the trunk and the experience stream."""
+    def own_loop_state(self) -> dict[str, Any]:
+        """Return what this process has to remember between two logs besides Trainer's own, in terms of JSON."""
+        return {}
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> TrainOutput:
-        """Train; from a checkpoint at the planned end of the run or past it only its weights and state are taken.
+    def load_own_loop_state(self, state: dict[str, Any]) -> None:
+        """Take back what `own_loop_state` returned."""
 
-        Trainer itself would train one step more than planned.
+    def may_save(self) -> bool:
+        """Return whether the weights are worth a checkpoint at this step."""
+        return True
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train; SIGTERM, Ctrl-C and SIGUSR1 end it with a checkpoint.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, True for the last whole one in output_dir, or "auto" for that
+                one if there is any.
+            **kwargs: as Trainer takes them.
+
+        Raises:
+            Stopped: a signal came; a SystemExit with code 0.
+            ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
-        if resume_from_checkpoint is None:
-            return super().train(**kwargs)
-        state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
-        args, planned = self.args, self.args.max_steps
-        if planned <= 0:
-            planned = math.ceil(args.num_train_epochs * len(self.get_train_dataloader()))
-        if state.global_step < planned:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        self.get_train_dataloader()  # Refuses a checkpoint of another run.
-        self._load_from_checkpoint(resume_from_checkpoint)
-        state.is_world_process_zero, state.is_local_process_zero = (
-            args.process_index == 0,
-            args.local_process_index == 0,
-        )
-        self.state = state
-        longer = "num_rollouts" if args.num_rollouts else "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        logger.warning(
-            f"nothing is left to train: {resume_from_checkpoint} is at step {state.global_step} of {planned} planned;"
-            f" raise {longer} to train on"
-        )
-        return TrainOutput(state.global_step, 0.0, {})
+        self._resume_from = find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.needed_files)
+        self._saved_step, self._save_waits, self.is_pass_end = None, False, False
+        self._run_id = None if self._resume_from is None else read_manifest(self._resume_from).get("run")
+        if not self.args.should_save:
+            return self._train_until_stopped(**kwargs)
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        with held_folder(self.args.output_dir):
+            return self._train_until_stopped(**kwargs)
+
+    def _train_until_stopped(self, **kwargs: Any) -> TrainOutput:
+        with self.stop_signals.listening():
+            try:
+                return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+            except StopAsked:
+                checkpoint = self._save_where_it_stands()
+                self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+                self.is_in_train = False
+        raise Stopped(checkpoint, self.stop_signals.received)
+
+    def _save_where_it_stands(self) -> str:
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, trial=None)
+        return str(Path(self.args.output_dir) / f"{PREFIX}{self.state.global_step}")
+
+    def begin_loop(self) -> None:
+        """Bring the loop to where the checkpoint left it; Trainer has just set it to its beginning."""
+        if self._resume_from is not None:
+            self._saved_step = self.state.global_step
+            self.load_own_loop_state(load_loop_state(self, self._resume_from))
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any) -> None:
+        # At the end of a pass Trainer comes here twice, and a checkpoint of the first time would lack what the second
+        # logs: it waits.
+        is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch).is_integer()
+        waits = is_last and not self.is_pass_end
+        if waits:
+            self._save_waits, self.control.should_save = self.control.should_save, False
+        elif self._save_waits:
+            self._save_waits, self.control.should_save = False, True
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kw)
+        if not waits and self.may_save() and self.stop_signals.agreed(self.accelerator):
+            raise StopAsked
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder) / STAGING) if self._is_staging else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        output_dir = Path(self._get_output_dir(trial))
+        name = f"{PREFIX}{self.state.global_step}"
+        if self.args.should_save:
+            self._writing(lambda: begin_staging(output_dir), output_dir / name)
+        self.accelerator.wait_for_everyone()
+        self._is_staging = True
+        try:
+            self._writing(lambda: super(SafeCheckpoints, self)._save_checkpoint(model, trial), output_dir / name)
+        finally:
+            self._is_staging = False
+        self._name_best(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._writing(lambda: self._finish(output_dir, name), output_dir / name)
+        self.accelerator.wait_for_everyone()
+        self._saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(output_dir / name))
+
+    def _name_best(self, output_dir: Path) -> None:
+        # Trainer named the best checkpoint by the folder in which it was made.
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent.name == STAGING:
+            self.state.best_model_checkpoint = str(output_dir / Path(best).name)
+            if self.args.should_save:
+                staged = output_dir / STAGING / f"{PREFIX}{self.state.global_step}"
+                self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+
+    def _finish(self, output_dir: Path, name: str) -> None:
+        staged, final = output_dir / STAGING / name, output_dir / name
+        about = {"step": self.state.global_step, "kind": type(self).__name__}
+        self._run_id = self._run_id or secrets.token_hex(8)
+        write_manifest(staged, **about, world_size=self.args.world_size, run=self._run_id)
+        publish(staged, final)
+        found = checkpoint_problems(final)
+        if found:
+            raise OSError(f"read again, it is not what was written ({described(found)})")
+        best = self.state.best_model_checkpoint
+        rotate(output_dir, self.args.save_total_limit, [Path(best)] if best else [])
+        staged.parent.rmdir()
+
+    def _writing(self, write: Any, target: Path) -> None:
+        """Write, or say what could not be written and what there is to go on from.
+
+        Raises:
+            RuntimeError: names the folder, the free bytes and the last whole checkpoint.
+        """
+        try:
+            write()
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not TORCH_WRITE_FAILED.search(str(error)):
+                raise
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            free = shutil.disk_usage(_existing(target)).free
+            raise RuntimeError(
+                f"{target} could not be written ({reason}; {free:,} bytes are free there); the checkpoints before it"
+                " are as they were: make room, and go on with --resume auto"
+            ) from error
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Trainer calls it while the folder is being made; it is pushed once it is proven.
+        if not self._is_staging:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self._stream.save(output_dir)
+        save_loop_state(self, output_dir, self.own_loop_state())
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.model.load_branches(resume_from_checkpoint)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the trained model into output_dir: its files take their places one by one, the manifest last."""
+        target = Path(output_dir or self.args.output_dir)
+        if _internal_call or target.resolve() != Path(self.args.output_dir).resolve():
+            super().save_model(output_dir, _internal_call)
+            return
+        staged = target / STAGING / "result"
+        if self.args.should_save:
+            self._writing(lambda: begin_staging(target), target)
+        self.accelerator.wait_for_everyone()
+        self._writing(lambda: super(SafeCheckpoints, self).save_model(str(staged), True), target)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._writing(lambda: _install(staged, target), target)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _load_best_model(self) -> None:
-        self.model.load_branches(self.state.best_model_checkpoint)
+    # --- loading ----------------------------------------------------------------------------------------------------
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.is_world_process_zero():
-            # Trainer copies what it knows: the files of the policy's adapter.
-            for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != POLICY)):
-                source, target = Path(checkpoint_folder) / name, Path(self.args.output_dir) / name
-                if source.is_dir():
-                    shutil.copytree(source, target, dirs_exist_ok=True)
-                elif source.is_file():
-                    shutil.copy(source, target)
-        super()._push_from_checkpoint(checkpoint_folder)
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        _loading(super()._load_optimizer_and_scheduler, checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        _loading(super()._load_rng_state, checkpoint)
+
+
+def _install(staged: Path, target: Path) -> None:
+    """Move a finished result into its folder; a manifest says that all of it is there."""
+    (target / MANIFEST).unlink(missing_ok=True)
+    write_manifest(staged, kind="result")
+    paths = [path for path in staged.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.name == MANIFEST):
+        place = target / path.relative_to(staged)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    sync(target)
+    shutil.rmtree(staged.parent)
+
+
+def _loading(load: Any, checkpoint: str | None) -> None:
+    try:
+        load(checkpoint)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{checkpoint} holds a file with more in it than tensors and numbers, which is not loaded"
+            f" ({str(error).splitlines()[0]}); it was not written by this library: pass another checkpoint"
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

@@ -13,25 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers import set_seed
 
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
-from onetrunk.ops.advantages import (
-    AdaptiveKLController,
-    FixedKLController,
-    gae,
-    length_adaptive_lam,
-)
+from onetrunk.ops.advantages import gae, length_adaptive_lam
 from onetrunk.ops.packing import split_minibatches
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 from onetrunk.trainers.background import Background
 from onetrunk.trainers.batch_plan import plan_batches
+from onetrunk.trainers.derived_seed import MINIBATCH_STREAM, ROLLOUT_STREAM, derived_seed
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
@@ -47,16 +43,9 @@ from onetrunk.trainers.sampling import (
 )
 from onetrunk.trainers.scoring import PackScorer
 from onetrunk.trainers.shaping import shaped_rewards, whitened
-from onetrunk.trainers.stream_state import (
-    StreamState,
-    load_buffer,
-    load_state,
-    save_buffer,
-    save_state,
-)
+from onetrunk.trainers.stopping import StopSignals
+from onetrunk.trainers.stream_state import StreamState, kl_controller, load_buffer, load_state, save_buffer, save_state
 from onetrunk.types import Experience, Minibatch, Pack, to_device
-
-MINIBATCH_STREAM = 2**32 - 3
 
 
 class ExperienceStream:
@@ -107,17 +96,13 @@ class ExperienceStream:
             seed=config.seed,
             shuffle=config.shuffle_dataset,
         )
-        adaptive = config.kl_target is not None
-        self.kl_controller = (
-            AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
-            if adaptive
-            else FixedKLController(config.beta)
-        )
+        self.kl_controller = kl_controller(config.beta, config.kl_target, config.kl_horizon)
         self.score_moments = RunningMoments()
         self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards.functions)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras: Callable[[], dict[str, Any]] = dict
+        self.stop_signals = StopSignals()
         self._experiences: list[Experience] | None = None
 
     def __len__(self) -> int:
@@ -163,17 +148,27 @@ class ExperienceStream:
         return prompt_batch(self.dataset, rows, keys)
 
     def make_rollout(self) -> list[Experience]:
-        """Sample, score and shape one rollout; return its packs in the order that they were formed."""
+        """Sample, score and shape one rollout; return its packs in the order that they were formed.
+
+        Raises:
+            StopAsked: the run is to stop; nothing has changed, and the same rollout can be made again.
+        """
         start = time.perf_counter()
+        # What reward functions draw from the global generators depends on the rollout alone too.
+        place = (self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.accelerator.process_index)
+        set_seed(derived_seed(*place) % 2**32)
         batch = self.prompts(self.state.iteration)
         self.sampler.backend.sync(self.model(), self.state.iteration * self.config.slots_per_rollout)
-        rollout = self.sampler.generate(batch, trains=True)
+        with self.stop_signals.giving_up(self.accelerator):
+            rollout = self.sampler.generate(batch, trains=True)
         sampled = time.perf_counter()
         device, pad_id = self.accelerator.device, self.sampler.params.pad_token_id
         packs, rows = rollout_packs(rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device)
         states = pack_states(rollout, packs, rows)
         outputs = Background(lambda: self._model_outputs(packs, states), device, self.sampler.may_wait)
-        scored = self.sampler.score(batch, rollout, outputs.result, rows, **self.reward_extras())
+        with self.stop_signals.giving_up(self.accelerator, alone=True):
+            scored = self.sampler.score(batch, rollout, outputs.result, rows, **self.reward_extras())
+            outputs.result()
         experiences = self.shape(scored, packs, rows, outputs.result())
         self.last_scored = replace(scored, rollout=replace(rollout, states=None))
         self.metrics.add_seconds("generate", sampled - start)
@@ -257,7 +252,7 @@ class ExperienceStream:
     def _model_outputs(self, packs: list[Pack], states: list[Tensor] | None) -> list[PackOutput]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            return self.scorer.score(packs, self.sampler.roles(*roles), states)
+            return self.scorer.score(packs, self.sampler.roles(*roles), states, poll=self.stop_signals.poll)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
@@ -283,8 +278,8 @@ class ExperienceStream:
 
     def _minibatch(self, slot: int) -> Minibatch:
         epoch, number = divmod(slot, self.config.num_minibatches)
-        seeds = np.random.SeedSequence((self.config.seed, MINIBATCH_STREAM, self.state.iteration, epoch))
-        generator = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
+        seed = derived_seed(self.config.seed, MINIBATCH_STREAM, self.state.iteration, epoch)
+        generator = torch.Generator().manual_seed(seed)
         rows = [e.pack.num_rows for e in self._experiences]
         chosen = split_minibatches(rows, self.config.num_minibatches, generator)[number]
         experiences = tuple(self._experiences[i] for i in chosen)

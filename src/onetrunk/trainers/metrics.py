@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import defaultdict
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -114,6 +115,28 @@ class MetricLog:
         figures["memory/peak_gib"] = peak_gib()
         self._clear()
         return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been measured since the last flush, in terms of JSON; call it between two steps."""
+        tensors = {"sums": self._sums, "maxima": self._maxima}
+        return {
+            **{name: {key: value.item() for key, value in own.items()} for name, own in tensors.items()},
+            "rollouts": dict(self._rollouts),
+            "own": dict(self._own),
+            "seconds": dict(self._seconds),
+            "counts": [self._num_steps, self._num_skipped, self._num_tokens],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._clear()
+        device = self.accelerator.device
+        for name, own in (("sums", self._sums), ("maxima", self._maxima)):
+            own.update({key: torch.tensor(value, device=device) for key, value in state[name].items()})
+        self._rollouts.update(state["rollouts"])
+        self._own.update(state["own"])
+        self._seconds.update(state["seconds"])
+        self._num_steps, self._num_skipped, self._num_tokens = state["counts"]
 
     def _own_means(self) -> dict[str, float]:
         # Processes may have logged under different names, so the names travel too.

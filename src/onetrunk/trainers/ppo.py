@@ -24,8 +24,8 @@ from onetrunk.models.offload import offloaded_activations
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss
 from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.trainers.branch_checkpoints import BranchCheckpoints
 from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard
-from onetrunk.trainers.checkpoint import BranchCheckpoints, find_checkpoint
 from onetrunk.trainers.checks import check_optimizer
 from onetrunk.trainers.evaluation import PromptEvaluation
 from onetrunk.trainers.experience import ExperienceStream
@@ -109,14 +109,13 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
             quantization_config=quantization_config,
             peft_config=peft_config,
             rollout_backend=rollout_backend,
-            progress=self.progress.rollout,
+            hooks={"progress": self.progress.rollout, "poll": lambda: self.stop_signals.poll()},
         )
         self.sampler = run.sampler
         self.trunk_plan = run.trunk_plan
         self.progress.opening = run.trunk_plan.report
         self.guard = StepGuard(args.max_skipped_steps)
         self._stream: ExperienceStream | None = None
-        self._resume_from: str | None = None
         self._finite_loss = 0.0
         super().__init__(
             model=run.model,
@@ -139,10 +138,9 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """Train; with `resume_from_checkpoint` (a folder, or True for the last one) go on where it was written."""
-        self._resume_from = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        """Train; with `resume_from_checkpoint` (a folder, True for the last one, "auto") go on where it was written."""
         self._finite_loss = 0.0
-        return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
@@ -156,6 +154,7 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
             self.trunk_plan.cache,
         )
         stream.reward_extras = self._reward_extras
+        stream.stop_signals = self.stop_signals
         if self._resume_from is not None:
             stream.load(self._resume_from)
         self._stream = stream

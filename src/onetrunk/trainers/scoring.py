@@ -38,7 +38,11 @@ class PackScorer:
 
     @torch.no_grad()
     def score(
-        self, packs: Sequence[Pack], roles: Sequence[str], given: Sequence[Tensor] | None = None
+        self,
+        packs: Sequence[Pack],
+        roles: Sequence[str],
+        given: Sequence[Tensor] | None = None,
+        poll: Callable[[], None] = lambda: None,
     ) -> list[PackOutput]:
         """Return the outputs of `roles` over the packs, with `states` where there is a cache.
 
@@ -46,6 +50,7 @@ class PackScorer:
             packs: the rows.
             roles: as TrunkModel takes them.
             given: states of each pack that are there already; None: the layers below the cut make them.
+            poll: called before each pack; may raise to give up.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.
@@ -56,6 +61,7 @@ class PackScorer:
         asked = tuple(roles) if self.cache is None or given is not None else (*roles, "trunk")
         outputs = []
         for i, pack in enumerate(packs):
+            poll()
             states = None if given is None else given[i]
             output = model(pack=pack, roles=asked, states=states, temperature=self.temperature)
             if self.cache is not None:

@@ -72,9 +72,12 @@ def prepare_run(
     quantization_config: Any,
     peft_config: PeftConfig | None,
     rollout_backend: RolloutBackend | None,
-    progress: Callable[[int, int, int], None],
+    hooks: dict[str, Callable[..., None]],
 ) -> Run:
-    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last."""
+    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last.
+
+    `hooks` are the keywords `progress` and `poll` of LocalBackend; the others are those of PPOTrainer.
+    """
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
@@ -114,7 +117,7 @@ def prepare_run(
     )
     longest_prompt = max(map(len, train_dataset["prompt_ids"]))
     trunk_plan = plan_trunk(trunk, args, longest_prompt, samples_here=rollout_backend is None)
-    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, progress=progress)
+    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
     sampler = Sampler(backend, rewards, tokenizer, params, trunk_plan.captures_states, trunk_plan.captures_last)
     prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
     states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")

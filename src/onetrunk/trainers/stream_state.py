@@ -37,6 +37,11 @@ class StreamState:
     beta: float = 0.0
 
 
+def kl_controller(beta: float, target: float | None, horizon: int) -> FixedKLController | AdaptiveKLController:
+    """Return what holds the KL coefficient: adaptive where there is a target."""
+    return FixedKLController(beta) if target is None else AdaptiveKLController(beta, target, horizon)
+
+
 def save_state(
     folder: str | Path,
     state: StreamState,

@@ -1,0 +1,14 @@
+"""Seeds that are derived from where a run stands, never drawn: a resumed run needs no history. Knows integers alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Which of a run's random streams a seed belongs to; others are in prompt_order.py and sampling.py.
+MINIBATCH_STREAM = 2**32 - 3
+ROLLOUT_STREAM = 2**32 - 5
+
+
+def derived_seed(*place: int) -> int:
+    """Return a seed of 63 bits for a place: (seed, stream, iteration, ...), non-negative integers."""
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,93 @@
+"""Where a run goes on: the last checkpoint that is whole, or the one that is named, checked file by file.
+
+Knows checkpoint folders and what transformers' Trainer needs of them; loads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from accelerate.logging import get_logger
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from onetrunk.checkpoints.folders import PREFIX, checkpoint_folders, checkpoint_problems, described, last_whole
+from onetrunk.checkpoints.manifest import MANIFEST, read_manifest
+from onetrunk.trainers.loop_state import loop_state_file
+
+logger = get_logger(__name__)
+
+AUTO = "auto"
+# What Trainer would go on without, with a fresh optimizer or from step 0.
+LOOP_FILES = (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, loop_state_file(0))
+
+
+def find_checkpoint(
+    given: str | os.PathLike[str] | bool | None,
+    output_dir: str | os.PathLike[str],
+    needed: Sequence[str] = LOOP_FILES,
+    fetch: Callable[[], Path | None] | None = None,
+) -> str | None:
+    """Return the checkpoint folder to go on from, verified; None: begin anew.
+
+    Args:
+        given: a folder; True for the last whole one in `output_dir`; "auto" for that, or a new run where there is
+            none at all; nothing to begin anew.
+        output_dir: of the run.
+        needed: files that it must hold.
+        fetch: brings the last checkpoint from elsewhere where `output_dir` has none.
+
+    Raises:
+        ValueError: there is no checkpoint, the named one is damaged, or one is no full checkpoint.
+        RuntimeError: there are checkpoints, and none is whole.
+    """
+    if not given:
+        return None
+    if given is True or given == AUTO:
+        folder = last_whole(output_dir, tell=logger.warning)
+        if folder is None and fetch is not None:
+            folder = fetch()
+        if folder is None and given == AUTO:
+            return None
+        if folder is None:
+            raise ValueError(
+                f"{output_dir} holds no {PREFIX}* folder to resume from; leave resume_from_checkpoint out, or set it to"
+                " auto, which begins anew where there is none"
+            )
+    else:
+        folder = Path(given)
+        _require_whole(folder)
+    _require_full(folder, needed)
+    return str(folder)
+
+
+def _require_whole(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"resume_from_checkpoint: there is no folder {folder}")
+    found = checkpoint_problems(folder)
+    if not found:
+        return
+    others = [path for path in checkpoint_folders(folder.parent) if path != folder and not checkpoint_problems(path)]
+    remedy = f"{others[-1]} is whole" if others else "no other checkpoint beside it is whole"
+    if found[0].startswith(f"{MANIFEST}: missing"):
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: it was not written to its end, or by another program, and can't be resumed"
+            f" exactly; {remedy}"
+        )
+    raise ValueError(f"{folder} is damaged ({described(found)}); {remedy}")
+
+
+def _require_full(folder: Path, needed: Sequence[str]) -> None:
+    manifest = read_manifest(folder)
+    lacking = [name for name in needed if name not in manifest["files"]]
+    if OPTIMIZER_NAME in lacking:
+        raise ValueError(
+            f"{folder} holds no {', '.join(lacking)}: it was saved with save_only_model, or is no checkpoint of this"
+            " kind of run, so nothing can go on from it exactly; start a new run from its weights instead"
+        )
+    if lacking:
+        raise ValueError(
+            f"{folder} lacks {', '.join(lacking)}: it is no checkpoint of this kind of run; pass another of its"
+            f" {PREFIX}* folders"
+        )
