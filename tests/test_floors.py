@@ -21,6 +21,8 @@ FLOORS = {
     "files": 0,
     "locks": 0,
     "quiet": 0,
+    "names": 0,
+    "redaction": 0,
     "ops": 1,
     "costs": 1,
     "checkpoints": 1,

@@ -168,12 +168,12 @@ def load_reward_judge(
         _forget_replaced_head(model)
         tokenizer = adapter_tokenizer(name)
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(read_score_adapter(name).base)
+            tokenizer = AutoTokenizer.from_pretrained(read_score_adapter(name).base, trust_remote_code=False)
         else:
             model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     else:
         model = load_scorer(name, device=device)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     scale = read_score_scale(source)
     return RewardModelJudge(model, tokenizer, scale=scale, batch_size=batch_size, name=Path(source).name)
 

@@ -21,6 +21,7 @@ import httpx2
 from huggingface_hub import get_async_session, set_async_client_factory
 
 from onetrunk.judges.retries import CallError
+from onetrunk.redaction import add_secret
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -141,6 +142,7 @@ def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
         raise ValueError(f"{what}: the environment variable {variable} is not set; export it, or drop {what}")
     if not secret.isascii() or re.search(r"[\s\x00-\x1f\x7f]", secret):
         raise ValueError(f"{what}: the value of {variable} holds spaces or other characters that no key has")
+    add_secret(secret, variable)
     return secret
 
 

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable
+from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable, pinned_source
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def load_base(
         ValueError: remote code without a pinned commit; an encoder-decoder; weights missing from the checkpoint.
         RuntimeError: nothing loadable at `name_or_path`.
     """
-    source = _source(revision, trust_remote_code)
+    source = pinned_source(revision, trust_remote_code)
     name_or_path = str(name_or_path)
     check_source(name_or_path)
     try:
@@ -104,7 +104,7 @@ def load_tokenizer(
         ValueError: remote code without a pinned commit; no end-of-sequence token.
         RuntimeError: nothing loadable at `name_or_path`.
     """
-    source = _source(revision, trust_remote_code)
+    source = pinned_source(revision, trust_remote_code)
     name_or_path = str(name_or_path)
     check_source(name_or_path, "tokenizer", TOKENIZER_FILES)
     try:
@@ -289,19 +289,6 @@ def verify_head(model: nn.Module) -> None:
 
 def _base(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def _source(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the keyword arguments that say where code and weights come from."""
-    if not trust_remote_code:
-        return {"revision": revision or "main"}
-    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        raise ValueError(
-            f"trust_remote_code runs the repository's code, and revision is {revision!r}; set revision to the full "
-            "40-digit commit hash that you have read"
-        )
-    # Code that a config borrows from another repository is pinned too: it is not found there at this commit.
-    return {"revision": revision, "code_revision": revision, "trust_remote_code": True}
 
 
 def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -20,7 +20,7 @@ from transformers import (
 
 from onetrunk.models.backbone import TOKENIZER_FILES
 from onetrunk.models.scorer import not_scalar, score_layer
-from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable
+from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable, pinned_source
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,12 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
 
     Raises:
         RuntimeError: nothing loadable there.
-        ValueError: several labels, or weights below the head that the checkpoint lacks.
+        ValueError: several labels, weights below the head that the checkpoint lacks, or remote code without a pinned
+            commit.
     """
     check_source(name, "model")
-    source = {key: settings[key] for key in ("revision", "trust_remote_code") if key in settings}
+    source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
+    settings.pop("code_revision", None)
     try:
         config = AutoConfig.from_pretrained(name, **source)
     except OSError as error:
@@ -52,7 +54,7 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
         raise not_scalar(name, config.num_labels)
     with quiet_load():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, use_safetensors=True, output_loading_info=True, **settings
+            name, num_labels=1, use_safetensors=True, output_loading_info=True, **source, **settings
         )
     head = [n for n, module in model.named_modules() if module is score_layer(model)][0].split(".")[0]
     # BERT's relatives also lack a pooler, which trains with the head.
@@ -88,11 +90,12 @@ def load_reward_tokenizer(name: str, revision: str | None = None, trust_remote_c
 
     Raises:
         RuntimeError: nothing loadable at `name`.
-        ValueError: neither a padding token nor an end token.
+        ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
     """
+    source = pinned_source(revision, trust_remote_code)
     check_source(name, "tokenizer", TOKENIZER_FILES)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
         raise not_loadable("tokenizer", name, TOKENIZER_FILES, error) from error
     if tokenizer.pad_token_id is None:

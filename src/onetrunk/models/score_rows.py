@@ -50,7 +50,8 @@ def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
         has_own = (folder / "tokenizer_config.json").is_file()
     else:
         has_own = has_file(name, "tokenizer_config.json")
-    return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name) if has_own else None
+    source = str(folder) if folder.is_dir() else name
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_own else None
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], name: str) -> str:

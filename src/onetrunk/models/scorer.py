@@ -51,7 +51,7 @@ def load_scorer(
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
     check_source(name, "reward model")
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except OSError as error:
         raise not_loadable("reward model", name, MODEL_FILES, error) from error
     settings = {} if dtype is None else {"dtype": dtype}
@@ -60,7 +60,12 @@ def load_scorer(
     elif config.num_labels != 1:
         raise not_scalar(name, config.num_labels)
     model, loading = AutoModelForSequenceClassification.from_pretrained(
-        name, revision=revision, use_safetensors=True, output_loading_info=True, **settings
+        name,
+        revision=revision,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **settings,
     )
     absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind])
     if absent:

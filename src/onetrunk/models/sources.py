@@ -6,6 +6,7 @@ Knows names, folders, configs and PEFT's adapter_config.json; loads no weights.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,30 @@ def check_source(name: str, kind: str = "model", files: str = MODEL_FILES) -> No
         inside = sorted(config.parent.name for pattern in _CONFIGS for config in path.glob(f"*/{pattern}"))
         hint = f", but its folder {inside[-1]} does: name that" if inside else ""
         raise not_loadable(kind, name, files, f"the folder holds neither {' nor '.join(_CONFIGS)}{hint}")
+
+
+def pinned_source(revision: str | None, trust_remote_code: bool | None) -> dict[str, Any]:
+    """Return the keywords that say where code and weights of a model come from.
+
+    Always with `trust_remote_code`: where it is left out, transformers asks at the terminal, and a "y" runs code that
+    nobody has read.
+
+    Args:
+        revision: branch, tag or commit.
+        trust_remote_code: run the repository's own code; the revision has to be a full commit hash then.
+
+    Raises:
+        ValueError: remote code without a pinned commit.
+    """
+    if not trust_remote_code:
+        return {"revision": revision or "main", "trust_remote_code": False}
+    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        raise ValueError(
+            f"trust_remote_code runs the repository's code, and revision is {revision!r}; set revision (on the command"
+            " line model_revision) to the full 40-digit commit hash that you have read"
+        )
+    # Code that a config borrows from another repository is pinned too: it is not found there at this commit.
+    return {"revision": revision, "code_revision": revision, "trust_remote_code": True}
 
 
 def can_be_on_hub(name: str) -> bool:
@@ -123,15 +148,17 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
 
     Raises:
         RuntimeError: nothing loadable at `name`.
+        ValueError: remote code without a pinned commit.
     """
     base = adapter_base(name, revision)
     if base is None:
-        return _config(name, revision=revision, trust_remote_code=trust_remote_code)
+        return _config(name, revision, trust_remote_code)
     with base_of(name):
         return _config(base)
 
 
-def _config(name: str, **source: Any) -> Any:
+def _config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> Any:
+    source = pinned_source(revision, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(name, **source).get_text_config()
     except OSError as error:

@@ -111,4 +111,5 @@ def _own_tokenizer(
         return tokenizer
     if tokenizer is None and not source:
         raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
-    return AutoTokenizer.from_pretrained(str(source if tokenizer is None else tokenizer), revision=revision)
+    name = str(source if tokenizer is None else tokenizer)
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)

@@ -216,7 +216,7 @@ class _Encoder:
     """Token ids of rows, as the reward model itself was trained to read them."""
 
     def __init__(self, source: str):
-        self.tokenizer = AutoTokenizer.from_pretrained(source)
+        self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         config = load_config(source)
         self.end_token = bool(config.to_dict().get(READS_END, False))
         limits = [getattr(config.get_text_config(), "max_position_embeddings", None), self.tokenizer.model_max_length]

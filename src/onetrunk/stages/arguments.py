@@ -11,6 +11,7 @@ from typing import Any
 from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.trainers.ppo_config import PPOConfig, bf16_by_default
+from onetrunk.trainers.secret_free import SecretFreeArguments
 
 
 def _option(default: Any, text: str) -> Any:
@@ -160,8 +161,8 @@ def _require_output_dir(args: Any) -> None:
         raise ValueError("output_dir is not set; name the folder that this run writes to")
 
 
-@dataclass
-class SFTArguments(SFTConfig):
+@dataclass(repr=False)
+class SFTArguments(SecretFreeArguments, SFTConfig):
     """TRL's SFTConfig, with bfloat16 autocast only where an accelerator supports it, as in PPOConfig."""
 
     overwrite_output_dir: bool = _option(False, OVERWRITE)
@@ -173,7 +174,7 @@ class SFTArguments(SFTConfig):
         super().__post_init__()
 
 
-@dataclass
+@dataclass(repr=False)
 class PPOArguments(PPOConfig):
     """PPOConfig, which must be told where to write."""
 

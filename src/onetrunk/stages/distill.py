@@ -84,8 +84,9 @@ def make_student(args: Any, student: Any, texts: Sequence[Any]) -> tuple[Any, An
             )
         tokenizer = train_tokenizer(texts, student.student_vocab_size)
     else:
-        revision = None if student.student_tokenizer else student.model_revision
-        tokenizer = load_reward_tokenizer(student.student_tokenizer or name, revision, bool(args.trust_remote_code))
+        # The pinned commit is the model's: of another repository no code runs.
+        source = (None, False) if student.student_tokenizer else (kwargs["revision"], kwargs["trust_remote_code"])
+        tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
     set_seed(args.seed)  # The new weights are random.
     model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
     return model, tokenizer, score_peft_config(args, student, model)
@@ -130,13 +131,14 @@ def report(trainer: Any, data: Any, teacher: Any, train: Any, held_out: Any) -> 
     """Measure student and teacher on the held-out rows; write metrics.json, plots, and what the scores are like."""
     from onetrunk.files import atomic_write_json
     from onetrunk.models.score_scale import ScoreScale
+    from onetrunk.redaction import redact_all
     from onetrunk.trainers.preference_metrics import score_pairs, teacher_labels
 
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
     if teacher is not None:
         # A member's own zero, and what the mean over members of the centred scores is.
         zero = float(teacher.means.mean()) + trainer.scale.mean
-        about = {"teacher": data.teacher, "score_mean": zero, "score_std": trainer.scale.std}
+        about = {"teacher": redact_all(data.teacher), "score_mean": zero, "score_std": trainer.scale.std}
         atomic_write_json(folder / TEACHER_FILE, about)
     rows = train.select(range(min(SCALE_ROWS, len(train)))) if held_out is None else held_out
     probabilities, teacher_pairs = teacher_labels(teacher, reward, rows)

@@ -104,7 +104,7 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
-@dataclass
+@dataclass(repr=False)
 class DistillArguments(RewardDistillationConfig):
     """RewardDistillationConfig, with bfloat16 autocast only where an accelerator supports it, and adapter layers."""
 

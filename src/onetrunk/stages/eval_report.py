@@ -17,6 +17,7 @@ from rich.table import Table
 from onetrunk.feedback.statistics import plain
 from onetrunk.files import atomic_write_text
 from onetrunk.judges.base import Pair
+from onetrunk.redaction import redact
 from onetrunk.stages.eval_judge import Contest
 from onetrunk.stages.eval_plots import draw
 from onetrunk.stages.preference_report import finite, show_figures
@@ -71,7 +72,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
         atomic_write_text(folder / PAIRS, "".join(f"{line}\n" for line in pair_lines(evaluation)))
     if evaluation.contest is not None:
         plots = draw(folder, evaluation.contest)
-    atomic_write_text(folder / REPORT, report_text(evaluation, [plot.name for plot in plots]))
+    atomic_write_text(folder / REPORT, redact(report_text(evaluation, [plot.name for plot in plots])))
     # Last: whoever finds it finds the others too.
     figures = evaluation.figures
     return write_metrics(folder, figures["policy"], figures.get("reference"), **finite(others))

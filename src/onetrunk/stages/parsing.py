@@ -25,8 +25,12 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import yaml  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
+from onetrunk.names import require_name  # noqa: E402
+from onetrunk.stages.refused_secrets import refused_setting, refused_words  # noqa: E402
 from onetrunk.trainers.foreign_keys import explain_key  # noqa: E402
 
+# What becomes a part of a path, here or in a tracker.
+NAMES = ("run_name",)
 # A text field that is also read as a boolean: True resumes from the last checkpoint.
 TEXT_OR_BOOLEAN = ("resume_from_checkpoint",)
 
@@ -85,9 +89,12 @@ def parse(
         knows_ppo: True explains names that come from TRL's GRPO and PPO trainers.
 
     Raises:
-        UsageError: says the file and line, or the option, and what to write instead.
+        UsageError: says the file and line, or the option, and what to write instead; also for a secret in either.
         SystemExit: after --help.
     """
+    refused = refused_words(argv)
+    if refused:
+        raise UsageError(refused)
     argv = _split_config_option(argv)
     parser = StageParser(
         dataclass_types,
@@ -104,9 +111,22 @@ def parse(
     if unknown:
         raise UsageError(_explain_words(unknown, known, knows_ppo))
     try:
-        return parser.parse_args_and_config(argv)
+        parsed = parser.parse_args_and_config(argv)
+        for arguments in parsed:
+            _check_text(arguments)
+        return parsed
     except (ValueError, TypeError, ImportError) as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
+
+
+def _check_text(arguments: Any) -> None:
+    """Refuse secrets in mappings of the command line, and names that could lead a path out of its folder."""
+    for name, value in vars(arguments).items():
+        refused = refused_setting(name, value) if isinstance(value, dict) else None
+        if refused:
+            raise UsageError(f"{name} {refused}")
+        if name in NAMES and value is not None:
+            require_name(value, name)
 
 
 def _split_config_option(argv: Sequence[str]) -> list[str]:
@@ -134,6 +154,9 @@ def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str],
     choices = {f.name: f.metadata["choices"] for t in dataclass_types for f in fields(t) if "choices" in f.metadata}
     for key, value in config.items():
         place = f"{path} line {lines[key]}"
+        refused = refused_setting(key, value)
+        if refused:
+            raise UsageError(f"{place}: {key} {refused}")
         if key == "env":
             _set_environment(value, place)
         elif key not in known:

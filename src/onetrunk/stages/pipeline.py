@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,11 +24,12 @@ from typing import Any
 
 import yaml
 
+from onetrunk.names import require_name
 from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.refused_secrets import refused_words
 
 # In the order of the way: what a model goes through.
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
-NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 # A verb that trains can go on from a checkpoint of its own.
 RESUMING_VERBS = ("sft", "reward", "distill", "ppo")
 
@@ -164,8 +164,10 @@ KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": 
 
 
 def _stage(name: str, entry: Any, place: str) -> Stage:
-    if not NAME.fullmatch(name):
-        raise UsageError(f"{place}: a name has 1 to 96 of the characters A-Z a-z 0-9 . _ -")
+    try:
+        require_name(name, f"{place}: its name")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     _check_keys(entry, KEYS, set(), place)
     if ("config" in entry) == ("script" in entry):
         raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
@@ -173,6 +175,9 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     if not path.is_file():
         raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
     options, launcher = entry.get("options", {}), tuple(shlex.split(entry.get("launcher", "")))
+    refused = refused_words(launcher) or refused_words([f"--{option}" for option in options])
+    if refused:
+        raise UsageError(f"{place}: {refused}")
     if "script" in entry:
         return _script_stage(name, entry, path, place)
     if "outputs" in entry:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.files import atomic_write_json, read_json
+from onetrunk.redaction import redact
 from onetrunk.stages.pipeline import Pipeline, Stage, texts_in
 
 STATE_FILE = "pipeline.json"
@@ -90,7 +91,7 @@ class PipelineState:
         """Write down how a stage stands: "running", "failed", "interrupted" or "done"."""
         self.stages[plan.stage.name] = {
             "status": status,
-            "command": plan.stage.shown(),
+            "command": redact(plan.stage.shown()),
             "inputs": plan.inputs,
             **more,
         }

@@ -12,13 +12,14 @@ from typing import Any
 from rich.table import Table
 
 from onetrunk.files import atomic_write_json
+from onetrunk.redaction import redact_all
 from onetrunk.stages.report import METRICS_FILE, show
 
 
 def write_figures(folder: Path, figures: dict[str, Any]) -> Path:
     """Write metrics.json, in which a figure that does not exist is null; return its path."""
     path = folder / METRICS_FILE
-    atomic_write_json(path, finite(figures))
+    atomic_write_json(path, redact_all(finite(figures)))
     return path
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.feedback.statistics import plain
 from onetrunk.files import atomic_write_json, atomic_write_text, read_json
+from onetrunk.redaction import redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
 NAMES = {"pairs": "preferences", "revise": "revisions"}
@@ -66,7 +67,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
     Raises:
         ValueError: it belongs to other settings; the sentence says what differs.
     """
-    path = folder / SETTINGS
+    path, settings = folder / SETTINGS, redact_all(settings)
     if path.is_file() and not overwrite:
         there = read_json(path)
         here = json.loads(json.dumps(settings))
@@ -108,6 +109,7 @@ def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Pa
         rows: the file, or one of the files, from which the card takes its examples.
         about: lines of the card, name -> value; with `mode` and `format`.
     """
+    about = redact_all(about)
     atomic_write_json(statistics_path(folder, part), {**statistics, "about": about})
     if part.count == 1:
         atomic_write_text(folder / CARD, card(statistics, about, list(islice(read_rows(rows), 3))))

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onetrunk.files import atomic_write_json
+from onetrunk.redaction import redact_all
 
 METRICS_FILE = "metrics.json"
 Figures = dict[str, float]
@@ -28,7 +29,7 @@ def write_metrics(folder: str | Path, policy: Figures, reference: Figures | None
     path = Path(folder) / METRICS_FILE
     # JSON knows no NaN: a figure that does not exist is null.
     finite = {s: {k: v if math.isfinite(v) else None for k, v in f.items()} for s, f in sides.items()}
-    atomic_write_json(path, {**about, **finite})
+    atomic_write_json(path, redact_all({**about, **finite}))
     return path
 
 

@@ -90,6 +90,8 @@ def load_kwargs(args: Any, model_args: Any) -> dict[str, Any]:
     Raises:
         ValueError: a quantised model, or remote code without a pinned commit.
     """
+    from onetrunk.models.sources import pinned_source
+
     if model_args.load_in_4bit or model_args.load_in_8bit:
         raise ValueError(
             "a reward model on a quantised base is not tested; leave load_in_4bit and load_in_8bit out (dtype bfloat16"
@@ -100,11 +102,8 @@ def load_kwargs(args: Any, model_args: Any) -> dict[str, Any]:
     if not model_args.use_peft and kwargs.get("dtype") == "auto":
         # All weights train: updates below bfloat16's resolution would be lost.
         kwargs["dtype"] = "float32"
-    if args.trust_remote_code:
-        if kwargs.get("revision") in (None, "main"):
-            raise ValueError("trust_remote_code runs code of the repository; pin it: set model_revision to a commit")
-        kwargs["trust_remote_code"] = True
-    return kwargs
+    trusts = kwargs.pop("trust_remote_code", args.trust_remote_code)
+    return {**kwargs, **pinned_source(kwargs.get("revision"), trusts)}
 
 
 def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
@@ -120,7 +119,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     if is_adapter(name, revision):
         raise ValueError(f"{name} is an adapter; a reward model starts from a base model: give that")
     kwargs = load_kwargs(args, model_args)
-    tokenizer = load_reward_tokenizer(name, revision, kwargs.get("trust_remote_code", False))
+    tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
     set_seed(args.seed)  # The new head is random.
     model = load_with_new_head(name, **kwargs)
     peft_config = score_peft_config(args, model_args, model)

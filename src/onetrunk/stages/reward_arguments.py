@@ -20,7 +20,7 @@ def require_output_dir_is_set(args: Any) -> None:
         raise ValueError("output_dir is not set; name the folder that this run writes to")
 
 
-@dataclass
+@dataclass(repr=False)
 class RewardArguments(RewardModelConfig):
     """RewardModelConfig, with bfloat16 autocast only where an accelerator supports it, and the adapter's layers."""
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
 from onetrunk.stages.pipeline_state import PipelineState, Plan
@@ -99,7 +100,7 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
         if plan.action == "done":
             results[stage.name] = "skipped"
             continue
-        print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {stage.shown()}", flush=True)
+        print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {redact(stage.shown())}", flush=True)
         try:
             code = execute(plan, state)
         except (KeyboardInterrupt, Terminated):

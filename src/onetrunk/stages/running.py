@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import last_whole_checkpoint
+from onetrunk.stages.secrecy import print_redacted, secrets_kept
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
@@ -53,7 +55,7 @@ def run_stage(
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parsed: tuple[Any, ...] = ()
     try:
-        with sigterm_as_exception():
+        with secrets_kept(), sigterm_as_exception():
             parsed = parse(list(sys.argv[1:] if argv is None else argv))
             work(*parsed)
     except SystemExit as stop:
@@ -67,9 +69,10 @@ def run_stage(
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
+            sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
             raise
         if os.environ.get("ONETRUNK_TRACEBACK") == "1":
-            traceback.print_exc()
+            print_redacted(*sys.exc_info())
         say(f"error: {sentence}", after_bar=bool(parsed))
         if isinstance(error, UsageError):
             say(f"all options: onetrunk {verb} --help")
@@ -79,7 +82,8 @@ def run_stage(
 
 
 def say(sentence: str, after_bar: bool = False) -> None:
-    """Print to stderr; `after_bar` ends a line first on which a progress bar may stand."""
+    """Print to stderr, secrets taken out; `after_bar` ends a line first on which a progress bar may stand."""
+    sentence = redact(sentence)
     print(f"\n{sentence}" if after_bar else sentence, file=sys.stderr, flush=True)
 
 
@@ -113,7 +117,12 @@ def way_on(parsed: Sequence[Any]) -> str:
 
 
 def explain(error: Exception) -> str | None:
-    """Return the sentence to print for an error, None if it was not foreseen."""
+    """Return the sentence to print for an error, secrets taken out; None if it was not foreseen."""
+    sentence = _sentence(error)
+    return None if sentence is None else redact(sentence)
+
+
+def _sentence(error: Exception) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":
         return (
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"

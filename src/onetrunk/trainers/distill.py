@@ -33,7 +33,7 @@ LABELS = ("chosen_score", "rejected_score", "probability")
 NO_SCORES = ScoreScale(0.0, 1.0)
 
 
-@dataclass
+@dataclass(repr=False)
 class RewardDistillationConfig(RewardModelConfig):
     """RewardModelConfig, and how much each loss counts.
 

@@ -18,6 +18,7 @@ from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.backbone import decoder_layers
 from onetrunk.models.sources import can_be_on_hub
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.redaction import redact
 from onetrunk.trainers.ppo_config import PPOConfig
 
 CARD = "README.md"
@@ -70,7 +71,7 @@ class ModelCards(Trainer):
             return
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
         facts = CardFacts(self, model_name or name.split("/")[-1], name, base)
-        atomic_write_text(Path(folder) / CARD, facts.text(**data))
+        atomic_write_text(Path(folder) / CARD, redact(facts.text(**data)))
 
 
 class CardFacts:

@@ -21,6 +21,7 @@ from onetrunk.trainers.foreign_keys import (
     WHY_FIXED,
     explain_unknown_keys,
 )
+from onetrunk.trainers.secret_free import SecretFreeArguments
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
@@ -31,8 +32,8 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-@dataclass
-class PPOConfig(TrainingArguments):
+@dataclass(repr=False)
+class PPOConfig(SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give

@@ -24,6 +24,7 @@ from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.preference_rows import validate_preferences
 from onetrunk.rewards.model import encode_rows
+from onetrunk.trainers.secret_free import SecretFreeArguments, SecretFreeCards
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-@dataclass
-class RewardModelConfig(RewardConfig):
+@dataclass(repr=False)
+class RewardModelConfig(SecretFreeArguments, RewardConfig):
     """TRL's RewardConfig, and how the labels of the rows are used.
 
     Raises:
@@ -100,7 +101,7 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
-class RewardModelTrainer(RewardTrainer):
+class RewardModelTrainer(SecretFreeCards, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
     Rows have `prompt`, `chosen`, `rejected`, and may have `probability` and `margin` (`validate_preferences`). They

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
+from onetrunk.redaction import redact
 from onetrunk.trainers.sampling import ScoredRollout
 
 FOLDER = "completions"
@@ -56,13 +57,15 @@ def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: d
     """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path."""
     path = Path(folder) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
     with path.open("w", encoding="utf-8") as file:
         for i, prompt in enumerate(scored.batch.prompts):
             row = {"prompt": prompt, "completion": scored.completions[i], "score": _number(scored.scores.total[i])}
             row |= {f"score/{n}": _number(s[i]) for n, s in scored.scores.by_function.items()}
             row["stopped"] = bool(scored.rollout.stopped[i])
             row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        file.write(redact("".join(lines)))
     return path
 
 

@@ -1,0 +1,148 @@
+"""Secrets are taken out of text: what leaves a run (messages, logs, cards, reports) goes through `redact`.
+
+Secrets are the values of environment variables with telling names, values that were registered, and whatever has the
+shape of a known key, of credentials in a URL, or of an authorization header. Knows text; opens no file.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD")
+# Shorter values (`1`, `none`) are words, which would be taken out of every text.
+LEAST_LENGTH = 8
+# Names of keywords that hold a secret, as huggingface_hub, transformers and clients of servers write them.
+SECRET_KEYWORDS = frozenset("token auth_token use_auth_token hub_token push_to_hub_token hf_token api_key".split())
+
+_QUERY_NAMES = (
+    "token|access_token|auth_token|refresh_token|api[_-]?key|password|passwd|secret|client_secret|sig|signature|"
+    "x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|x-goog-credential"
+)
+# Each has the groups that stay before the secret. No class of characters holds '<', with which a mark begins.
+_SHAPES = re.compile(
+    r"(?<![A-Za-z0-9_])(?P<key>"
+    r"hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
+    r"|(?:gsk_|xai-|glpat-|xox[abprs]-)[A-Za-z0-9_-]{20,}|AIza[A-Za-z0-9_-]{35}"
+    # With a digit, for "sk-learn-compatible-estimators" is no key.
+    r"|(?:sk|pk|rk)-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
+    r"|(?P<scheme>://)(?P<user>[^\s/?#@:<>\"'`]*):[^\s/?#<>]+@"
+    r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>]+"
+    r"|(?P<header>Bearer\s+|(?i:authorization)\W{1,6}(?i:basic|bearer|token)\s+)[A-Za-z0-9._~+/=-]{8,}"
+)
+_SHAPE_NAMES = ("key", "password", "query value", "authorization")
+
+_added: dict[str, str] = {}
+
+
+def add_secret(value: str | None, name: str) -> None:
+    """Let `redact` know a secret that stands in no environment variable with a telling name.
+
+    Args:
+        value: the secret; None, or one of less than LEAST_LENGTH characters, is no secret.
+        name: for the mark in its place.
+    """
+    if value and len(value.strip()) >= LEAST_LENGTH:
+        _added[value.strip()] = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
+def add_stored_token() -> None:
+    """Let `redact` know the token that `hf auth login` has stored."""
+    # Late: the command line answers its own mistakes without it.
+    from huggingface_hub import get_token
+
+    add_secret(get_token(), "HF_TOKEN")
+
+
+def is_secret_name(name: str) -> bool:
+    """Say whether an environment variable of this name holds a secret."""
+    return name.upper().endswith(SECRET_NAMES)
+
+
+def redact(text: str) -> str:
+    """Return `text` with a mark such as `<redacted HF_TOKEN>` in the place of each secret; text without one as it is.
+
+    A secret is also found as JSON, a URL or base64 write it. To redact twice is to redact once.
+    """
+    secrets = {value.strip(): name for name, value in os.environ.items() if is_secret_name(name)}
+    known = tuple(sorted((_added | secrets).items()))
+    marks, values, names = _patterns(known)
+    before = None
+    while before != text:
+        before = text
+        for pattern, mark in ((values, lambda found: _mark(names[found[0]])), (_SHAPES, _mark_of_shape)):
+            text = _between(marks, text, pattern, mark)
+    return text
+
+
+def redact_all(value: Any) -> Any:
+    """Return nested mappings, lists and tuples with every text in them redacted, and secret keywords' texts whole.
+
+    What holds no secret is returned as the same object.
+    """
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        pairs = [(redact_all(key), _clean_entry(key, entry)) for key, entry in value.items()]
+        is_same = all(k is key and e is entry for (k, e), (key, entry) in zip(pairs, value.items(), strict=True))
+        return value if is_same else dict(pairs)
+    if type(value) in (list, tuple):
+        items = [redact_all(entry) for entry in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return value
+
+
+def _clean_entry(key: Any, value: Any) -> Any:
+    is_secret = isinstance(key, str) and key.lower() in SECRET_KEYWORDS and isinstance(value, str) and value
+    return _mark(key.lower()) if is_secret and not value.startswith("<") else redact_all(value)
+
+
+def _mark(name: str) -> str:
+    return f"<redacted {name}>"
+
+
+def _mark_of_shape(found: re.Match[str]) -> str:
+    if found["key"]:
+        return _mark("key")
+    if found["scheme"]:
+        return f"://{_mark('password')}@"
+    if found["query"]:
+        return found["query"] + _mark("query value")
+    return found["header"] + _mark("authorization")
+
+
+def _between(marks: re.Pattern[str], text: str, pattern: re.Pattern[str], mark: Callable[..., str]) -> str:
+    """Substitute in what stands between marks, so that a mark is never read as a secret, nor cut."""
+    if not pattern.search(text):
+        return text
+    parts = marks.split(text)  # Marks at odd places.
+    return "".join(part if i % 2 else pattern.sub(mark, part) for i, part in enumerate(parts))
+
+
+@functools.lru_cache(maxsize=8)
+def _patterns(known: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str], dict[str, str]]:
+    """Return what finds marks, what finds secrets, and the name of each form of a secret."""
+    names: dict[str, str] = {}
+    for value, name in known:
+        if len(value) >= LEAST_LENGTH:
+            names |= dict.fromkeys(_forms(value), name)
+    # The longest first: one secret may begin as another does.
+    forms = sorted(names, key=lambda form: (-len(form), form))
+    values = "|".join(map(re.escape, forms)) or r"(?!)"
+    in_marks = "|".join(map(re.escape, sorted({*names.values(), *_SHAPE_NAMES, *SECRET_KEYWORDS})))
+    return re.compile(f"(<redacted (?:{in_marks})>)"), re.compile(values), names
+
+
+def _forms(value: str) -> set[str]:
+    """Return a secret as it stands in plain text, JSON, a Python literal, a URL and base64."""
+    as_json = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    data = value.encode("utf-8", "surrogateescape")
+    encoded = {coder(data).decode().rstrip("=") for coder in (base64.b64encode, base64.urlsafe_b64encode)}
+    return {value, quote(data, safe=""), quote(data), *as_json, *encoded}

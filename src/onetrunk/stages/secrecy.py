@@ -1,0 +1,73 @@
+"""No secret leaves a stage in a log record, a warning or a stack trace. Knows Python's ways of telling; no stage."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from onetrunk.redaction import add_stored_token, redact
+
+
+@contextlib.contextmanager
+def secrets_kept() -> Iterator[None]:
+    """Redact, inside the block, what is logged, warned of, or raised in a thread.
+
+    Records are redacted where they are made, not in a handler's filter: libraries add handlers of their own at any
+    time, and each would need one.
+    """
+    add_stored_token()
+    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        return redacted_record(make_record(*args, **kwargs))
+
+    def warning(*args: Any, **kwargs: Any) -> str:
+        return redact(format_warning(*args, **kwargs))
+
+    def in_thread(args: Any) -> None:
+        if args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread is not None else "unknown"
+            print(f"Exception in thread {name}:", file=sys.stderr)
+            print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
+
+    thread_hook, threading.excepthook = threading.excepthook, in_thread
+    logging.setLogRecordFactory(record)
+    warnings.formatwarning = warning
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make_record)
+        warnings.formatwarning = format_warning
+        threading.excepthook = thread_hook
+
+
+def redacted_record(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a log record, changed where it holds a secret: in its message, its arguments or its stack trace."""
+    try:
+        message = record.getMessage()
+    except Exception:
+        # A message that does not fit its arguments: logging says so itself, with both.
+        message, record.msg, record.args = "", redact(f"{record.msg} {record.args}"), ()
+    clean = redact(message)
+    if clean != message:
+        record.msg, record.args = clean, ()
+    if record.exc_info and record.exc_info[0] is not None:
+        trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        clean = redact(trace)
+        if clean != trace:
+            record.exc_info, record.exc_text = None, clean
+    if record.stack_info:
+        record.stack_info = redact(record.stack_info)
+    return record
+
+
+def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a stack trace to stderr as Python does, without secrets."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
