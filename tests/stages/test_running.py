@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from onetrunk import cli
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
+from onetrunk.checkpoints.manifest import write_manifest
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.resuming import has_result
 from onetrunk.stages.running import explain, run_stage
 from tests.stages.recipes import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -34,6 +37,7 @@ def ending_with(error, folder=None):
 def whole_checkpoint(folder, step):
     (folder / f"checkpoint-{step}").mkdir(parents=True)
     (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    write_manifest(folder / f"checkpoint-{step}", step=step)
 
 
 def test_only_what_nobody_foresaw_leaves_as_an_exception(capsys):
@@ -54,12 +58,10 @@ def test_ctrl_c_names_a_checkpoint_only_where_one_was_written_to_its_end(tmp_pat
     whole_checkpoint(tmp_path, 9)
     whole_checkpoint(tmp_path, 10)
     ending_with(KeyboardInterrupt(), tmp_path)
-    assert capsys.readouterr().err.endswith(
-        f"go on from {tmp_path}/checkpoint-10 with --resume_from_checkpoint true\n"
-    )
+    assert capsys.readouterr().err.endswith(f"--resume auto goes on from {tmp_path}/checkpoint-10\n")
     (tmp_path / "checkpoint-11").mkdir()
     ending_with(KeyboardInterrupt(), tmp_path)
-    assert capsys.readouterr().err.endswith(f"--resume_from_checkpoint {tmp_path}/checkpoint-10\n")
+    assert capsys.readouterr().err.endswith(f"--resume auto goes on from {tmp_path}/checkpoint-10\n")
 
 
 def test_an_evaluation_that_is_interrupted_names_no_checkpoint(capsys):
@@ -144,7 +146,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, base,
     # Before anything is read: the model is not there.
     assert stage(base, verb, tmp_path, *PLANS[verb], "--model_name_or_path", "nowhere") == 1
     err = capsys.readouterr().err
-    assert re.search(r"holds a run already \(checkpoint-4, \w+\.json\)", err)
+    assert re.search(r"holds a run already \(checkpoint-2, checkpoint-4, \w+\.json\)", err)
     assert "resume_from_checkpoint" in err and "overwrite_output_dir" in err
     assert (tmp_path / "checkpoint-4/trainer_state.json").read_bytes() == before
     # A run that fails before it trains has deleted nothing.
@@ -201,7 +203,8 @@ def test_a_training_that_is_terminated_names_its_checkpoint(tmp_path, base):
         time.sleep(0.05)
     process.terminate()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode == 0
     # The progress bar shows once more when the process ends.
-    said = next(line for line in err.splitlines() if line.startswith("terminated (SIGTERM); "))
-    assert f"go on from {tmp_path}/checkpoint-" in said and "--resume_from_checkpoint" in said
+    said = next(line for line in err.splitlines() if line.startswith("stopped (SIGTERM); "))
+    assert f"all is kept in {tmp_path}/checkpoint-" in said and "--resume auto" in said
+    assert not has_result(tmp_path) and not checkpoint_problems(checkpoint_folders(tmp_path)[-1])

@@ -176,13 +176,19 @@ def test_between_two_rollouts_the_kind_of_controller_and_optimizer_stays(tmp_pat
 
 
 def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_path):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "beta": 0.5, "temperature": 0.7})
+    changed = {**SHAPE, "beta": 0.5, "temperature": 0.7}
+    with pytest.raises(ValueError, match="temperature: 1.0 -> 0.7, beta: 0.05 -> 0.5; .* allow_config_change to true"):
+        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint("fixed", 4)))
+    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
     trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 4)))
     assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
 
 
 def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "learning_rate": 0.5})
+    changed = {**SHAPE, "learning_rate": 0.5}
+    with pytest.raises(ValueError, match=r"learning_rate stays 0.01 \(here 0.5\)"):
+        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
     trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
     assert caplog.text.count("learning_rate stays 0.01 (here 0.5)") == 1
     assert max(logged(trainer, "learning_rate")) <= 0.01

@@ -66,7 +66,10 @@ def odd_share(**columns):
 
 def test_a_changed_objective_is_said_in_one_warning(tmp_path, checkpoint, caplog):
     changed = {"gamma": 0.9, "epsilon": 0.3, "value_coef": 0.5, "length_penalty": 0.1, "temperature": 0.7}
-    resume(tmp_path, checkpoint, reward=[odd_share, even_share], reward_weights=[1.0, 2.0], **changed)
+    changed |= {"reward": [odd_share, even_share], "reward_weights": [1.0, 2.0]}
+    with pytest.raises(ValueError, match="gamma: 1.0 -> 0.9.*set allow_config_change to true to go on with them"):
+        resume(tmp_path, checkpoint, **changed)
+    resume(tmp_path, checkpoint, allow_config_change=True, **changed)
     told = [r.getMessage() for r in caplog.records if "settings that have changed since" in r.getMessage()]
     assert len(told) == 1
     expected = ["gamma: 1.0 -> 0.9", "epsilon: 0.2 -> 0.3", "value_coef: 0.1 -> 0.5", "length_penalty: 0.0 -> 0.1"]
@@ -78,7 +81,9 @@ def test_a_changed_objective_is_said_in_one_warning(tmp_path, checkpoint, caplog
 
 
 def test_the_optimizer_s_own_settings_are_said_to_stay(tmp_path, checkpoint, caplog):
-    resume(tmp_path, checkpoint, weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"weight_decay stays 0.0 \(here 0.1\).* allow_config_change"):
+        resume(tmp_path, checkpoint, weight_decay=0.1)
+    resume(tmp_path, checkpoint, weight_decay=0.1, allow_config_change=True)
     assert "weight_decay stays 0.0 (here 0.1)" in caplog.text and "changed since" not in caplog.text
 
 

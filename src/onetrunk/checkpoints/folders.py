@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: published whole, found verified, and the oldest deleted only when a newer one is proven.
+"""Checkpoint folders of a run: published whole, found verified, the oldest deleted only when a newer one is proven.
 
 A checkpoint is made in `<output_dir>/.saving/`, gets its manifest, and is renamed to `<output_dir>/checkpoint-<step>`.
 A process killed at any moment leaves the older checkpoints as they were. Knows paths and manifests; nothing of

@@ -10,6 +10,7 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
+from onetrunk.trainers.checkpoint_settings import CheckpointSettings
 from onetrunk.trainers.ppo_config import PPOConfig, bf16_by_default
 from onetrunk.trainers.secret_free import SecretFreeArguments
 
@@ -162,7 +163,7 @@ def _require_output_dir(args: Any) -> None:
 
 
 @dataclass(repr=False)
-class SFTArguments(SecretFreeArguments, SFTConfig):
+class SFTArguments(CheckpointSettings, SecretFreeArguments, SFTConfig):
     """TRL's SFTConfig, with bfloat16 autocast only where an accelerator supports it, as in PPOConfig."""
 
     overwrite_output_dir: bool = _option(False, OVERWRITE)

@@ -32,7 +32,9 @@ from onetrunk.trainers.foreign_keys import explain_key  # noqa: E402
 # What becomes a part of a path, here or in a tracker.
 NAMES = ("run_name",)
 # A text field that is also read as a boolean: True resumes from the last checkpoint.
-TEXT_OR_BOOLEAN = ("resume_from_checkpoint",)
+AUTO = "auto"
+RESUME = "resume_from_checkpoint"
+TEXT_OR_BOOLEAN = (RESUME,)
 
 
 class UsageError(ValueError):
@@ -95,14 +97,14 @@ def parse(
     refused = refused_words(argv)
     if refused:
         raise UsageError(refused)
-    argv = _split_config_option(argv)
+    known = [f.name for dataclass_type in dataclass_types for f in fields(dataclass_type) if f.init]
+    argv = _spelled_out_resume(_split_config_option(argv), has_checkpoints=RESUME in known)
     parser = StageParser(
         dataclass_types,
         prog=f"onetrunk {verb}",
         description=f"{description} Options in a YAML file: --config FILE.",
         allow_abbrev=False,
     )
-    known = [f.name for dataclass_type in dataclass_types for f in fields(dataclass_type) if f.init]
     if "--config" in argv:
         index = argv.index("--config")
         _check_config(_config_path(argv, index), dataclass_types, known, knows_ppo)
@@ -136,6 +138,24 @@ def _split_config_option(argv: Sequence[str]) -> list[str]:
     if words.count("--config") > 1:
         raise UsageError("--config is given twice; keep one")
     return words
+
+
+def _spelled_out_resume(argv: list[str], has_checkpoints: bool) -> list[str]:
+    """Return the words with `--resume` in full; a stage without checkpoints always goes on where it stopped."""
+    words: list[str] = []
+    for word in argv:
+        words += word.split("=", 1) if word.startswith("--resume=") else [word]
+    if "--resume" not in words:
+        return words
+    index = words.index("--resume")
+    value = words[index + 1] if index + 1 < len(words) else None
+    if value is None or value.startswith("--"):
+        raise UsageError("--resume needs a word behind it: auto, true, or a checkpoint folder")
+    if has_checkpoints:
+        return [*words[:index], f"--{RESUME}", *words[index + 1 :]]
+    if value != AUTO:
+        raise UsageError(f"--resume {value}: this stage has no checkpoints; it goes on by itself, which auto says too")
+    return [*words[:index], *words[index + 2 :]]
 
 
 def _config_path(argv: list[str], index: int) -> Path:

@@ -19,9 +19,9 @@ def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: 
     from onetrunk.stages.ppo_judges import run_judges
     from onetrunk.stages.resuming import delete_old_run, require_new_run, resume_point
     from onetrunk.stages.rows import load_training_rows
-    from onetrunk.trainers.resume_point import find_checkpoint
+    from onetrunk.trainers.branch_checkpoints import BranchCheckpoints
 
-    resume = find_checkpoint(resume_point(args), args.output_dir)
+    resume = resume_point(args, BranchCheckpoints.needed_files)
     require_new_run(args, resume)
     train, held_out = load_training_rows(data, args.seed)
     with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:

@@ -1,58 +1,72 @@
-"""Where a run goes on, and where it may begin: what `resume_from_checkpoint` and `overwrite_output_dir` say.
+"""Where a run goes on, where it may begin, and who writes there: `resume_from_checkpoint`, `overwrite_output_dir`.
 
-Knows paths only. What a checkpoint must hold is the trainer's to say: PPO asks `find_checkpoint`, SFT
-`require_checkpoint`.
+Knows paths and checkpoint folders; what a checkpoint must hold is the trainer's to say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Written last into a checkpoint: where it is, the others are.
-LAST_FILE = "trainer_state.json"
+from onetrunk.checkpoints.folders import checkpoint_folders
+from onetrunk.checkpoints.manifest import MANIFEST, problems
+from onetrunk.files import require_output_dir
+from onetrunk.locks import held_folder
+
+TRAINER_STATE = "trainer_state.json"
 # What a finished run leaves beside its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
 # Branches that a run saves only if it has them: left over, they would be taken for the next one's.
 BRANCHES = ("reference", "value")
+# Written anew when a result is pushed.
+CARD = "README.md"
+AUTO = "auto"
 
 
-def resume_point(args: Any) -> str | bool | None:
-    """Return a folder that exists, True for the last checkpoint in output_dir (there or not), or None to start anew.
+def resume_point(args: Any, needed: Sequence[str] | None = None) -> str | None:
+    """Return the checkpoint folder that a run goes on from, verified; None to start anew.
+
+    Args:
+        args: with resume_from_checkpoint (a folder, true, auto, or nothing) and output_dir.
+        needed: files that the trainer needs besides; None: those of every trainer.
 
     Raises:
         FileNotFoundError: there is no such folder.
+        ValueError, RuntimeError: there is no checkpoint to go on from, or none is whole.
     """
+    from onetrunk.trainers.resume_point import LOOP_FILES, find_checkpoint
+
     value = args.resume_from_checkpoint
-    if value is None or str(value).lower() in ("false", "none", ""):
+    word = str(value).lower()
+    if value is None or word in ("false", "none", ""):
         return None
-    if str(value).lower() == "true":
-        return True
-    if not Path(value).is_dir():
+    given: str | bool = word == "true" or (AUTO if word == AUTO else str(value))
+    if isinstance(given, str) and given != AUTO and not Path(given).is_dir():
         raise FileNotFoundError(
             f"resume_from_checkpoint {value} is no folder (working folder {Path.cwd()}); give a checkpoint-* folder,"
-            " or true for the last one in output_dir"
+            " true for the last one in output_dir, or auto for that one if there is any"
         )
-    return str(value)
+    return find_checkpoint(given, args.output_dir, needed or LOOP_FILES)
 
 
-def require_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
-    """Return the folder to resume from; refuse True where there is none, before TRL's trainer loads anything.
+@contextlib.contextmanager
+def folder_of(parsed: Sequence[Any]) -> Iterator[None]:
+    """Be the one process that writes to the output folder of a training, if the arguments are those of one.
 
     Raises:
-        FileNotFoundError: `output_dir` holds none.
+        ValueError, RuntimeError: the folder can't be written to, or another process writes there.
     """
-    if resume is not True:
-        return resume
-    found = _checkpoints(output_dir)
-    if not found:
-        raise FileNotFoundError(
-            f"resume_from_checkpoint is true, but {output_dir} holds no checkpoint-* folder; leave it out to start"
-            " anew"
-        )
-    return str(found[-1])
+    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+    if args is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    with held_folder(require_output_dir(args.output_dir)):
+        yield
 
 
 def require_new_run(args: Any, resume: str | bool | None) -> None:
@@ -65,7 +79,7 @@ def require_new_run(args: Any, resume: str | bool | None) -> None:
     """
     if resume or args.overwrite_output_dir:
         return
-    found = [path.name for path in _checkpoints(args.output_dir)]
+    found = [path.name for path in checkpoint_folders(args.output_dir)]
     found += _results(args.output_dir)
     if found:
         raise ValueError(
@@ -74,9 +88,9 @@ def require_new_run(args: Any, resume: str | bool | None) -> None:
         )
 
 
-def has_result(output_dir: str) -> bool:
-    """Say whether a run has left its adapter or its model, beside its checkpoints."""
-    return bool(_results(output_dir))
+def has_result(output_dir: str | os.PathLike[str]) -> bool:
+    """Say whether a run has left its adapter or its model beside its checkpoints, all of it, as it was written."""
+    return all(problem.startswith(f"{CARD}:") for problem in problems(output_dir))
 
 
 def _results(output_dir: str) -> list[str]:
@@ -87,16 +101,16 @@ def delete_old_run(args: Any, resume: str | bool | None) -> None:
     """Delete the checkpoints and branches of the run that `overwrite_output_dir` gives up; call it last of all."""
     if resume or not args.overwrite_output_dir or not args.should_save:
         return
-    for folder in (*_checkpoints(args.output_dir), *(Path(args.output_dir) / name for name in BRANCHES)):
+    (Path(args.output_dir) / MANIFEST).unlink(missing_ok=True)
+    for folder in (*checkpoint_folders(args.output_dir), *(Path(args.output_dir) / name for name in BRANCHES)):
         if folder.is_dir():
             shutil.rmtree(folder)
 
 
-def last_whole_checkpoint(output_dir: str) -> tuple[Path | None, bool]:
-    """Return the last checkpoint that was written to its end, if any, and whether it is the last of all."""
-    found = _checkpoints(output_dir)
-    whole = [path for path in found if (path / LAST_FILE).is_file()]
-    return (whole[-1], whole[-1] == found[-1]) if whole else (None, False)
+def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
+    """Return the last checkpoint that was written to its end, if any; nothing in it is read."""
+    finished = [path for path in checkpoint_folders(output_dir) if (path / MANIFEST).is_file()]
+    return finished[-1] if finished else None
 
 
 def nothing_left(resume: str, max_steps: int, num_epochs: float) -> str | None:
@@ -107,7 +121,7 @@ def nothing_left(resume: str, max_steps: int, num_epochs: float) -> str | None:
         max_steps: planned optimizer steps; not above 0: the plan is `num_epochs`.
         num_epochs: planned passes over the rows.
     """
-    path = Path(resume) / LAST_FILE
+    path = Path(resume) / TRAINER_STATE
     if not path.is_file():
         return None
     state = json.loads(path.read_text(encoding="utf-8"))
@@ -116,9 +130,3 @@ def nothing_left(resume: str, max_steps: int, num_epochs: float) -> str | None:
         return None
     plan = f"max_steps {max_steps}" if max_steps > 0 else f"num_train_epochs {num_epochs:g}"
     return f"nothing is left to train: {resume} is at step {step}, the end of {plan}; raise it to train on"
-
-
-def _checkpoints(output_dir: str) -> list[Path]:
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()]
-    numbered = [path for path in folders if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))

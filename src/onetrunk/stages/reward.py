@@ -51,24 +51,16 @@ def begin(verb: str, args: Any) -> tuple[bool, str | None]:
     Raises:
         ValueError, FileNotFoundError: a folder that holds another run, or no checkpoint to resume from.
     """
-    from onetrunk.files import require_output_dir
     from onetrunk.models.score_scale import SCALE_FILE
-    from onetrunk.stages.resuming import (
-        has_result,
-        nothing_left,
-        require_checkpoint,
-        require_new_run,
-        resume_point,
-    )
+    from onetrunk.stages.resuming import has_result, nothing_left, require_new_run, resume_point
 
-    resume = require_checkpoint(resume_point(args), args.output_dir)
+    resume = resume_point(args)
     finished = resume and nothing_left(resume, args.max_steps, args.num_train_epochs)
     # The scale is written last: a run that was stopped before has yet to be measured.
     if finished and has_result(args.output_dir) and (Path(args.output_dir) / SCALE_FILE).is_file():
         if args.process_index == 0:
             print(f"{verb}: {finished}")
         return True, resume
-    require_output_dir(args.output_dir)
     require_new_run(args, resume)
     return False, resume
 

@@ -26,7 +26,7 @@ from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
 from onetrunk.stages.pipeline_state import PipelineState, Plan
-from onetrunk.stages.resuming import last_whole_checkpoint
+from onetrunk.stages.resuming import has_result, last_finished_checkpoint
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
 
 COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow", "failed": "red", "running": "yellow"}
@@ -70,7 +70,10 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; what earlier stages left is used")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="end with this stage")
     parser.add_argument("--dry-run", dest="is_dry", action="store_true", help="show what would run, and run nothing")
-    args = RunArguments(**vars(parser.parse_args(list(argv))))
+    parser.add_argument("--resume", choices=["auto"], help="what a pipeline always does: it goes on where it stopped")
+    words = vars(parser.parse_args(list(argv)))
+    words.pop("resume")
+    args = RunArguments(**words)
     pipeline = load_pipeline(args.pipeline)
     names = [stage.name for stage in pipeline.stages]
     for option, name in (("--from", args.first), ("--until", args.last)):
@@ -144,7 +147,10 @@ def execute(plan: Plan, state: PipelineState) -> int:
         code = _wait(subprocess.Popen(plan.stage.command(*words)))
         status = {0: "done", EXIT_INTERRUPTED: "interrupted", EXIT_TERMINATED: "terminated"}.get(code, "failed")
         missing = [str(output) for output in plan.stage.outputs if not output.exists()]
-        if code == 0 and missing:
+        if code == 0 and plan.stage.verb in RESUMING_VERBS and not has_result(plan.stage.outputs[0]):
+            # It was stopped by a signal of its own, and has said how it goes on.
+            status, code = "interrupted", EXIT_TERMINATED
+        elif code == 0 and missing:
             status, code = "failed", 1
             print(f"run: {plan.stage.name} ended well, but has not left {', '.join(missing)}", file=sys.stderr)
     finally:
@@ -175,11 +181,11 @@ def way_in(plan: Plan, state: PipelineState) -> list[str]:
         return ["--overwrite_output_dir", "true"]
     if stage.verb not in RESUMING_VERBS:
         return []
-    checkpoint, _ = last_whole_checkpoint(str(stage.outputs[0]))
+    checkpoint = last_finished_checkpoint(stage.outputs[0])
     if plan.action == "resume" and checkpoint is not None:
         # What lay there before this run began is of a run that rested on something else.
         if state.stages[stage.name].get("stale", {}).get(checkpoint.name) != checkpoint.stat().st_mtime_ns:
-            return ["--resume_from_checkpoint", str(checkpoint)]
+            return ["--resume_from_checkpoint", "auto"]
     return ["--overwrite_output_dir", "true"]
 
 

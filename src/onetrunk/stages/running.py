@@ -1,8 +1,9 @@
 """What every stage does around its work: a user's mistake becomes a sentence and an exit code, not a stack trace.
 
 Exit codes: 0 done; 2 the command line or the YAML file is wrong, and nothing was started; 1 anything that is found
-later, in settings that contradict the data or the model, in the machine, or in a run that failed; 130 interrupted; 143
-terminated. ONETRUNK_TRACEBACK=1 shows where a sentence came from.
+later, in settings that contradict the data or the model, in the machine, or in a run that failed. A training that a
+signal stops writes a checkpoint and ends with 0; what keeps none ends with 130 (interrupted), 143 (terminated) or 138
+(SIGUSR1). ONETRUNK_TRACEBACK=1 shows where a sentence came from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
-from onetrunk.stages.resuming import last_whole_checkpoint
+from onetrunk.stages.resuming import folder_of, last_finished_checkpoint
 from onetrunk.stages.secrecy import print_redacted, secrets_kept
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,7 +33,15 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. No Exception, for nothing on the way up may take it for an error of its own."""
+    """SIGTERM or SIGUSR1 arrived. No Exception, for nothing on the way up may take it for an error of its own.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int = signal.SIGTERM):
+        super().__init__(number)
+        self.number = number
 
 
 def run_stage(
@@ -55,17 +64,20 @@ def run_stage(
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parsed: tuple[Any, ...] = ()
     try:
-        with secrets_kept(), sigterm_as_exception():
+        with secrets_kept(), signals_as_exception():
             parsed = parse(list(sys.argv[1:] if argv is None else argv))
-            work(*parsed)
+            with folder_of(parsed):
+                work(*parsed)
     except SystemExit as stop:
+        if hasattr(stop, "checkpoint"):  # trainers.stopping.Stopped, which needs torch
+            say(str(stop), after_bar=True)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         say(f"interrupted{way_on(parsed)}", after_bar=True)
         return EXIT_INTERRUPTED
-    except Terminated:
-        say(f"terminated (SIGTERM){way_on(parsed)}", after_bar=True)
-        return EXIT_TERMINATED
+    except Terminated as stop:
+        say(f"terminated ({signal.Signals(stop.number).name}){way_on(parsed)}", after_bar=True)
+        return 128 + stop.number
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
@@ -88,20 +100,22 @@ def say(sentence: str, after_bar: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_as_exception() -> Iterator[None]:
-    """Raise Terminated where SIGTERM arrives, so that files are closed and a sentence is said, as after Ctrl-C."""
+def signals_as_exception() -> Iterator[None]:
+    """Raise Terminated where SIGTERM or SIGUSR1 arrives, so that files are closed and a sentence is said, as after
+    Ctrl-C; a training takes them over while it lasts."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Signals are the main thread's alone.
         return
 
     def terminate(number: int, frame: Any) -> None:
-        raise Terminated
+        raise Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def way_on(parsed: Sequence[Any]) -> str:
@@ -109,11 +123,10 @@ def way_on(parsed: Sequence[Any]) -> str:
     args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
     if args is None:
         return ""
-    checkpoint, is_last = last_whole_checkpoint(args.output_dir)
+    checkpoint = last_finished_checkpoint(args.output_dir)
     if checkpoint is None:
         return f"; no checkpoint is in {args.output_dir} yet, so the next run starts anew"
-    how = "true" if is_last else checkpoint
-    return f"; go on from {checkpoint} with --resume_from_checkpoint {how}"
+    return f"; the same command with --resume auto goes on from {checkpoint}"
 
 
 def explain(error: Exception) -> str | None:

@@ -16,25 +16,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(data: Any, args: Any, model_args: Any) -> None:
     """Read the rows, load the model, train, save, push."""
-    from onetrunk.files import require_output_dir
     from onetrunk.stages.resuming import (
         delete_old_run,
         has_result,
         nothing_left,
-        require_checkpoint,
         require_new_run,
         resume_point,
     )
     from onetrunk.stages.rows import load_training_rows
 
-    resume = require_checkpoint(resume_point(args), args.output_dir)
+    resume = resume_point(args)
     finished = resume and nothing_left(resume, args.max_steps, args.num_train_epochs)
     # A run that was stopped between its last checkpoint and its result has yet to write the latter.
     if finished and has_result(args.output_dir):
         if args.process_index == 0:
             print(f"sft: {finished}")
         return
-    require_output_dir(args.output_dir)
     require_new_run(args, resume)
     train, held_out = (rows and completion_rows(rows) for rows in load_training_rows(data, args.seed))
     trainer = make_trainer(args, model_args, train, held_out)
@@ -98,11 +95,12 @@ def check_room(rows: Any, tokenizer: Any, args: Any) -> None:
 
 
 def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
-    """Return TRL's SFTTrainer with its model loaded."""
-    from trl import SFTTrainer, get_quantization_config
+    """Return the trainer with its model loaded."""
+    from trl import get_quantization_config
 
     from onetrunk.models.backbone import load_base, load_tokenizer
     from onetrunk.models.sources import is_adapter
+    from onetrunk.trainers.sft import ResumableSFTTrainer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if is_adapter(name, revision):
@@ -128,7 +126,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     for rows in (train, held_out):
         if rows is not None:
             check_room(rows, tokenizer, args)
-    return SFTTrainer(
+    return ResumableSFTTrainer(
         model=load_base(name, quantization_config=quantization, **kwargs),
         args=args,
         train_dataset=train,

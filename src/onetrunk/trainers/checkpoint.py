@@ -1,4 +1,4 @@
-"""Checkpoints that survive anything, for every Trainer: whole or absent, verified, with all that an exact resume needs.
+"""Checkpoints that survive anything, for every Trainer: whole or absent, verified, with all that exact resume needs.
 
 transformers' Trainer writes its files into a folder aside; they are made durable, get a manifest, and the folder is
 renamed and read again before an older one is deleted. A signal ends a run with a checkpoint. Knows Trainer's loop and
@@ -33,9 +33,12 @@ from onetrunk.checkpoints.folders import (
     rotate,
 )
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, sync, write_manifest
+from onetrunk.files import atomic_write_json
 from onetrunk.locks import held_folder
 from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
+from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings
 from onetrunk.trainers.resume_point import LOOP_FILES, find_checkpoint
+from onetrunk.trainers.secret_free import without_secrets
 from onetrunk.trainers.stopping import StopAsked, Stopped, StopSignals
 
 logger = get_logger(__name__)
@@ -58,6 +61,7 @@ class SafeCheckpoints(Trainer):
         self._saved_step: int | None = None
         self._resume_from: str | None = None
         self._run_id: str | None = None
+        self._settings: dict[str, Any] | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(LoopEvents(self))
 
@@ -69,6 +73,11 @@ class SafeCheckpoints(Trainer):
 
     def load_own_loop_state(self, state: dict[str, Any]) -> None:
         """Take back what `own_loop_state` returned."""
+
+    def remember_settings(self) -> None:
+        """Keep the run's settings in its checkpoints, and compare them where it goes on; call it in `__init__`."""
+        self._settings = plain_settings(self)
+        self.needed_files = (*self.needed_files, SETTINGS_FILE)
 
     def may_save(self) -> bool:
         """Return whether the weights are worth a checkpoint at this step."""
@@ -90,7 +99,11 @@ class SafeCheckpoints(Trainer):
         """
         self._resume_from = find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.needed_files)
         self._saved_step, self._save_waits, self.is_pass_end = None, False, False
-        self._run_id = None if self._resume_from is None else read_manifest(self._resume_from).get("run")
+        self._run_id = None
+        if self._resume_from is not None:
+            self._run_id = read_manifest(self._resume_from).get("run")
+            if self._settings is not None:
+                check_plain_settings(self._resume_from, self._settings, self.args.allow_config_change)
         if not self.args.should_save:
             return self._train_until_stopped(**kwargs)
         os.makedirs(self.args.output_dir, exist_ok=True)
@@ -114,6 +127,9 @@ class SafeCheckpoints(Trainer):
 
     def begin_loop(self) -> None:
         """Bring the loop to where the checkpoint left it; Trainer has just set it to its beginning."""
+        if self.args.should_save:
+            # A result that lies there is not this training's.
+            (Path(self.args.output_dir) / MANIFEST).unlink(missing_ok=True)
         if self._resume_from is not None:
             self._saved_step = self.state.global_step
             self.load_own_loop_state(load_loop_state(self, self._resume_from))
@@ -205,6 +221,12 @@ class SafeCheckpoints(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         save_loop_state(self, output_dir, self.own_loop_state())
+        if self._settings is not None and self.args.should_save:
+            atomic_write_json(Path(output_dir) / SETTINGS_FILE, self._settings)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        with without_secrets(self.args):
+            super()._save(output_dir, state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model into output_dir: its files take their places one by one, the manifest last."""

@@ -1,4 +1,4 @@
-"""Seeds that are derived from where a run stands, never drawn: a resumed run needs no history. Knows integers alone."""
+"""Seeds derived from where a run stands, never drawn: a resumed run needs no history. Knows integers alone."""
 
 from __future__ import annotations
 

@@ -308,7 +308,8 @@ class ExperienceStream:
         Raises:
             ValueError: a file is missing, or does not fit this run.
         """
-        self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments)
+        allowed = self.config.allow_config_change
+        self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
         self._experiences = None
         if self.state.slot:
             buffer = load_buffer(folder, self.accelerator.process_index)

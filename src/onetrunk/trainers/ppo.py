@@ -138,7 +138,7 @@ class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """Train; with `resume_from_checkpoint` (a folder, True for the last one, "auto") go on where it was written."""
+        """Train; with `resume_from_checkpoint` (a folder, True for the last one, "auto") go on from there."""
         self._finite_loss = 0.0
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 

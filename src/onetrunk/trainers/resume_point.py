@@ -52,8 +52,8 @@ def find_checkpoint(
             return None
         if folder is None:
             raise ValueError(
-                f"{output_dir} holds no {PREFIX}* folder to resume from; leave resume_from_checkpoint out, or set it to"
-                " auto, which begins anew where there is none"
+                f"{output_dir} holds no {PREFIX}* folder to resume from; leave resume_from_checkpoint out, or"
+                " set it to auto, which begins anew where there is none"
             )
     else:
         folder = Path(given)

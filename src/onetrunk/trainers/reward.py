@@ -24,7 +24,10 @@ from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.preference_rows import validate_preferences
 from onetrunk.rewards.model import encode_rows
+from onetrunk.trainers.checkpoint import SafeCheckpoints
+from onetrunk.trainers.checkpoint_settings import CheckpointSettings
 from onetrunk.trainers.secret_free import SecretFreeArguments, SecretFreeCards
+from onetrunk.trainers.trl_counters import TRLCounters
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(repr=False)
-class RewardModelConfig(SecretFreeArguments, RewardConfig):
+class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
     """TRL's RewardConfig, and how the labels of the rows are used.
 
     Raises:
@@ -101,7 +104,7 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
-class RewardModelTrainer(SecretFreeCards, RewardTrainer):
+class RewardModelTrainer(SecretFreeCards, TRLCounters, SafeCheckpoints, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
     Rows have `prompt`, `chosen`, `rejected`, and may have `probability` and `margin` (`validate_preferences`). They
@@ -144,6 +147,19 @@ class RewardModelTrainer(SecretFreeCards, RewardTrainer):
             processing_class=processing_class,
             **trl,
         )
+        self.remember_settings()
+
+    def own_loop_state(self) -> dict[str, Any]:
+        """Return the pairs since the last log, too."""
+        figures = {name: [sums.tolist() for sums in own] for name, own in self.figures["train"].items()}
+        return {**super().own_loop_state(), "figures": figures}
+
+    def load_own_loop_state(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        super().load_own_loop_state(state)
+        device = self.accelerator.device
+        for name, sums in state["figures"].items():
+            self.figures["train"][name] = [torch.tensor(own, device=device) for own in sums]
 
     def make_collator(self, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> PairCollator:
         """Return what makes batches of encoded rows."""

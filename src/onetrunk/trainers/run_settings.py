@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.logging import get_logger
 from datasets import Dataset
 
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.fingerprint import base_fingerprint
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import reward_name
+from onetrunk.trainers.config_changes import (
+    allow_steering,
+    is_free,
+    keep_optimizer_settings,
+    require_base,
+    require_same,
+)
 from onetrunk.trainers.ppo_config import PPOConfig
-
-logger = get_logger(__name__)
 
 PLACE_SETTINGS = (
     "rollout_batch_size",
@@ -48,17 +52,8 @@ KEPT_SETTINGS = (
 )
 # Scale the policy's adapter: its weights would mean another policy.
 ADAPTER_SETTINGS = ("lora_alpha", "use_rslora")
-# Where results go, how long and on what the run computes: nothing that it learns depends on them.
-FREE_SETTINGS = frozenset(
-    "output_dir run_name project report_to num_rollouts max_steps num_train_epochs resume_from_checkpoint"
-    " push_to_hub disable_tqdm num_completions_to_print per_device_train_batch_size per_device_eval_batch_size"
-    " microbatch_tokens max_rollout_rows trunk_cache use_cpu accelerator_config overwrite_output_dir do_train do_eval"
-    " do_predict load_best_model_at_end metric_for_best_model greater_is_better model_init_kwargs debug tpu_num_cores"
-    " activation_checkpointing gradient_checkpointing gradient_checkpointing_kwargs enable_jit_checkpoint"
-    " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"
-    " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config".split()
-)
-FREE_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile")
+# Free in PPO, whose batch arithmetic does not rest on them.
+FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
 
 
 def run_settings(
@@ -81,7 +76,7 @@ def run_settings(
     settings |= {name: getattr(adapter, name) for name in ADAPTER_SETTINGS}
     told = {"reward_funcs": [reward_path(function) for function in rewards]}
     for name, value in config.to_dict().items():
-        if name not in settings and name not in FREE_SETTINGS and not name.startswith(FREE_PREFIXES):
+        if name not in settings and name not in FREE_IN_PPO and not is_free(name):
             told[name] = value
     # As it comes back from the file: tuples are lists there.
     return json.loads(json.dumps({**settings, "told": told}, default=str))
@@ -108,50 +103,34 @@ def _fingerprint(rows: Sequence[list[int]]) -> str:
     return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
-def check_settings(path: Path, written: dict[str, Any], own: dict[str, Any], in_rollout: bool) -> None:
-    """Refuse settings that the place in a run does not fit; warn, once each, of those that stay and that change.
+def check_settings(
+    path: Path, written: dict[str, Any], own: dict[str, Any], in_rollout: bool, is_allowed: bool = False
+) -> None:
+    """Refuse settings that the place in a run does not fit, and changed ones unless that is meant.
 
     Args:
         path: the file that `written` comes from.
         written: what `run_settings` said when the checkpoint was written.
         own: what it says now.
         in_rollout: True where the checkpoint lies in the middle of a rollout.
+        is_allowed: `allow_config_change`.
 
     Raises:
         ValueError: names every setting that has to be as it was.
     """
-    if written.get("base") != own["base"]:
-        raise ValueError(
-            f"{path} was written on the base model {written.get('base_name')} ({written.get('base')}), and this run"
-            f" has {own['base_name']} ({own['base']}), another one or in another precision; resume on the base of that"
-            " run, or start a new run"
-        )
+    require_base(path, written, own)
     free = {"base_name", "told", *KEPT_SETTINGS} - set(OPTIONAL_SETTINGS)
     if not in_rollout:
         free |= set(ROLLOUT_SETTINGS)
     if own["kl_target"] is not None:
         # An adaptive beta goes on from the checkpoint: another start would say nothing.
         free.discard("beta")
-    changed = [name for name in own if name not in free and _differs(name, written.get(name), own[name])]
-    if changed:
-        pairs = ", ".join(f"{name} {written.get(name)} (here {own[name]})" for name in changed)
-        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
-    kept = [name for name in KEPT_SETTINGS if written.get(name) != own[name]]
-    if kept:
-        pairs = ", ".join(f"{name} stays {written.get(name)} (here {own[name]})" for name in kept)
-        logger.warning(f"{pairs}: optimizer and schedule are those of the checkpoint; start a new run to change them")
-    _tell_changes(path, written, own, in_rollout)
-
-
-def _tell_changes(path: Path, written: dict[str, Any], own: dict[str, Any], in_rollout: bool) -> None:
+    require_same(path, written, own, [n for n in own if n not in free and _differs(n, written.get(n), own[n])])
+    keep_optimizer_settings(path, written, own, KEPT_SETTINGS, is_allowed)
     before, now = dict(written.get("told", {})), dict(own["told"])
     for name in (*OPTIONAL_SETTINGS[:1], *(() if in_rollout else ROLLOUT_SETTINGS)):
         before[name], now[name] = written.get(name), own[name]
-    # A setting that only one version of onetrunk has is not a change.
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    if changed:
-        pairs = ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in changed)
-        logger.warning(f"this run goes on from {path.parent} with settings that have changed since: {pairs}")
+    allow_steering(path, before, now, is_allowed)
 
 
 def _differs(name: str, written: Any, own: Any) -> bool:

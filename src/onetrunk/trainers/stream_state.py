@@ -64,13 +64,13 @@ def load_state(
     settings: dict[str, Any],
     kl_controller: FixedKLController | AdaptiveKLController,
     score_moments: RunningMoments,
+    allow_changes: bool = False,
 ) -> StreamState:
     """Read `experience_stream.json`; the controllers take their state from it.
 
     Raises:
         ValueError: the file is missing, is not one of ours, or was written on another base or under other `settings`.
-            The number of processes, the temperature and a fixed beta may differ where the checkpoint lies between two
-            rollouts; of others that may, a warning says how they changed.
+            With `allow_changes` those that only steer what comes may differ, and a warning says how.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
@@ -81,7 +81,7 @@ def load_state(
     content = read_json(path)
     try:
         state = StreamState(**content["stream"])
-        check_settings(path, content["settings"], settings, in_rollout=state.slot > 0)
+        check_settings(path, content["settings"], settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
         kl_controller.load_state_dict(content["kl_controller"])
         score_moments.load_state_dict(content["score_moments"])
         return state
