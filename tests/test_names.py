@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.names import require_inside, require_name
+from onetrunk.names import require_inside, require_name, require_relative
 
 
 @pytest.mark.parametrize("name", ["ppo", "run-1.2_b", ".hidden", "a" * 96, "0"])
@@ -61,6 +61,14 @@ def test_a_link_may_lead_elsewhere_in_the_folder_and_not_out_of_it(tmp_path):
     # The folder itself may be reached by a link.
     (tmp_path / "alias").symlink_to(inside)
     assert require_inside("real/file", tmp_path / "alias") == inside / "real" / "file"
+
+
+def test_a_pattern_is_returned_as_it_is_written_whatever_links_there_are(tmp_path):
+    (tmp_path / "far").symlink_to("/")
+    assert require_relative("far/*.jsonl", tmp_path) == "far/*.jsonl"
+    for name in ("../*", "https://host/a", "/*"):
+        with pytest.raises(ValueError, match="expected a path inside"):
+            require_relative(name, tmp_path)
 
 
 @given(st.lists(st.sampled_from(["a", "b", "..", ".", "", "x y", "~"]), max_size=6))

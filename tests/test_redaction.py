@@ -82,6 +82,7 @@ SHAPES = {
     "authorization: Basic dXNlcjpwYXNz": "authorization: Basic <redacted authorization>",
     "https://anna:pass@word@host/v1": "https://<redacted password>@host/v1",
     "postgres://anna:geheim@db:5432/x": "postgres://<redacted password>@db:5432/x",
+    "no folder https:/anna:geheim@db/x": "no folder https:/<redacted password>@db/x",
     "s3://b/k?X-Amz-Signature=0123&x=1": "s3://b/k?X-Amz-Signature=<redacted query value>&x=1",
     "http://h/?a=1&token=abc;api_key=d": "http://h/?a=1&token=<redacted query value>;api_key=<redacted query value>",
 }

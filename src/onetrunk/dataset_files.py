@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import yaml
 from datasets import Dataset, DatasetDict
+from huggingface_hub import DatasetCard
+
+from onetrunk.names import require_inside, require_relative
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+# What tells the loader which files of a folder are rows.
+CARDS = ("README.md", ".huggingface.yaml")
 
 
 def load_rows(
@@ -39,7 +45,7 @@ def load_rows(
 
     Raises:
         FileNotFoundError: nothing is there under this path or name.
-        ValueError: an empty or damaged file, an unknown suffix, split or column.
+        ValueError: an empty or damaged file, an unknown suffix, split or column, or a folder that names files outside.
         RuntimeError: the Hub does not answer.
     """
     path = Path(name_or_path).expanduser()
@@ -65,6 +71,7 @@ def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return _load_saved(path, split)
+        _check_card(path)
         files = sorted(file for suffix in BUILDERS for file in path.rglob(f"*{suffix}"))
         if not files:
             raise ValueError(f"folder {path} holds no {', '.join(BUILDERS)} file; give a folder that does")
@@ -89,11 +96,55 @@ def _build(builder: str, path: Path, files: list[Path], split: str, **settings: 
 
 
 def _load_saved(path: Path, split: str) -> Dataset:
+    for state in (*path.glob("state.json"), *path.glob("*/state.json")):
+        for entry in _read_json(state).get("_data_files", ()):
+            require_inside(str(entry["filename"]), state.parent, f"a file that {state} names")
+    for name in _read_json(path / "dataset_dict.json").get("splits", ()):
+        require_inside(str(name), path, f"a split that {path}/dataset_dict.json names")
     loaded = datasets.load_from_disk(str(path))
     splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded, "train": loaded}
     if split not in splits:
         raise ValueError(f"{path} has the splits {', '.join(sorted(splits))}, got {split!r}; set split to one of them")
     return splits[split]
+
+
+def _check_card(folder: Path) -> None:
+    """Refuse a folder whose card names files elsewhere: the loader would read whatever this process may.
+
+    Links are let pass: the Hub's cache is made of them.
+    """
+    for name in CARDS:
+        if not (folder / name).is_file():
+            continue
+        text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        try:
+            about = DatasetCard(text).data.to_dict() if name.endswith(".md") else yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError):
+            continue  # The loader refuses it with its own words.
+        configs = about.get("configs") if isinstance(about, dict) else None
+        for config in configs if isinstance(configs, list) else ():
+            for pattern in _paths_in([config.get(key) for key in ("data_files", "data_dir") if key in config]):
+                require_relative(pattern, folder, f"a file that {folder / name} names")
+
+
+def _paths_in(value: Any) -> Iterator[str]:
+    """Yield the paths in an entry of a card: a text, a list, a mapping of splits, or mappings with split and path."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in [value["path"]] if "path" in value else value.values():
+            yield from _paths_in(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _paths_in(entry)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
+    return value if isinstance(value, dict) else {}
 
 
 def _json_fault(files: Iterable[Path]) -> str | None:

@@ -27,6 +27,24 @@ def require_name(name: str, what: str) -> str:
     return name
 
 
+def require_relative(text: str, folder: str | os.PathLike[str], what: str = "the path") -> str:
+    """Return a path, or a pattern of paths, as it is written, if it stays below its folder; links are not looked at.
+
+    Args:
+        text: relative to `folder`.
+        folder: which it may not leave.
+        what: what names the path, for the error.
+
+    Raises:
+        ValueError: the path is empty, absolute, a URL, or holds `..`.
+    """
+    # A file written elsewhere may have the separators of Windows.
+    parts = text.replace("\\", "/").split("/")
+    if not text or "\0" in text or os.path.isabs(text) or parts[0] == "" or ".." in parts or parts[0].endswith(":"):
+        raise ValueError(f"{what} is {text!r}; expected a path inside {folder}, without '..'")
+    return text
+
+
 def require_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str], what: str = "the path") -> Path:
     """Return where a path that is named inside a file leads, links followed; it has to stay in its folder.
 
@@ -36,13 +54,9 @@ def require_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str],
         what: what names the path, for the error.
 
     Raises:
-        ValueError: the path is absolute, holds `..`, or a link on its way leads out of the folder.
+        ValueError: the path is absolute, a URL, holds `..`, or a link on its way leads out of the folder.
     """
-    text = os.fspath(path)
-    # A file written elsewhere may have the separators of Windows.
-    parts = text.replace("\\", "/").split("/")
-    if not text or "\0" in text or os.path.isabs(text) or parts[0] == "" or ".." in parts or parts[0].endswith(":"):
-        raise ValueError(f"{what} is {text!r}; expected a path inside {folder}, without '..'")
+    text = require_relative(os.fspath(path), folder, what)
     root = Path(folder).resolve()
     found = (root / text).resolve()
     if not found.is_relative_to(root):

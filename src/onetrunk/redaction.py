@@ -33,7 +33,8 @@ _SHAPES = re.compile(
     # With a digit, for "sk-learn-compatible-estimators" is no key.
     r"|(?:sk|pk|rk)-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}"
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
-    r"|(?P<scheme>://)(?P<user>[^\s/?#@:<>\"'`]*):[^\s/?#<>]+@"
+    # One slash is left of two where an address was taken for a path.
+    r"|(?P<scheme>:/{1,2})(?P<user>[^\s/?#@:<>\"'`]*):[^\s/?#<>]+@"
     r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>]+"
     r"|(?P<header>Bearer\s+|(?i:authorization)\W{1,6}(?i:basic|bearer|token)\s+)[A-Za-z0-9._~+/=-]{8,}"
 )
@@ -112,7 +113,7 @@ def _mark_of_shape(found: re.Match[str]) -> str:
     if found["key"]:
         return _mark("key")
     if found["scheme"]:
-        return f"://{_mark('password')}@"
+        return f"{found['scheme']}{_mark('password')}@"
     if found["query"]:
         return found["query"] + _mark("query value")
     return found["header"] + _mark("authorization")

@@ -1,6 +1,8 @@
 """Scoring by the model goes on beside reward functions: neither waits for the other, and errors come through."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -50,6 +52,24 @@ def test_packs_are_scored_while_a_reward_function_waits_in_the_main_thread(tmp_p
     trainer.train()
     plain = trained(tmp_path / "plain", reward=even_share, check_memory=False)
     assert_same(trained_weights(trainer.model), trained_weights(plain.model))
+
+
+ABANDONED = """
+import sys, time, torch
+from onetrunk.trainers.background import Background
+def work():
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        torch.randn(64, 64, requires_grad=True).matmul(torch.randn(64, 64)).sum().backward()
+Background(work, torch.device("cpu"))
+time.sleep(0.2)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_on_an_error_keeps_its_exit_code_while_the_thread_is_at_work():
+    run = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (3, "")
 
 
 def test_the_time_of_both_is_counted_once(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,11 +11,13 @@ import torch
 
 T = TypeVar("T")
 
+LONGEST_WAIT_S = 60.0
+
 
 class Background(Generic[T]):
     """Runs `function` beside the main thread, which goes on with what only it may do (user code, signals).
 
-    The thread does not keep the process alive: an interrupt in the main thread ends the run at once.
+    An error in the main thread is told at once; the process then ends with the thread, or LONGEST_WAIT_S later.
 
     Args:
         function: takes nothing. Grad mode and autocast are a thread's own: it sets what it needs.
@@ -31,6 +34,8 @@ class Background(Generic[T]):
         if starts_now:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
+            # Python tears a daemon thread down inside torch, which aborts: exit code 134, whatever the run's was.
+            atexit.register(self._thread.join, LONGEST_WAIT_S)
 
     def _run(self) -> None:
         try:
@@ -46,6 +51,7 @@ class Background(Generic[T]):
             self._values.append(self._function())
         elif self._thread is not None:
             self._thread.join()
+            atexit.unregister(self._thread.join)
         if self._error is not None:
             raise self._error
         return self._values[0]

@@ -1,0 +1,259 @@
+"""Real runs with canaries for secrets: no byte that a run leaves or says holds one, plain, packed or in base64."""
+
+import base64
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from datasets import Dataset
+
+from onetrunk import PPOConfig, PPOTrainer, cli
+from tests.judges.stub_server import StubServer
+from tests.stages.recipes import ROOT
+from tests.tiny import tiny_model, tiny_tokenizer
+
+# No shape of a known key: only their names and places make them secrets.
+CANARIES = {
+    "HF_TOKEN": "kanari-hub-Xq81/+w",
+    "OPENAI_API_KEY": "kanari-openai-Zt52",
+    "JUDGE_ACCESS": "kanari-judge-Lm37",  # No telling name: it is known because judge_api_key_env names it.
+    "url": "kanari-url-Pw94",
+    "hub_token": "kanari-setting-Rb63",
+}
+REWARD = """
+import logging
+import os
+import warnings
+
+from transformers.utils import logging as theirs
+
+
+def leaky(completions, log_extra=None, **columns):
+    token, key = os.environ["HF_TOKEN"], os.environ["OPENAI_API_KEY"]
+    logging.getLogger("user.code").warning("asked with %s", token)
+    theirs.get_logger("transformers.user").warning(f"asked with {key}")
+    warnings.warn(f"old address https://anna:kanari-url-Pw94@host/{token}")
+    if log_extra:
+        log_extra("header", [f"Bearer {token}"] * len(completions))
+    try:
+        raise ValueError(token)
+    except ValueError:
+        logging.getLogger("user.code").exception("not asked")
+    return [-float(len(c)) for c in completions]
+
+
+def failing(completions, **columns):
+    leaky(completions)
+    raise RuntimeError(f"401 for {os.environ['HF_TOKEN']} at https://anna:kanari-url-Pw94@host/v1")
+"""
+TRAIN = "--use_cpu true --report_to tensorboard --disable_tqdm true --save_strategy steps --save_steps 1".split()
+PPO = "--rollout_batch_size 4 --max_completion_length 4 --lora_r 2 --num_ppo_epochs 1 --num_rollouts 1".split()
+PPO += ["--num_minibatches", "2", "--log_completions", "true"]
+
+
+def forms(canary):
+    """Return a secret as it may stand in bytes; of base64 what does not depend on what stands before it."""
+    data = canary.encode()
+    found = {data, quote(canary, safe="").encode(), data[::-1], data.hex().encode(), canary.encode("utf-16-le")}
+    for shift in range(3):
+        text = base64.b64encode(b"\0" * shift + data)
+        # The first characters hold bits of what is before, the last those of what is behind.
+        found.add(text[-(-shift * 8 // 6) : len(text) - 4])
+    return found | {form.replace(b"+", b"-").replace(b"/", b"_") for form in found}
+
+
+FORMS = {name: forms(canary) for name, canary in CANARIES.items()}
+
+
+def canaries_in(data):
+    """Return the names of the canaries in bytes, and in what is packed in them."""
+    found = {name for name, written in FORMS.items() if any(form in data for form in written)}
+    if data[:2] == b"\x1f\x8b":
+        found |= canaries_in(gzip.decompress(data))
+    return found
+
+
+def leaks(folder):
+    """Return file -> canaries for every file below a folder, and for its name."""
+    found = {}
+    for path in sorted(Path(folder).rglob("*")):
+        names = canaries_in(os.fsencode(path.name))
+        if path.is_file():
+            names |= canaries_in(path.read_bytes())
+            if zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as archive:
+                    names |= {name for entry in archive.namelist() for name in canaries_in(archive.read(entry))}
+        if names:
+            found[str(path.relative_to(folder))] = names
+    return found
+
+
+def test_the_search_finds_a_canary_wherever_it_is(tmp_path):
+    canary = CANARIES["HF_TOKEN"].encode()
+    (tmp_path / "plain").write_bytes(b"x" + canary)
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(b"x" * 99 + canary))
+    for shift in range(3):
+        (tmp_path / f"base64-{shift}").write_bytes(base64.b64encode(b"x" * shift + canary + b"more of it"))
+    with zipfile.ZipFile(tmp_path / "training_args.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", canary * 3)
+    (tmp_path / "none").write_bytes(b"kanari")
+    assert leaks(tmp_path) == {
+        name: {"HF_TOKEN"} for name in ("plain", "packed.gz", "base64-0", "base64-1", "base64-2", "training_args.bin")
+    }
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    nouns = ("cat", "dog", "bird", "fish")
+    write(folder / "rows.jsonl", [{"prompt": f"the {w}", "completion": " runs fast"} for w in nouns])
+    write(folder / "prompts.jsonl", [{"prompt": f"the {w}"} for w in nouns])
+    write(folder / "pairs.jsonl", [{"prompt": f"the {w}", "chosen": " runs", "rejected": " no no"} for w in nouns])
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "constitution.yaml").write_text(
+        "name: c\nprinciples:\n  - text: Which answer is better?\n"
+    )
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def place(base, tmp_path, monkeypatch):
+    """An empty working folder, and the canaries in the environment."""
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "JUDGE_ACCESS"):
+        monkeypatch.setenv(name, CANARIES[name])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(base, verb, rows, *options):
+    words = ["--model_name_or_path", base / "base", "--dataset_name", base / rows, "--output_dir", "out"]
+    return cli.main([verb, *map(str, [*words, *options])])
+
+
+def nothing_leaked(folder, *texts):
+    assert leaks(folder) == {}
+    for text in texts:
+        assert canaries_in(text.encode()) == set()
+
+
+def test_sft_and_reward_leave_none(base, place, capfd, caplog):
+    assert call(base, "sft", "rows.jsonl", *TRAIN, "--max_steps", "1", "--output_dir", "sft") == 0
+    options = ["--max_steps", "1", "--output_dir", "reward", "--eval_dataset_name", base / "pairs.jsonl"]
+    assert call(base, "reward", "pairs.jsonl", *TRAIN, *options) == 0
+    assert list(place.rglob("training_args.bin")) and list(place.rglob("events.out.tfevents.*"))
+    nothing_leaked(place, *capfd.readouterr(), caplog.text)
+
+
+def test_ppo_with_a_reward_that_logs_secrets_leaves_none(base, place, capfd, caplog):
+    options = [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:leaky", "--eval_dataset_name", base / "rows.jsonl"]
+    with caplog.at_level(logging.WARNING):
+        assert call(base, "ppo", "rows.jsonl", *options) == 0
+    said = capfd.readouterr()
+    assert "asked with <redacted HF_TOKEN>" in caplog.text and "not asked" in caplog.text
+    assert "asked with <redacted OPENAI_API_KEY>" in caplog.text + said.err
+    assert any("<redacted HF_TOKEN>" in path.read_text() for path in place.rglob("*.jsonl"))
+    nothing_leaked(place, *said, caplog.text)
+
+
+@pytest.mark.parametrize("trace", ["0", "1"])
+def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place, trace):
+    words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
+    words += [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:failing"]
+    command = [sys.executable, "-m", "onetrunk.cli", "ppo", *map(str, words)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": trace}
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "401 for <redacted HF_TOKEN> at https://<redacted password>@host/v1" in run.stderr
+    assert "old address https://<redacted password>@host/<redacted HF_TOKEN>" in run.stderr
+    assert "asked with <redacted HF_TOKEN>" in run.stderr and "asked with <redacted OPENAI_API_KEY>" in run.stderr
+    assert ("in failing" in run.stderr) == (trace == "1")
+    nothing_leaked(place, run.stdout, run.stderr)
+
+
+def test_preferences_of_a_judge_behind_a_key_leave_none(base, place, capfd, caplog):
+    with StubServer(key=CANARIES["JUDGE_ACCESS"]) as stub:
+        judge = ["--judge", f"{stub.url}", "--judge_model", "judge-1", "--constitution", base / "constitution.yaml"]
+        judge += ["--num_generations", "2", "--max_completion_length", "6", "--use_cpu", "true"]
+        # Without its key the server refuses; what it says is told.
+        assert call(base, "prefs", "prompts.jsonl", *judge, "--output_dir", "refused") == 1
+        assert call(base, "prefs", "prompts.jsonl", *judge, "--judge_api_key_env", "JUDGE_ACCESS") == 0
+        assert any(CANARIES["JUDGE_ACCESS"] in str(headers) for headers in stub.headers)
+    assert (place / "out/README.md").is_file()
+    nothing_leaked(place, *capfd.readouterr(), caplog.text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--judge", "https://anna:kanari-url-Pw94@host/v1", "--judge_model", "m"],
+        ["--judge", "https://host/v1?token=kanari-url-Pw94", "--judge_model", "m"],
+        ["--judge", "reward:https://anna:kanari-url-Pw94@host/v1"],
+        ["--dataset_name", "https://anna:kanari-url-Pw94@host/rows.jsonl"],
+        ["--model_name_or_path", "https://anna:kanari-url-Pw94@host/model"],
+        ["--constitution", "https://anna:kanari-url-Pw94@host/c.yaml"],
+    ],
+)
+def test_a_password_in_an_address_is_not_repeated_by_the_refusal(base, place, capfd, caplog, options):
+    given = ["--judge", "rubric", "--constitution", base / "constitution.yaml", "--use_cpu", "true"]
+    assert call(base, "prefs", "prompts.jsonl", *given, *options) == 1
+    said = capfd.readouterr()
+    assert "error: " in said.err
+    nothing_leaked(place, *said, caplog.text)
+
+
+def test_a_pipeline_tells_none_of_the_options_of_its_scripts(place, capfd):
+    (place / "make.py").write_text("import pathlib, sys\npathlib.Path('rows.txt').write_text(str(len(sys.argv)))\n")
+    options = {"source": f"https://anna:{CANARIES['url']}@host/rows", "tag": CANARIES["HF_TOKEN"]}
+    stage = {"script": "make.py", "outputs": ["rows.txt"], "options": options}
+    (place / "pipeline.yaml").write_text(json.dumps({"output_dir": "out", "stages": {"data": stage}}))
+    assert cli.main(["run", "pipeline.yaml"]) == 0
+    (place / "pipeline.yaml").unlink()
+    assert (place / "rows.txt").read_text() == "5" and (place / "out/pipeline.json").is_file()
+    nothing_leaked(place, *capfd.readouterr())
+
+
+def test_a_token_given_in_python_is_in_no_checkpoint_event_file_or_card(base, place, capfd, caplog):
+    args = PPOConfig(
+        output_dir="out",
+        use_cpu=True,
+        hub_token=CANARIES["hub_token"],
+        run_name=f"run-{CANARIES['url']}-https://anna:{CANARIES['url']}@host/",
+        project=f"https://anna:{CANARIES['url']}@host/project",
+        report_to="tensorboard",
+        save_steps=1,
+        rollout_batch_size=4,
+        num_rollouts=1,
+        num_minibatches=2,
+        max_completion_length=4,
+        log_completions=True,
+        disable_tqdm=True,
+    )
+    os.environ["RUN_PASSWORD"] = CANARIES["url"]
+    try:
+        rows = Dataset.from_list([{"prompt": f"the {w}"} for w in ("cat", "dog", "bird", "fish")])
+        trainer = PPOTrainer(
+            str(base / "base"), lambda completions, **_: [float(len(c)) for c in completions], args, rows
+        )
+        trainer.train()
+        trainer.save_model()
+        trainer.create_model_card(model_name=f"trained with {CANARIES['hub_token']}")
+        print(trainer.args, repr(trainer.args))
+        assert trainer.args.hub_token == CANARIES["hub_token"]
+        files = {path.name for path in place.rglob("*")}
+        assert {"training_args.bin", "README.md", "trainer_state.json"} <= files
+        nothing_leaked(place, *capfd.readouterr(), caplog.text)
+    finally:
+        del os.environ["RUN_PASSWORD"]
