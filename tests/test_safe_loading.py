@@ -1,0 +1,242 @@
+"""What a file of others may do when it is read: nothing. YAML makes plain values, no pickle runs, no remote code is
+loaded unasked or unpinned. The rules are read off the source; what they mean is tried on real files."""
+
+import ast
+import json
+
+import pytest
+import yaml
+
+from onetrunk import cli
+from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.reward_model import load_reward_judge
+from onetrunk.models.backbone import load_base, load_tokenizer
+from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
+from onetrunk.models.scorer import load_scorer
+from onetrunk.models.sources import load_config, pinned_source
+from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.pipeline import load_pipeline
+from onetrunk.stages.sft import parse_sft
+from tests.stages.recipes import ROOT
+from tests.test_floors import FILES
+from tests.tiny import tiny_model, tiny_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SOURCES = [*FILES, *sorted((ROOT / "scripts").rglob("*.py")), *sorted((ROOT / "recipes").rglob("*.py"))]
+PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+
+
+def safe_loaders(tree):
+    """Return the names of the loaders that a source may use: PyYAML's safe one, and its own subclasses of that."""
+    names = {"yaml.SafeLoader", "yaml.CSafeLoader"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in names for base in node.bases):
+            names.add(node.name)
+    return names
+
+
+def unsafe_calls(source):
+    """Return the lines of a source text that read or write more than plain data."""
+    tree = ast.parse(source)
+    loaders, found = safe_loaders(tree), []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+        room, _, verb = name.rpartition(".")
+        positional = [ast.unparse(a) for a in node.args]
+        if name in ("yaml.load", "yaml.load_all", "yaml.compose"):
+            used = keywords.get("Loader", positional[1] if len(positional) > 1 else None)
+            is_bad = used not in loaders
+        elif room == "yaml":
+            is_bad = verb in ("full_load", "full_load_all", "unsafe_load", "unsafe_load_all")
+        elif name == "torch.load":
+            is_bad = keywords.get("weights_only") != "True"
+        elif name in ("np.load", "numpy.load"):
+            is_bad = keywords.get("allow_pickle", "False") != "False"
+        else:
+            is_bad = name in ("torch.save", "eval", "exec") or (room in PICKLING and verb not in ("", "PickleError"))
+            is_bad |= verb == "extractall"
+        if is_bad:
+            found.append(f"line {node.lineno}: {name}")
+    return found
+
+
+def unsaid_trust(source):
+    """Return the lines on which a model, config or tokenizer loads and nothing says whether remote code may run."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node.func)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).startswith("Auto")
+        and ast.unparse(node.func).endswith(".from_pretrained")
+        and not any(k.arg == "trust_remote_code" or ast.unparse(k.value) == "source" for k in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_of_ours_unpickles_evaluates_or_loads_more_than_plain_yaml(path):
+    assert unsafe_calls(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_load_says_whether_remote_code_may_run(path):
+    assert unsaid_trust(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "yaml.load(text)",
+        "yaml.load(text, yaml.FullLoader)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "class Mine(yaml.UnsafeLoader): pass\nyaml.load(text, Mine)",
+        "yaml.unsafe_load(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.save(state, path)",
+        "pickle.loads(data)",
+        "pickle.dump(x, file)",
+        "numpy.load(path, allow_pickle=True)",
+        "eval(text)",
+        "archive.extractall(folder)",
+    ],
+)
+def test_the_rule_finds_what_is_unsafe(line):
+    assert len(unsafe_calls(line)) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "yaml.safe_load(text)",
+        "class Mine(yaml.SafeLoader): pass\nyaml.load(text, Mine)",
+        "torch.load(path, weights_only=True)",
+        "numpy.load(path)",
+        "model.eval()",
+    ],
+)
+def test_the_rule_passes_what_is_safe(line):
+    assert unsafe_calls(line) == []
+
+
+def test_the_rule_on_remote_code_tells_both_apart():
+    assert unsaid_trust("AutoConfig.from_pretrained(name)") and unsaid_trust("AutoModel.from_pretrained(n, dtype=d)")
+    assert not unsaid_trust("AutoConfig.from_pretrained(name, trust_remote_code=False)")
+
+
+# --- tried ----------------------------------------------------------------------------------------------------------
+
+
+def test_yaml_that_makes_objects_is_refused_wherever_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hostile = f"output_dir: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n"
+    (tmp_path / "x.yaml").write_text(hostile)
+    with pytest.raises(UsageError, match="not YAML"):
+        parse_sft(["--config", "x.yaml"])
+    with pytest.raises(UsageError, match="not YAML"):
+        load_pipeline("x.yaml")
+    with pytest.raises(ValueError, match="not YAML"):
+        load_constitution("x.yaml")
+    assert not (tmp_path / "ran").exists()
+    # It is hostile indeed: another loader runs it.
+    yaml.load(hostile, yaml.UnsafeLoader)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory):
+    """A model whose config names code of its own, which leaves a file where it runs."""
+    folder = tmp_path_factory.mktemp("remote")
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "code.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class C(LlamaConfig):\n    model_type = 'unheard_of'\n"
+        "class M(LlamaForCausalLM):\n    config_class = C\n"
+        "class T(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "unheard_of"
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoModelForSequenceClassification": "code.M"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    path = folder / "tokenizer_config.json"
+    about = json.loads(path.read_text()) | {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "code.T"]}}
+    path.write_text(json.dumps(about))
+    return folder
+
+
+LOADERS = [load_base, load_tokenizer, load_config, load_with_new_head, load_reward_tokenizer]
+
+
+@pytest.mark.parametrize("load", [*LOADERS, load_scorer, lambda name: load_reward_judge(name, device=None)])
+def test_code_of_a_repository_does_not_run_and_nobody_is_asked(remote, monkeypatch, load):
+    def asked(*words):
+        raise AssertionError("transformers asks whether to run the code")
+
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises((ValueError, RuntimeError, KeyError), match="custom code|trust_remote_code|cannot be loaded"):
+        load(str(remote))
+    assert not (remote / "ran").exists()
+
+
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()])
+def test_code_of_a_repository_needs_a_full_commit(remote, load, revision):
+    with pytest.raises(ValueError, match="40-digit commit"):
+        load(str(remote), revision=revision, trust_remote_code=True)
+    assert not (remote / "ran").exists()
+
+
+def test_a_pinned_commit_pins_the_code_too():
+    assert pinned_source(COMMIT, True) == {
+        "revision": COMMIT,
+        "code_revision": COMMIT,
+        "trust_remote_code": True,
+    }
+    assert pinned_source(None, None) == {"revision": "main", "trust_remote_code": False}
+
+
+def stage(remote, verb, *options):
+    pair = {"prompt": "the cat", "chosen": " runs", "rejected": " no"}
+    row = {
+        "sft": {"prompt": "the cat", "completion": " runs"},
+        "reward": pair,
+        "distill": {**pair, "probability": 1.0},
+    }.get(verb, {"prompt": "the cat"})
+    rows = remote.parent / f"{verb}.jsonl"
+    rows.write_text(json.dumps(row))
+    words = ["--model_name_or_path", remote, "--dataset_name", rows, "--output_dir", remote.parent / f"out-{verb}"]
+    return cli.main([verb, *map(str, [*words, "--use_cpu", "true", *options])])
+
+
+TRUST = ["--trust_remote_code", "true"]
+NESTED = ["--model_init_kwargs", '{"trust_remote_code": true}']
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("sft", TRUST),
+        ("sft", NESTED),
+        ("reward", TRUST),
+        ("reward", NESTED),
+        ("reward", [*TRUST, "--model_revision", "v1.0"]),
+        ("distill", TRUST),
+        ("distill", NESTED),
+        ("ppo", NESTED),
+    ],
+)
+def test_a_stage_refuses_remote_code_without_a_pinned_commit(remote, capsys, verb, options):
+    more = ["--reward_funcs", f"{remote}/short.py:short"] if verb == "ppo" else []
+    (remote / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    assert stage(remote, verb, *options, *more) == 1
+    assert "40-digit commit" in capsys.readouterr().err
+    assert not (remote / "ran").exists()
+
+
+@pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
+def test_a_stage_without_the_option_knows_none(remote, capsys, verb):
+    assert stage(remote, verb, *TRUST) == 2
+    assert "trust_remote_code" in capsys.readouterr().err
