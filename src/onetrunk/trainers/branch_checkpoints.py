@@ -5,57 +5,23 @@ Knows files and the trunk's branches; no objective.
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput
 
 from onetrunk.models.adapters import POLICY, VALUE_HEAD_FILE
 from onetrunk.trainers.checkpoint import SafeCheckpoints
 from onetrunk.trainers.resume_point import LOOP_FILES
 from onetrunk.trainers.stream_state import STATE_FILE
 
-logger = get_logger(__name__)
-
 
 class BranchCheckpoints(SafeCheckpoints):
     """The part of PPOTrainer that saves, loads and pushes all branches of the trunk and the experience stream."""
 
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
-
-    def _train_until_stopped(self, **kwargs: Any) -> TrainOutput:
-        """Train; from a checkpoint at the planned end of the run or past it only its weights and state are taken.
-
-        Trainer itself would train one step more than planned.
-        """
-        if self._resume_from is None:
-            return super()._train_until_stopped(**kwargs)
-        state = TrainerState.load_from_json(str(Path(self._resume_from) / TRAINER_STATE_NAME))
-        args, planned = self.args, self.args.max_steps
-        if planned <= 0:
-            planned = math.ceil(args.num_train_epochs * len(self.get_train_dataloader()))
-        if state.global_step < planned:
-            return super()._train_until_stopped(**kwargs)
-        self.get_train_dataloader()  # Refuses a checkpoint of another run.
-        self._load_from_checkpoint(self._resume_from)
-        state.is_world_process_zero, state.is_local_process_zero = (
-            args.process_index == 0,
-            args.local_process_index == 0,
-        )
-        self.state = state
-        longer = "num_rollouts" if args.num_rollouts else "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        logger.warning(
-            f"nothing is left to train: {self._resume_from} is at step {state.global_step} of {planned} planned;"
-            f" raise {longer} to train on"
-        )
-        return TrainOutput(state.global_step, 0.0, {})
 
     def own_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log."""

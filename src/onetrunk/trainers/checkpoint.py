@@ -19,7 +19,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -111,6 +111,8 @@ class SafeCheckpoints(Trainer):
             return self._train_until_stopped(**kwargs)
 
     def _train_until_stopped(self, **kwargs: Any) -> TrainOutput:
+        if self._resume_from is not None and self._is_over():
+            return TrainOutput(self.state.global_step, 0.0, {})
         with self.stop_signals.listening():
             try:
                 return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
@@ -119,6 +121,28 @@ class SafeCheckpoints(Trainer):
                 self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
                 self.is_in_train = False
         raise Stopped(checkpoint, self.stop_signals.received)
+
+    def _is_over(self) -> bool:
+        """Say whether the checkpoint lies at the planned end of the run or past it; its weights and state are taken.
+
+        Trainer itself would train one step more than planned.
+        """
+        args, loader = self.args, self.get_train_dataloader()
+        state = TrainerState.load_from_json(str(Path(self._resume_from) / TRAINER_STATE_NAME))
+        planned = self.set_initial_training_values(args, loader)[-1]
+        if state.global_step < planned:
+            return False
+        self._load_from_checkpoint(self._resume_from)
+        state.is_world_process_zero = args.process_index == 0
+        state.is_local_process_zero = args.local_process_index == 0
+        self.state = state
+        longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
+        longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
+        logger.warning(
+            f"nothing is left to train: {self._resume_from} is at step {state.global_step} of {planned} planned;"
+            f" raise {longer} to train on"
+        )
+        return True
 
     def _save_where_it_stands(self) -> str:
         if self._saved_step != self.state.global_step:

@@ -76,8 +76,7 @@ def prepare_run(
 ) -> Run:
     """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last.
 
-    `hooks` are the keywords `progress` and `poll` of LocalBackend; the others are those of PPOTrainer.
-    """
+    `hooks` are keywords of LocalBackend (progress, poll)."""
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
@@ -87,8 +86,7 @@ def prepare_run(
     tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     train_dataset = prepare_dataset(train_dataset, tokenizer, args)
-    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    eval_datasets = {name: prepare_dataset(d, tokenizer, args) for name, d in eval_datasets.items() if d is not None}
+    eval_datasets = prepare_eval(eval_dataset, tokenizer, args)
     check_lengths(model, args, [train_dataset, *eval_datasets.values()])
     policy = Policy(base_name(model, args.model_init_kwargs or {}), tokenizer)
     rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args, policy), args.reward_weights)
@@ -185,6 +183,14 @@ def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: 
         overlong_prompts=args.overlong_prompts,
         chat_template_kwargs=args.chat_template_kwargs,
     )
+
+
+def prepare_eval(
+    given: Dataset | dict[str, Dataset] | None, tokenizer: PreTrainedTokenizerBase, args: PPOConfig
+) -> dict[str, Dataset]:
+    """Return held-out datasets by name, prepared; one alone has the name ""."""
+    by_name = given if isinstance(given, dict) else {"": given}
+    return {name: prepare_dataset(rows, tokenizer, args) for name, rows in by_name.items() if rows is not None}
 
 
 def resolve_rewards(
