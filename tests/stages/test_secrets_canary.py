@@ -113,15 +113,15 @@ def test_the_search_finds_a_canary_wherever_it_is(tmp_path):
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    tiny_model("llama", num_hidden_layers=1, seed=1).save_pretrained(folder / "rival")
+    for name in ("base", "rival"):
+        tiny_tokenizer().save_pretrained(folder / name)
     nouns = ("cat", "dog", "bird", "fish")
     write(folder / "rows.jsonl", [{"prompt": f"the {w}", "completion": " runs fast"} for w in nouns])
     write(folder / "prompts.jsonl", [{"prompt": f"the {w}"} for w in nouns])
     write(folder / "pairs.jsonl", [{"prompt": f"the {w}", "chosen": " runs", "rejected": " no no"} for w in nouns])
     (folder / "reward.py").write_text(REWARD)
-    (folder / "constitution.yaml").write_text(
-        "name: c\nprinciples:\n  - text: Which answer is better?\n"
-    )
+    (folder / "constitution.yaml").write_text("name: c\nprinciples:\n  - text: Which answer is better?\n")
     return folder
 
 
@@ -149,10 +149,12 @@ def nothing_leaked(folder, *texts):
         assert canaries_in(text.encode()) == set()
 
 
-def test_sft_and_reward_leave_none(base, place, capfd, caplog):
+def test_sft_reward_and_distill_leave_none(base, place, capfd, caplog):
     assert call(base, "sft", "rows.jsonl", *TRAIN, "--max_steps", "1", "--output_dir", "sft") == 0
     options = ["--max_steps", "1", "--output_dir", "reward", "--eval_dataset_name", base / "pairs.jsonl"]
     assert call(base, "reward", "pairs.jsonl", *TRAIN, *options) == 0
+    options = ["--max_steps", "1", "--output_dir", "student", "--teacher", "reward"]
+    assert call(base, "distill", "pairs.jsonl", *TRAIN, *options) == 0
     assert list(place.rglob("training_args.bin")) and list(place.rglob("events.out.tfevents.*"))
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
@@ -166,6 +168,17 @@ def test_ppo_with_a_reward_that_logs_secrets_leaves_none(base, place, capfd, cap
     assert "asked with <redacted OPENAI_API_KEY>" in caplog.text + said.err
     assert any("<redacted HF_TOKEN>" in path.read_text() for path in place.rglob("*.jsonl"))
     nothing_leaked(place, *said, caplog.text)
+
+
+def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, caplog):
+    options = ["--reward_funcs", f"{base}/reward.py:leaky", "--opponent", base / "rival", "--use_cpu", "true"]
+    options += ["--max_completion_length", "4", "--constitution", base / "constitution.yaml"]
+    with StubServer(key=CANARIES["JUDGE_ACCESS"]) as stub:
+        options += ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
+        assert call(base, "eval", "prompts.jsonl", *options) == 0
+        assert any(CANARIES["JUDGE_ACCESS"] in str(headers) for headers in stub.headers)
+    assert (place / "out/report.md").is_file() and (place / "out/metrics.json").is_file()
+    nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
 @pytest.mark.parametrize("trace", ["0", "1"])

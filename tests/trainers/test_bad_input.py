@@ -306,6 +306,11 @@ def test_several_datasets_to_evaluate_on_are_each_checked(tmp_path):
     refused(tmp_path, "row 0: prompt is empty", eval_dataset=sets)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "..", "", "two words"])
+def test_a_name_of_an_evaluation_set_is_no_path(tmp_path, name):
+    refused(tmp_path, "the name of an evaluation set is ", eval_dataset={name: prompts(2)})
+
+
 def test_a_conversation_that_the_template_refuses_is_listed(tmp_path):
     dataset = Dataset.from_dict({"prompt": [[{"role": "system", "content": "the cat"}]]})
     refused(

@@ -106,7 +106,7 @@ def load_parts(config: Any, reward_funcs: Sequence[Any], model_args: Any, rows: 
         quantization_config=get_quantization_config(model_args),
         peft_config=None,
         rollout_backend=None,
-        progress=progress.rollout,
+        hooks={"progress": progress.rollout},
     )
     return parts, progress
 

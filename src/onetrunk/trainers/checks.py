@@ -17,6 +17,7 @@ from onetrunk.files import require_output_dir
 from onetrunk.models.backbone import load_base
 from onetrunk.models.build import check_model_type
 from onetrunk.models.sources import load_config
+from onetrunk.names import require_name
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.foreign_keys import REFUSED_OPTIMIZERS
@@ -48,13 +49,15 @@ def check_launch(args: PPOConfig) -> None:
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
-    """Refuse parts that would fail late: evaluation without rows, a backend that is none.
+    """Refuse parts that would fail late: evaluation without rows, names that are no part of a path, a wrong backend.
 
     Raises:
         ValueError, TypeError: with the sentence that says what to change.
     """
     if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
         raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
+    for name in eval_dataset if isinstance(eval_dataset, dict) else ():
+        require_name(name, "the name of an evaluation set")
     check_best_metric(args, eval_dataset)
     if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
         raise TypeError(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
+from onetrunk.names import require_name
 from onetrunk.redaction import redact
 from onetrunk.trainers.sampling import ScoredRollout
 
@@ -54,7 +55,12 @@ class SampleLog:
 
 
 def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
-    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path."""
+    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path.
+
+    Raises:
+        ValueError: the name could lead out of the folder.
+    """
+    require_name(name, "the name of the samples")
     path = Path(folder) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = []
