@@ -257,7 +257,8 @@ class Mirror:
     def _rotate(self, upload: Upload, run: str | None, held: dict[str, Held]) -> None:
         """Delete what is left of killed uploads, what was given up, and the oldest beyond `keep`."""
         older = {name: one for name, one in held.items() if name and name != upload.name}
-        left = {name for name, one in older.items() if one.has_mark and one.run == run}
+        # A mark that says nothing was cut off itself, before anything else was written.
+        left = {name for name, one in older.items() if one.has_mark and one.run in (run, None)}
         doomed = sorted((self._given_up - {""}) | left, key=step_of)
         if self._keep is not None:
             settled = self._proven | {name for name, one in older.items() if one.is_settled and one.run == run}

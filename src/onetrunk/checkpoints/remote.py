@@ -96,7 +96,8 @@ class RemoteCheckpoints:
             raise DamagedError(f"{MANIFEST}: {str(error).removeprefix(f'{MANIFEST}: ')}") from error
         for file in manifest["files"]:
             above = {str(parent) for parent in PurePosixPath(file).parents}
-            if str(PurePosixPath(file)) in (MANIFEST, MARK, ".") or above & manifest["files"].keys():
+            is_plain = str(PurePosixPath(file)) == file and file not in (MANIFEST, MARK, ".")
+            if not is_plain or above & manifest["files"].keys():
                 raise DamagedError(f"{MANIFEST}: {file!r} can't be a file of a checkpoint")
         if name and manifest.get("step") != step_of(name):
             raise DamagedError(f"{MANIFEST}: written for step {manifest.get('step')!r}")

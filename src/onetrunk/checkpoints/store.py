@@ -15,15 +15,7 @@ from onetrunk.checkpoints.manifest import sync
 from onetrunk.redaction import redact
 
 CHUNK = 1 << 20
-PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "sftp": "paramiko",
-}
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 READ_ONLY = ("http", "https")
 # Making a folder there makes the bucket, and a misspelt name would become one.
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}

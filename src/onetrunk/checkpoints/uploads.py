@@ -77,7 +77,7 @@ class Uploads:
             if self._thread is None:
                 # A daemon: a store that does not answer must not keep the process alive.
                 self._thread = threading.Thread(target=self._run, name="checkpoint-mirror", daemon=True)
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
 
     def busy(self) -> set[Path]:
@@ -96,6 +96,14 @@ class Uploads:
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, timeout_s)
             return dict(self._missing)
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # No more threads, or no memory for one.
+            self._thread = None
+            self._warn(f"the checkpoint mirror {self._where} waits for the next checkpoint ({reason(error)})")
 
     def _run(self) -> None:
         while (upload := self._next()) is not None:
@@ -118,19 +126,19 @@ class Uploads:
 
     def _try(self, upload: Upload) -> str | None:
         """Upload, again after each pause; return what failed at last."""
-        for attempt, wait_s in enumerate((*self._waits_s, None), start=1):
+        attempts = 0
+        for wait_s in (*self._waits_s, None):
+            attempts += 1
             try:
                 self._upload(upload)
                 return None
             except Exception as error:
                 failure = reason(error)
-                if wait_s is not None and not isinstance(error, RefusedError) and not self._newer_within(wait_s):
-                    continue
-            break
-        times = "once" if attempt == 1 else f"{attempt} times"
+                if wait_s is None or isinstance(error, RefusedError) or self._newer_within(wait_s):
+                    break
         self._warn(
-            f"the checkpoint mirror {self._where} did not take {upload.shown}, tried {times} ({failure}); training goes"
-            " on, and the next checkpoint is tried again"
+            f"the checkpoint mirror {self._where} did not take {upload.shown} ({failure}; attempts: {attempts});"
+            " training goes on, and the next checkpoint is tried again"
         )
         return failure
 
@@ -149,5 +157,5 @@ class Uploads:
         waiting = self._checkpoint.name if self._checkpoint is not None else None
         for name in [name for name in self._missing if upload.name and name not in (RESULT, waiting)]:
             # A later checkpoint stands for one that failed.
-            if step_of(name) <= step_of(upload.name):
+            if (step_of(name) or 0) <= (step_of(upload.name) or 0):
                 del self._missing[name]

@@ -1,0 +1,635 @@
+"""A second home for checkpoints: what is pushed comes back whole, whatever fails or dies on the way.
+
+Against a folder, fsspec's memory and a real S3 server (moto's) on the loopback.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
+from onetrunk.checkpoints.manifest import read_manifest, write_manifest
+from onetrunk.checkpoints.mirror import Mirror
+from onetrunk.checkpoints.remote import MARK
+from tests.checkpoints.hooked_store import HookedFileSystem, make_checkpoint, nothing, register
+
+BUCKET = "some-bucket"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "user",
+        "AWS_SECRET_ACCESS_KEY": "a-long-secret-key",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir(BUCKET)
+        yield f"s3://{BUCKET}"
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
+def url(request, tmp_path):
+    """A mirror of each kind, empty."""
+    if request.param == "folder":
+        return str(tmp_path / "mirror")
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4()}/mirror"
+    return f"{request.getfixturevalue('s3')}/{uuid.uuid4()}/mirror"
+
+
+@pytest.fixture
+def hooked(tmp_path):
+    """Register the file system with a hook; return the folder and the URL."""
+    register()
+    (tmp_path / "mirror").mkdir()
+    yield tmp_path / "mirror", f"hooked://{tmp_path}/mirror"
+    HookedFileSystem.hook = staticmethod(nothing)
+
+
+def mirror_at(url, keep=None, waits_s=(), claim="run-a"):
+    told = []
+    mirror = Mirror(url, keep, told.append, waits_s)
+    mirror.claim(claim)
+    return mirror, told
+
+
+def push(mirror, *folders):
+    for folder in folders:
+        mirror.push(folder)
+        mirror.wait(60)
+
+
+def names_in(url):
+    store, root = fsspec.core.url_to_fs(url)
+    store.invalidate_cache()
+    return sorted({path.removeprefix(root).lstrip("/").split("/")[0] for path in store.find(root)})
+
+
+def change(url, path, edit):
+    """Change a file of a mirror behind its back; edit(bytes) -> bytes, or None to delete it."""
+    store, root = fsspec.core.url_to_fs(url)
+    edited = edit(store.cat_file(f"{root}/{path}"))
+    if edited is None:
+        store.rm_file(f"{root}/{path}")
+    else:
+        store.pipe_file(f"{root}/{path}", edited)
+
+
+def flipped(data):
+    return data[:5] + bytes([data[5] ^ 1]) + data[6:]
+
+
+# --- there and back --------------------------------------------------------------------------------------------------
+
+
+def test_what_was_pushed_comes_back_whole_when_the_disk_is_gone(url, tmp_path):
+    mirror, told = mirror_at(url)
+    mirror.check(tmp_path / "out")
+    folders = [make_checkpoint(tmp_path / "out", step) for step in (9, 10)]
+    push(mirror, *folders)
+    assert (mirror.wait(0), told, mirror.busy()) == ([], [], set())
+    assert names_in(url) == ["checkpoint-10", "checkpoint-9"]
+
+    found = mirror_at(url)[0].pull_last(tmp_path / "new")
+    assert found == tmp_path / "new" / "checkpoint-10"
+    assert checkpoint_problems(found) == []
+    assert read_manifest(found) == read_manifest(folders[1])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-10"]
+
+
+def test_an_empty_mirror_has_nothing_to_pull(url, tmp_path):
+    mirror, told = mirror_at(url)
+    assert mirror.pull_last(tmp_path / "new") is None
+    assert told == []
+
+
+def test_the_newest_stay_and_the_best_one_and_no_mark_is_left(url, tmp_path):
+    mirror, told = mirror_at(url, keep=2)
+    for step in (1, 2, 3, 4, 10):
+        mirror.push(make_checkpoint(tmp_path / "out", step), kept=["checkpoint-1"])
+        mirror.wait(60)
+    assert names_in(url) == ["checkpoint-1", "checkpoint-10", "checkpoint-4"]
+    store, root = fsspec.core.url_to_fs(url)
+    assert not [path for path in store.find(root) if path.endswith(MARK)]
+    assert told == []
+
+
+def test_two_are_kept_where_one_is_asked_for_and_all_where_nothing_is(hooked, tmp_path):
+    folders = [make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3)]
+    push(mirror_at(hooked[1], keep=None)[0], *folders)
+    assert len(names_in(hooked[1])) == 3
+    push(mirror_at(hooked[1], keep=1)[0], make_checkpoint(tmp_path / "out", 4))
+    assert names_in(hooked[1]) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_an_older_one_goes_only_after_the_new_one_was_read_again_and_its_manifest_goes_first(hooked, tmp_path):
+    mirror, _ = mirror_at(hooked[1], keep=2)
+    push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
+    seen = []
+    HookedFileSystem.hook = staticmethod(lambda operation, path: seen.append((operation, path.split("/mirror/")[1])))
+    push(mirror, make_checkpoint(tmp_path / "out", 3))
+    manifest = seen.index(("write", "checkpoint-3/manifest.json"))
+    deleted = [at for at, (operation, path) in enumerate(seen) if operation == "delete" and "checkpoint-1/" in path]
+    written = [at for at, (operation, path) in enumerate(seen) if operation == "write" and "checkpoint-3/" in path]
+    read = [
+        at for at, (operation, path) in enumerate(seen) if operation == "read" and path.endswith("/trainer_state.json")
+    ]
+    assert max(written) == manifest < min(read) and max(read) < min(deleted)
+    assert seen[deleted[0]][1] == "checkpoint-1/manifest.json"
+
+
+def test_a_checkpoint_that_is_there_already_is_read_and_not_written_again(hooked, tmp_path):
+    folder = make_checkpoint(tmp_path / "out", 1)
+    push(mirror_at(hooked[1])[0], folder)
+    operations = []
+    HookedFileSystem.hook = staticmethod(lambda operation, path: operations.append(operation))
+    mirror, told = mirror_at(hooked[1])
+    push(mirror, folder)
+    assert set(operations) == {"read"} and told == []
+
+
+def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_of_the_run(url, tmp_path):
+    out = tmp_path / "out"
+    folder = make_checkpoint(out, 1)
+    (out / "value").mkdir()
+    (out / "value" / "adapter.safetensors").write_bytes(b"value")
+    (out / "adapter.safetensors").write_bytes(b"policy")
+    write_manifest_of_result(out, ["adapter.safetensors", "value/adapter.safetensors"])
+    (out / "README.md").write_text("card")
+    (out / ".lock").write_text("")
+    (out / "runs").mkdir()
+    (out / "runs" / "events").write_text("e")
+    mirror, told = mirror_at(url, claim=None)
+    mirror.push(folder)
+    mirror.push_result(out)
+    assert (mirror.wait(60), told) == ([], [])
+    assert names_in(url) == ["README.md", "adapter.safetensors", "checkpoint-1", "manifest.json", "value"]
+    again, _ = mirror_at(url)
+    again.push_result(out)
+    assert again.wait(60) == []
+    with pytest.raises(RuntimeError, match="holds a result, checkpoint-1 of another run"):
+        mirror_at(url, claim="run-b")
+    overwriting = Mirror(url, None, told.append, ())
+    overwriting.claim(None, overwrite=True)
+    push(overwriting, make_checkpoint(tmp_path / "other", 1, run="run-b"))
+    assert (names_in(url), told) == (["checkpoint-1"], [])
+    mirror_at(url, claim="run-b")
+
+
+def write_manifest_of_result(out, names):
+    staged = out.parent / "staged"
+    for name in names:
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_bytes((out / name).read_bytes())
+    write_manifest(staged, kind="result")
+    (staged / "manifest.json").rename(out / "manifest.json")
+
+
+def test_a_result_without_a_manifest_is_not_mirrored(tmp_path):
+    mirror, told = mirror_at(tmp_path / "mirror")
+    (tmp_path / "out").mkdir()
+    mirror.push_result(tmp_path / "out")
+    assert mirror.wait(60) == ["the result"]
+    assert "not written to its end" in told[0]
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+DAMAGE = {
+    "a flipped byte": ("value/adapter.safetensors", flipped, "sha256 differs"),
+    "a shorter file": ("adapter.safetensors", lambda data: data[:-1], "bytes where"),
+    "a longer file": ("adapter.safetensors", lambda data: data + b"x", "more bytes where"),
+    "an empty file": ("trainer_state.json", lambda data: b"", "0 bytes where"),
+    "a missing file": ("adapter.safetensors", lambda data: None, "missing"),
+    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "manifest.json"),
+    "no manifest": ("manifest.json", lambda data: None, "not uploaded to its end"),
+    "the manifest of another step": ("manifest.json", lambda data: data.replace(b'"step": 2', b'"step": 1'), "step 1"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_said(url, tmp_path, kind):
+    file, edit, sentence = DAMAGE[kind]
+    mirror, told = mirror_at(url)
+    push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
+    change(url, f"checkpoint-2/{file}", edit)
+    assert mirror.pull_last(tmp_path / "new") == tmp_path / "new" / "checkpoint-1"
+    assert len(told) == 1 and "checkpoint-2" in told[0] and sentence in told[0]
+    assert [path.name for path in checkpoint_folders(tmp_path / "new")] == ["checkpoint-1"]
+
+
+def test_all_damaged_is_an_error_that_names_the_last(hooked, tmp_path):
+    mirror, _ = mirror_at(hooked[1])
+    push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
+    for step in (1, 2):
+        change(hooked[1], f"checkpoint-{step}/adapter.safetensors", flipped)
+    with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole \(checkpoint-2: adapter"):
+        mirror.pull_last(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside", "/tmp/outside", "a/../../outside", "a\\..\\b", "./a", "a//b", "", ".", "manifest.json", MARK],
+)
+def test_a_manifest_that_names_a_file_outside_its_folder_is_damage(tmp_path, name):
+    mirror, told = mirror_at(tmp_path / "mirror")
+    push(mirror, make_checkpoint(tmp_path / "out", 1))
+    path = tmp_path / "mirror" / "checkpoint-1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = manifest["files"].pop("adapter.safetensors")
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(RuntimeError, match="none of the 1"):
+        mirror.pull_last(tmp_path / "new" / "deep")
+    assert not list(tmp_path.rglob("outside*")) and not Path("/tmp/outside").exists()
+
+
+def test_a_manifest_that_makes_a_file_the_folder_of_another_is_damage(tmp_path):
+    mirror, _ = mirror_at(tmp_path / "mirror")
+    push(mirror, make_checkpoint(tmp_path / "out", 1))
+    path = tmp_path / "mirror" / "checkpoint-1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["value"] = manifest["files"]["adapter.safetensors"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(RuntimeError, match="can't be a file of a checkpoint"):
+        mirror.pull_last(tmp_path / "new")
+
+
+def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_path):
+    push(mirror_at(hooked[1])[0], *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
+    mirror, told = mirror_at(hooked[1], waits_s=(0, 0))
+    reads = []
+
+    def refuse(operation, path):
+        reads.append(path)
+        if path.endswith("checkpoint-2/adapter.safetensors"):
+            raise PermissionError("Forbidden")
+
+    HookedFileSystem.hook = staticmethod(refuse)
+    with pytest.raises(RuntimeError, match=r"can't be read \(PermissionError: Forbidden; attempts: 3\)"):
+        mirror.pull_last(tmp_path / "new")
+    assert sum(path.endswith("checkpoint-2/adapter.safetensors") for path in reads) == 3
+    assert told == [] and list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_read_that_fails_once_is_tried_again(hooked, tmp_path):
+    push(mirror_at(hooked[1])[0], make_checkpoint(tmp_path / "out", 1))
+    mirror, _ = mirror_at(hooked[1], waits_s=(0,))
+    failures = iter([ConnectionError("reset")])
+
+    def refuse_once(operation, path):
+        if path.endswith("trainer_state.json") and (failure := next(failures, None)):
+            raise failure
+
+    HookedFileSystem.hook = staticmethod(refuse_once)
+    assert checkpoint_problems(mirror.pull_last(tmp_path / "new")) == []
+
+
+def test_a_local_disk_that_takes_nothing_is_said_as_what_it_is(tmp_path):
+    mirror, _ = mirror_at(tmp_path / "mirror")
+    push(mirror, make_checkpoint(tmp_path / "out", 1))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=r"file can't take checkpoint-1 of the mirror .*another output_dir"):
+        mirror.pull_last(tmp_path / "file")
+
+
+# --- checked early ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("nope://bucket/x", "nope"),
+        ("http://host/x", "read-only"),
+        ("https://host/x", "read-only"),
+        ("/tmp/a*b", r"holds one of \* "),
+        ("ftp://user:a-password-of-mine@127.0.0.1:1/x", "<redacted password>"),
+    ],
+)
+def test_a_place_that_cannot_be_one_is_refused_without_its_secrets(url, sentence):
+    with pytest.raises(RuntimeError, match=sentence) as caught:
+        Mirror(url, 2, print).check()
+    assert "a-password-of-mine" not in str(caught.value)
+
+
+def test_a_missing_package_is_named(tmp_path):
+    # A process in which gcsfs is not installed, whatever is here.
+    code = (
+        "import sys; sys.modules['gcsfs'] = None\n"
+        "from onetrunk.checkpoints.mirror import Mirror\n"
+        "try: Mirror('gs://bucket/x', 2, print).check()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_source())
+    assert run.stdout.strip() == (
+        "the checkpoint mirror gs://bucket/x needs a package that is missing; pip install 'gcsfs'"
+    ), run.stderr
+
+
+def with_source():
+    root = Path(__file__).parents[2]
+    return {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+
+
+def test_a_bucket_that_does_not_exist_is_refused_and_not_made(s3):
+    with pytest.raises(RuntimeError, match="s3://no-such-bucket/x can't be written to .*bucket"):
+        Mirror("s3://no-such-bucket/x", 2, print).check()
+    assert fsspec.filesystem("s3").ls("") == [BUCKET]
+
+
+def test_a_probe_leaves_nothing(url):
+    Mirror(url, 2, print).check()
+    assert names_in(url) == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "doing"), [("write", "written to"), ("read", "read from"), ("delete", "deleted")]
+)
+def test_each_missing_permission_is_found_early(hooked, operation, doing):
+    def refuse(found, path):
+        if found == operation:
+            raise PermissionError("Forbidden")
+
+    HookedFileSystem.hook = staticmethod(refuse)
+    with pytest.raises(RuntimeError, match=f"can't be {doing}.*Forbidden"):
+        Mirror(hooked[1], 2, print).check()
+
+
+def test_a_folder_in_the_place_of_a_file_and_output_dir_itself_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="can't be written"):
+        Mirror(tmp_path / "file" / "x", 2, print).check()
+    with pytest.raises(RuntimeError, match="output_dir itself"):
+        Mirror(tmp_path, 2, print).check(tmp_path / "x" / "..")
+
+
+# --- other runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mirror_of_another_run_is_refused_and_stays_as_it_is(url, tmp_path):
+    push(mirror_at(url)[0], make_checkpoint(tmp_path / "out", 5))
+    for run in (None, "run-b"):
+        with pytest.raises(RuntimeError, match="holds checkpoint-5 of another run.*overwrite_output_dir"):
+            mirror_at(url, claim=run)
+    late, told = Mirror(url, None, (told := []).append, ()), told
+    push(late, make_checkpoint(tmp_path / "other", 6, run="run-b"))
+    assert "holds checkpoint-5 of another run" in told[0]
+    assert names_in(url) == ["checkpoint-5"]
+
+
+def test_what_is_overwritten_goes_once_the_first_new_one_is_proven(hooked, tmp_path):
+    push(mirror_at(hooked[1])[0], make_checkpoint(tmp_path / "out", 5), make_checkpoint(tmp_path / "out", 6))
+    told = []
+    mirror = Mirror(hooked[1], None, told.append, ())
+    mirror.claim(None, overwrite=True)
+
+    def refuse(operation, path):
+        if operation == "write" and path.endswith("manifest.json"):
+            raise ConnectionError("reset")
+
+    HookedFileSystem.hook = staticmethod(refuse)
+    push(mirror, make_checkpoint(tmp_path / "other", 1, run="run-b"))
+    assert Mirror(hooked[1], None, print, ()).pull_last(tmp_path / "new").name == "checkpoint-6"
+    HookedFileSystem.hook = staticmethod(nothing)
+    push(mirror, make_checkpoint(tmp_path / "other", 2, run="run-b"))
+    assert names_in(hooked[1]) == ["checkpoint-2"]
+
+
+def test_a_folder_that_was_not_written_here_is_neither_overwritten_nor_deleted(tmp_path):
+    theirs = tmp_path / "mirror" / "checkpoint-1"
+    theirs.mkdir(parents=True)
+    (theirs / "model.bin").write_text("theirs")
+    with pytest.raises(RuntimeError, match="another run"):
+        mirror_at(tmp_path / "mirror", claim=None)
+    mirror, told = mirror_at(tmp_path / "mirror", keep=2)
+    push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3, 4)))
+    assert (theirs / "model.bin").read_text() == "theirs"
+    assert len(list(theirs.iterdir())) == 1
+    assert names_in(str(tmp_path / "mirror")) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert "which this library has not written" in told[0]
+
+
+# --- failing and dying -----------------------------------------------------------------------------------------------
+
+
+def operations_of(push_once):
+    """Return how many writes and deletions a push takes."""
+    count = []
+    HookedFileSystem.hook = staticmethod(lambda operation, path: count.append(path) if operation != "read" else None)
+    push_once()
+    HookedFileSystem.hook = staticmethod(nothing)
+    return len(count)
+
+
+def test_whichever_write_fails_training_goes_on_the_last_whole_one_stays_and_the_next_is_taken(hooked, tmp_path):
+    folder, _ = hooked
+    first, second, third, fourth = (make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3, 4))
+
+    def begun(name):
+        url = f"hooked://{folder / name}"
+        mirror, told = mirror_at(url, keep=2)
+        push(mirror, first, second)
+        return url, mirror, told
+
+    url, mirror, _ = begun("count")
+    total = operations_of(lambda: push(mirror, third))
+    assert total > 10
+    for last in range(1, total + 1):
+        url, mirror, told = begun(str(last))
+        seen = []
+
+        def fail_from(operation, path, seen=seen, last=last):
+            if operation != "read":
+                seen.append(path)
+                if len(seen) >= last:
+                    raise OSError(28, "No space left on device")
+
+        HookedFileSystem.hook = staticmethod(fail_from)
+        push(mirror, third)
+        HookedFileSystem.hook = staticmethod(nothing)
+        assert "No space left on device" in told[0], last
+        pulled = mirror_at(url)[0].pull_last(tmp_path / f"new-{last}")
+        assert pulled.name in ("checkpoint-2", "checkpoint-3") and not checkpoint_problems(pulled), last
+        del told[:]
+        push(mirror, fourth)
+        assert told == [] and mirror.wait(0) == [], last
+        assert "checkpoint-4" in names_in(url) and len(names_in(url)) == 2, last
+        assert not list((folder / str(last)).rglob(MARK)), last
+
+
+def test_whichever_write_fails_once_the_next_attempt_is_whole(hooked, tmp_path):
+    folder, _ = hooked
+    checkpoint = make_checkpoint(tmp_path / "out", 1)
+    total = operations_of(lambda: push(mirror_at(f"hooked://{folder}/count")[0], checkpoint))
+    for last in range(1, total + 1):
+        seen = []
+
+        def fail_at(operation, path, seen=seen, last=last):
+            if operation != "read":
+                seen.append(path)
+                if len(seen) == last:
+                    raise ConnectionError("reset")
+
+        mirror, told = mirror_at(f"hooked://{folder / str(last)}", waits_s=(0,))
+        HookedFileSystem.hook = staticmethod(fail_at)
+        push(mirror, checkpoint)
+        HookedFileSystem.hook = staticmethod(nothing)
+        assert told == [], last
+        assert checkpoint_problems(folder / str(last) / "checkpoint-1") == [], last
+
+
+def test_what_comes_out_otherwise_than_it_went_in_is_noticed(hooked, tmp_path):
+    mirror, told = mirror_at(hooked[1])
+    first, second = (make_checkpoint(tmp_path / "out", step) for step in (1, 2))
+    push(mirror, first)
+
+    def flip(operation, path):
+        if operation == "read" and path.endswith("checkpoint-2/adapter.safetensors"):
+            Path(path).write_bytes(flipped(Path(path).read_bytes()))
+
+    HookedFileSystem.hook = staticmethod(flip)
+    push(mirror, second)
+    assert "adapter.safetensors: other bytes than were written" in told[0]
+    HookedFileSystem.hook = staticmethod(nothing)
+    assert mirror.pull_last(tmp_path / "new").name == "checkpoint-1"
+
+
+def test_killed_at_any_write_the_mirror_holds_a_whole_one_and_the_next_run_tidies_up(hooked, tmp_path):
+    out = tmp_path / "out"
+    for step in (1, 2, 3):
+        make_checkpoint(out, step)
+    killed = 0
+    # Two uploads without rotation take 6 operations each; the third deletes the first.
+    for last in (3, 6, 8, 12, 13, 16, 18, 19, 20, 21, 22, 23, 24, 25, 26):
+        place = tmp_path / f"mirror-{last}"
+        command = [sys.executable, "-m", "tests.checkpoints.kill_upload", str(out), str(place), str(last)]
+        run = subprocess.run(command, capture_output=True, text=True, env=with_source())
+        killed += run.returncode == 9
+        assert run.returncode in (0, 9), run.stderr
+        mirror, told = mirror_at(f"hooked://{place}", keep=2)
+        found = mirror.pull_last(tmp_path / f"new-{last}")
+        # The first is whole from its sixth operation on.
+        assert (found is None) == (last < 6), last
+        assert found is None or not checkpoint_problems(found)
+        del told[:]
+        push(mirror, make_checkpoint(out, 3), make_checkpoint(tmp_path / "later", 4))
+        assert told == [] and names_in(str(place)) == ["checkpoint-3", "checkpoint-4"], last
+        assert not list(place.rglob(MARK)), last
+    assert killed >= 12
+
+
+def test_a_warning_holds_no_secret(hooked, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "a-very-secret-value")
+    mirror, told = mirror_at(hooked[1])
+
+    def refuse(operation, path):
+        raise PermissionError("a-very-secret-value is not allowed\nto do that")
+
+    HookedFileSystem.hook = staticmethod(refuse)
+    push(mirror, make_checkpoint(tmp_path / "out", 1))
+    assert "a-very-secret-value" not in " ".join(told) and "<redacted SOME_TOKEN> is not allowed" in told[0]
+
+
+# --- beside training -------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A hook that holds writes back until `open`, and counts."""
+
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.written = []
+
+    def __call__(self, operation, path):
+        if operation == "write":
+            self.written.append(path)
+            self.reached.set()
+            assert self.opened.wait(60)
+
+
+def test_a_slow_upload_does_not_block_and_the_middle_ones_are_left_out(hooked, tmp_path):
+    folders = [make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3, 4)]
+    mirror, told = mirror_at(hooked[1])
+    gate = Gate()
+    HookedFileSystem.hook = staticmethod(gate)
+    mirror.push(folders[0])
+    assert gate.reached.wait(60)
+    start = time.perf_counter()
+    for folder in folders[1:]:
+        mirror.push(folder)
+    assert mirror.busy() == {folders[0], folders[3]}
+    assert mirror.wait(0.05) == ["checkpoint-1", "checkpoint-4"]
+    assert time.perf_counter() - start < 5
+    assert "lacks checkpoint-1 (not uploaded yet); checkpoint-4 (not uploaded yet)" in told[0]
+    gate.opened.set()
+    assert mirror.wait(60) == [] and mirror.busy() == set()
+    assert names_in(hooked[1]) == ["checkpoint-1", "checkpoint-4"]
+    assert not any("checkpoint-2" in path or "checkpoint-3" in path for path in gate.written)
+
+
+def test_a_newer_checkpoint_ends_the_attempts_of_an_older_one(hooked, tmp_path):
+    first, second = (make_checkpoint(tmp_path / "out", step) for step in (1, 2))
+    mirror, told = mirror_at(hooked[1], waits_s=(600, 600))
+    failed = threading.Event()
+
+    def refuse_the_first(operation, path):
+        if operation == "write" and path.endswith("checkpoint-1/adapter.safetensors"):
+            failed.set()
+            raise ConnectionError("reset")
+
+    HookedFileSystem.hook = staticmethod(refuse_the_first)
+    mirror.push(first)
+    assert failed.wait(60)
+    mirror.push(second)
+    assert mirror.wait(60) == []
+    assert len(told) == 1 and "did not take checkpoint-1 (ConnectionError: reset; attempts: 1)" in told[0]
+    assert "training goes on, and the next checkpoint is tried again" in told[0]
+
+
+def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(hooked, tmp_path):
+    mirror, told = mirror_at(hooked[1], waits_s=(0, 0, 0))
+
+    def refuse(operation, path):
+        raise ConnectionError("reset")
+
+    HookedFileSystem.hook = staticmethod(refuse)
+    folder = make_checkpoint(tmp_path / "out", 1)
+    mirror.push(folder)
+    mirror.wait(60)
+    assert "attempts: 4" in told[0]
+    assert mirror.wait(0) == ["checkpoint-1"]
+    assert told[1:] == 2 * [
+        f"the checkpoint mirror {hooked[1]} lacks checkpoint-1 (ConnectionError: reset); copy it from output_dir"
+    ]
+
+
+@pytest.mark.parametrize("name", ["checkpoint-7", "something"])
+def test_a_folder_that_is_gone_or_no_checkpoint_is_not_tried_twice(tmp_path, name):
+    mirror, told = mirror_at(tmp_path / "mirror", waits_s=(600,))
+    if name == "something":
+        (tmp_path / name).mkdir()
+        write_manifest(tmp_path / name)
+    mirror.push(tmp_path / name)
+    mirror.wait(60)
+    assert "attempts: 1" in told[0]
+    push(mirror, make_checkpoint(tmp_path / "out", 8))
+    assert mirror.wait(0) == []
