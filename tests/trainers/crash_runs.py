@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from transformers import PreTrainedModel, TrainerCallback
 
+from onetrunk.locks import held_folder
 from onetrunk.models.new_scorer import scorer_from_config
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.trainers.distill import RewardDistillationConfig, RewardDistillationTrainer
@@ -304,6 +306,48 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int) -> N
     trainer.train(resume_from_checkpoint="auto")
     found = digest(trainer)
     (folder / "digest.json").write_text(json.dumps(found))
+
+
+def finish_mirrored(kind: str, folder: Path, mirror: str, dies_at: int | None = None) -> None:
+    """Finish a run whose checkpoints have a second home; the process may die after a step."""
+    settings = {"checkpoint_mirror": mirror}
+    if dies_at is None:
+        finish(kind, folder, **settings)
+        return
+    trainer = KINDS[kind](folder, **settings)
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == dies_at:
+                trainer._mirror.wait(30)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(Dies())
+    trainer.train(resume_from_checkpoint="auto")
+
+
+def finish_limited(kind: str, folder: Path, step: int, most: int) -> None:
+    """Go on in `folder`; from the end of `step` on no file may be longer than `most` bytes. Write the error down."""
+    trainer = KINDS[kind](folder)
+
+    class Limits(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+    trainer.add_callback(Limits())
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except RuntimeError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        (folder / "error.txt").write_text(str(error))
+
+
+def hold(folder: Path, ready: Any, go_on: Any) -> None:
+    """Hold a run's folder until told to go on."""
+    with held_folder(folder):
+        ready.set()
+        go_on.wait(60)
 
 
 def finish_evaluating(folder: Path, settings: dict[str, Any], hook: Callable[[Any], None] = lambda _: None) -> None:

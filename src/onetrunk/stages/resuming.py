@@ -39,8 +39,9 @@ def resume_point(args: Any, needed: Sequence[str] | None = None) -> str | None:
         FileNotFoundError: there is no such folder.
         ValueError, RuntimeError: there is no checkpoint to go on from, or none is whole.
     """
-    from onetrunk.trainers.resume_point import LOOP_FILES, find_checkpoint
+    from onetrunk.trainers.resume_point import LOOP_FILES, locate, open_mirror
 
+    mirror = open_mirror(args)
     value = args.resume_from_checkpoint
     word = str(value).lower()
     if value is None or word in ("false", "none", ""):
@@ -51,7 +52,7 @@ def resume_point(args: Any, needed: Sequence[str] | None = None) -> str | None:
             f"resume_from_checkpoint {value} is no folder (working folder {Path.cwd()}); give a checkpoint-* folder,"
             " true for the last one in output_dir, or auto for that one if there is any"
         )
-    return find_checkpoint(given, args.output_dir, needed or LOOP_FILES)
+    return locate(given, args, needed or LOOP_FILES, mirror)
 
 
 @contextlib.contextmanager

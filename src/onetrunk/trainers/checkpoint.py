@@ -8,16 +8,12 @@ files; no model and no objective.
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -32,19 +28,22 @@ from onetrunk.checkpoints.folders import (
     publish,
     rotate,
 )
-from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, sync, write_manifest
+from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.files import atomic_write_json
 from onetrunk.locks import held_folder
+from onetrunk.trainers.disk_room import require_room
 from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
 from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings
-from onetrunk.trainers.resume_point import LOOP_FILES, find_checkpoint
+from onetrunk.trainers.resume_point import LOOP_FILES, locate, open_mirror
 from onetrunk.trainers.secret_free import without_secrets
 from onetrunk.trainers.stopping import StopAsked, Stopped, StopSignals
+from onetrunk.trainers.writing import install, reading, writing
 
 logger = get_logger(__name__)
 
-# How torch says that a disk is full.
-TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
+# For what the second home still lacks, in seconds: at the end of a run, and when whoever stops it may soon kill it.
+MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
 
 class SafeCheckpoints(Trainer):
@@ -60,7 +59,8 @@ class SafeCheckpoints(Trainer):
         self._save_waits = False
         self._saved_step: int | None = None
         self._resume_from: str | None = None
-        self._run_id: str | None = None
+        self._run_id = ""
+        self._mirror: Mirror | None = None
         self._settings: dict[str, Any] | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(LoopEvents(self))
@@ -97,13 +97,16 @@ class SafeCheckpoints(Trainer):
             Stopped: a signal came; a SystemExit with code 0.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
-        self._resume_from = find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.needed_files)
+        self._mirror = open_mirror(self.args)
+        self._resume_from = locate(resume_from_checkpoint, self.args, self.needed_files, self._mirror)
         self._saved_step, self._save_waits, self.is_pass_end = None, False, False
-        self._run_id = None
+        self._run_id = secrets.token_hex(8)
         if self._resume_from is not None:
-            self._run_id = read_manifest(self._resume_from).get("run")
+            self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
             if self._settings is not None:
                 check_plain_settings(self._resume_from, self._settings, self.args.allow_config_change)
+        if self._mirror is not None:
+            self._mirror.claim(self._run_id, overwrite=getattr(self.args, "overwrite_output_dir", False))
         if not self.args.should_save:
             return self._train_until_stopped(**kwargs)
         os.makedirs(self.args.output_dir, exist_ok=True)
@@ -120,6 +123,8 @@ class SafeCheckpoints(Trainer):
                 checkpoint = self._save_where_it_stands()
                 self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
                 self.is_in_train = False
+        if self._mirror is not None:
+            self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
         raise Stopped(checkpoint, self.stop_signals.received)
 
     def _is_over(self) -> bool:
@@ -151,6 +156,7 @@ class SafeCheckpoints(Trainer):
 
     def begin_loop(self) -> None:
         """Bring the loop to where the checkpoint left it; Trainer has just set it to its beginning."""
+        require_room(self)
         if self.args.should_save:
             # A result that lies there is not this training's.
             (Path(self.args.output_dir) / MANIFEST).unlink(missing_ok=True)
@@ -180,18 +186,19 @@ class SafeCheckpoints(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX}{self.state.global_step}"
-        if self.args.should_save:
-            self._writing(lambda: begin_staging(output_dir), output_dir / name)
-        self.accelerator.wait_for_everyone()
-        self._is_staging = True
-        try:
-            self._writing(lambda: super(SafeCheckpoints, self)._save_checkpoint(model, trial), output_dir / name)
-        finally:
-            self._is_staging = False
-        self._name_best(output_dir)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._writing(lambda: self._finish(output_dir, name), output_dir / name)
+        with writing(output_dir / name):
+            if self.args.should_save:
+                begin_staging(output_dir)
+            self.accelerator.wait_for_everyone()
+            self._is_staging = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._is_staging = False
+            self._name_best(output_dir)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._finish(output_dir, name)
         self.accelerator.wait_for_everyone()
         self._saved_step = self.state.global_step
         if self.args.push_to_hub:
@@ -209,33 +216,18 @@ class SafeCheckpoints(Trainer):
     def _finish(self, output_dir: Path, name: str) -> None:
         staged, final = output_dir / STAGING / name, output_dir / name
         about = {"step": self.state.global_step, "kind": type(self).__name__}
-        self._run_id = self._run_id or secrets.token_hex(8)
         write_manifest(staged, **about, world_size=self.args.world_size, run=self._run_id)
         publish(staged, final)
         found = checkpoint_problems(final)
         if found:
             raise OSError(f"read again, it is not what was written ({described(found)})")
-        best = self.state.best_model_checkpoint
-        rotate(output_dir, self.args.save_total_limit, [Path(best)] if best else [])
         staged.parent.rmdir()
-
-    def _writing(self, write: Any, target: Path) -> None:
-        """Write, or say what could not be written and what there is to go on from.
-
-        Raises:
-            RuntimeError: names the folder, the free bytes and the last whole checkpoint.
-        """
-        try:
-            write()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not TORCH_WRITE_FAILED.search(str(error)):
-                raise
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            free = shutil.disk_usage(_existing(target)).free
-            raise RuntimeError(
-                f"{target} could not be written ({reason}; {free:,} bytes are free there); the checkpoints before it"
-                " are as they were: make room, and go on with --resume auto"
-            ) from error
+        best = self.state.best_model_checkpoint
+        kept = {Path(best)} if best else set()
+        if self._mirror is not None:
+            self._mirror.push(final, kept=[path.name for path in kept])
+            kept |= self._mirror.busy()
+        rotate(output_dir, self.args.save_total_limit, kept)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Trainer calls it while the folder is being made; it is pushed once it is proven.
@@ -259,49 +251,26 @@ class SafeCheckpoints(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         staged = target / STAGING / "result"
-        if self.args.should_save:
-            self._writing(lambda: begin_staging(target), target)
-        self.accelerator.wait_for_everyone()
-        self._writing(lambda: super(SafeCheckpoints, self).save_model(str(staged), True), target)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._writing(lambda: _install(staged, target), target)
+        with writing(target):
+            if self.args.should_save:
+                begin_staging(target)
+            self.accelerator.wait_for_everyone()
+            super().save_model(str(staged), True)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                install(staged, target, run=self._run_id)
+        if self._mirror is not None:
+            self._mirror.push_result(target)
+            self._mirror.wait(MIRROR_WAIT_S)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        _loading(super()._load_optimizer_and_scheduler, checkpoint)
+        with reading(str(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        _loading(super()._load_rng_state, checkpoint)
-
-
-def _install(staged: Path, target: Path) -> None:
-    """Move a finished result into its folder; a manifest says that all of it is there."""
-    (target / MANIFEST).unlink(missing_ok=True)
-    write_manifest(staged, kind="result")
-    paths = [path for path in staged.rglob("*") if path.is_file()]
-    for path in sorted(paths, key=lambda path: path.name == MANIFEST):
-        place = target / path.relative_to(staged)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
-    sync(target)
-    shutil.rmtree(staged.parent)
-
-
-def _loading(load: Any, checkpoint: str | None) -> None:
-    try:
-        load(checkpoint)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{checkpoint} holds a file with more in it than tensors and numbers, which is not loaded"
-            f" ({str(error).splitlines()[0]}); it was not written by this library: pass another checkpoint"
-        ) from error
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
+        with reading(str(checkpoint)):
+            super()._load_rng_state(checkpoint)

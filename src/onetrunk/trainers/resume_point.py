@@ -8,12 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from onetrunk.checkpoints.folders import PREFIX, checkpoint_folders, checkpoint_problems, described, last_whole
+from onetrunk.checkpoints.folders import (
+    LEAST_KEPT,
+    PREFIX,
+    checkpoint_folders,
+    checkpoint_problems,
+    described,
+    last_whole,
+)
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest
+from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.trainers.loop_state import loop_state_file
 
 logger = get_logger(__name__)
@@ -60,6 +69,40 @@ def find_checkpoint(
         _require_whole(folder)
     _require_full(folder, needed)
     return str(folder)
+
+
+def open_mirror(args: Any) -> Mirror | None:
+    """Return the second home of a run's checkpoints, tried out; None where it has none, or another process keeps it.
+
+    Args:
+        args: TrainingArguments with `checkpoint_mirror`.
+
+    Raises:
+        RuntimeError: it can't be written to or read.
+    """
+    url = getattr(args, "checkpoint_mirror", None)
+    if not url or not args.should_save:
+        return None
+    limit = args.save_total_limit
+    mirror = Mirror(url, max(limit, LEAST_KEPT) if limit else None, logger.warning)
+    mirror.check(args.output_dir)
+    return mirror
+
+
+def locate(
+    given: str | os.PathLike[str] | bool | None, args: Any, needed: Sequence[str], mirror: Mirror | None
+) -> str | None:
+    """Return what `find_checkpoint` finds for a run; its first process fetches from the mirror for all.
+
+    Args:
+        given: as for `find_checkpoint`.
+        args: TrainingArguments.
+        needed: as for `find_checkpoint`.
+        mirror: where to look when output_dir holds no checkpoint.
+    """
+    fetch = None if mirror is None else lambda: mirror.pull_last(args.output_dir)
+    with args.main_process_first(local=False, desc="looking for a checkpoint"):
+        return find_checkpoint(given, args.output_dir, needed, fetch)
 
 
 def _require_whole(folder: Path) -> None:

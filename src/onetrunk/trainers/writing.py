@@ -1,0 +1,84 @@
+"""Writing and reading what may go wrong there, said in one sentence: a full disk, a file with more in it than numbers.
+
+Knows files and errors; no training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from onetrunk.checkpoints.manifest import MANIFEST, sync, write_manifest
+
+# How torch says that a disk is full.
+TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Say what could not be written in the block, and what there is to go on from.
+
+    Raises:
+        RuntimeError: names the folder, the reason and the free bytes.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not TORCH_WRITE_FAILED.search(str(error)):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        free = shutil.disk_usage(existing(target)).free
+        raise RuntimeError(
+            f"{target} could not be written ({reason}; {free:,} bytes are free there); the checkpoints before it are"
+            " as they were: make room, and go on with --resume auto"
+        ) from error
+
+
+@contextlib.contextmanager
+def reading(folder: str) -> Iterator[None]:
+    """Say that a file in a checkpoint holds more than tensors and numbers, which torch does not load.
+
+    Raises:
+        ValueError: names the folder.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{folder} holds a file with more in it than tensors and numbers, which is not loaded"
+            f" ({str(error).splitlines()[0]}); it was not written by this library: pass another checkpoint"
+        ) from error
+
+
+def install(staged: Path, target: Path, **about: Any) -> None:
+    """Move a finished result into its folder, file by file; the manifest comes last and says that all of it is there.
+
+    Args:
+        staged: a folder in the staging folder of `target`, which goes.
+        target: the run's folder.
+        **about: what the manifest says besides.
+    """
+    (target / MANIFEST).unlink(missing_ok=True)
+    write_manifest(staged, kind="result", **about)
+    paths = [path for path in staged.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.name == MANIFEST):
+        place = target / path.relative_to(staged)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    sync(target)
+    shutil.rmtree(staged.parent)
+
+
+def existing(path: Path) -> Path:
+    """Return a path, or the first of the folders above it that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
