@@ -110,6 +110,9 @@ KINDS: dict[str, Callable[..., Any]] = {
         folder, kl_target=0.05, kl_horizon=40, normalize_scores=True, value_head="adapter", num_generations=2, **s
     ),
     "ppo_cut": lambda folder, **s: ppo(folder, adapter_layers="top-1", trunk_cache="cpu", **s),
+    "ppo_in_loss": lambda folder, **s: ppo(
+        folder, kl_in_loss=True, kl_estimator="k3", target_kl=0.02, value_pretraining_rollouts=1, **s
+    ),
     "sft": sft,
     "reward": reward,
     "distill": distill,
@@ -232,6 +235,19 @@ def killed_while_saving(kind: str, folder: Path, step: int, fatal: int) -> None:
     events.is_on = False
     if fatal == 0:
         (folder / "events.json").write_text(json.dumps(events.seen))
+
+
+def killed_after(kind: str, folder: Path, step: int) -> None:
+    """Save at every step, and die before the save after `step`."""
+    trainer = KINDS[kind](folder, save_steps=1)
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(Dies())
+    trainer.train()
 
 
 @contextlib.contextmanager

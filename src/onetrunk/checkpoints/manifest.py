@@ -56,8 +56,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise RuntimeError(f"{MANIFEST}: missing, so the folder was not written to its end")
-    manifest = check_manifest(read_json(path))
-    return manifest
+    try:
+        content = read_json(path)
+    except RuntimeError as error:
+        raise RuntimeError(f"{MANIFEST}: {error}") from error
+    return check_manifest(content)
 
 
 def check_manifest(manifest: Any) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
     try:
         manifest = read_manifest(root)
     except RuntimeError as error:
-        return [str(error).removeprefix(f"{root}/")]
+        return [str(error)]
     found = [
         f"{MANIFEST}: written for {name} {manifest.get(name)!r}, expected {value!r}"
         for name, value in about.items()

@@ -267,6 +267,10 @@ class SafeCheckpoints(Trainer):
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(str(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -44,16 +44,16 @@ def writing(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(folder: str) -> Iterator[None]:
-    """Say that a file in a checkpoint holds more than tensors and numbers, which torch does not load.
+    """Say that a file in a checkpoint holds something else than tensors and numbers, which is not loaded.
 
     Raises:
         ValueError: names the folder.
     """
     try:
         yield
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(
-            f"{folder} holds a file with more in it than tensors and numbers, which is not loaded"
+            f"{folder} holds a file with something else in it than tensors and numbers, which is not loaded"
             f" ({str(error).splitlines()[0]}); it was not written by this library: pass another checkpoint"
         ) from error
 
