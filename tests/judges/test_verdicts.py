@@ -4,7 +4,7 @@ import math
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.judges.base import Pair, Verdict
@@ -91,6 +91,7 @@ def test_a_clear_difference_outlives_a_bias():
     assert figures["position_consistency"] == 1.0 and all(label.consistent for label in labels)
 
 
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), max_size=6), st.floats(-3, 3))
 def test_the_label_of_a_flipped_pair_is_the_rest_to_one(texts, bias):
     pairs = [Pair("p", first, second) for first, second in texts]

@@ -20,7 +20,7 @@ ORACLE = {"rtol": 0, "atol": 1e-6}  # the oracle is printed with six digits
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
 LAMS = st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])
 GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
-quick = settings(max_examples=50, deadline=None)
+many = settings(max_examples=200, deadline=None)
 
 
 @st.composite
@@ -62,7 +62,7 @@ def test_advantages_and_returns_agree_with_the_oracle(oracle, function):
     assert_close(returns, oracle.padded(oracle.expected["returns"]), **ORACLE)
 
 
-@quick
+@many
 @given(first=st.floats(-30, 0), second=st.floats(-30, 0))
 def test_k2_and_k3_are_never_negative_and_all_are_zero_at_equal_logprobs(first, second):
     policy, reference = torch.tensor([first, second, first]).double(), torch.tensor([second, first, first]).double()
@@ -85,7 +85,7 @@ def test_an_unknown_estimator_is_refused():
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
-@quick
+@many
 @given(episode=episodes())
 def test_the_score_lands_once_on_the_last_counted_token(episode):
     logprobs, ref_logprobs, mask, scores = episode
@@ -125,7 +125,7 @@ def test_advantages_of_three_tokens_by_hand_with_a_gap_and_a_bootstrap_value():
     assert returns.tolist() == [[2.4375, 0, 1.75, 5]]  # A + V
 
 
-@quick
+@many
 @given(episode=episodes(), gamma=GAMMAS, lam=LAMS)
 def test_advantages_are_the_explicit_sum_over_the_counted_tokens(episode, gamma, lam):
     rewards, values, mask, bootstrap = episode
@@ -137,7 +137,7 @@ def test_advantages_are_the_explicit_sum_over_the_counted_tokens(episode, gamma,
         assert advantages[row, ~kept].eq(0).all() and returns[row, ~kept].eq(0).all()
 
 
-@quick
+@many
 @given(episode=episodes(), gamma=GAMMAS, data=st.data())
 def test_the_scan_is_the_loop_also_with_a_lambda_per_row(episode, gamma, data):
     rewards, values, mask, bootstrap = episode
@@ -163,7 +163,7 @@ def test_float32_advantages_of_4096_tokens_are_within_1e_5_of_the_float64_loop(g
         assert_close(ours.double(), expected, rtol=0, atol=1e-5)
 
 
-@quick
+@many
 @given(episode=episodes(), gamma=GAMMAS)
 def test_lambda_one_gives_discounted_returns_and_lambda_zero_one_step_errors(episode, gamma):
     rewards, values, mask, bootstrap = episode
@@ -178,7 +178,7 @@ def test_lambda_one_gives_discounted_returns_and_lambda_zero_one_step_errors(epi
         assert_close(monte_carlo[row, kept], torch.tensor(discounted, dtype=torch.float64), **EXACT)
 
 
-@quick
+@many
 @given(episode=episodes(), padding=st.integers(1, 40), lam=LAMS)
 def test_padding_does_not_change_rewards_or_advantages(episode, padding, lam):
     rewards, values, mask, bootstrap = episode
@@ -223,7 +223,7 @@ def test_the_adaptive_controller_agrees_with_the_oracle(oracle):
         assert controller.value == pytest.approx(expected, abs=1e-9)
 
 
-@quick
+@many
 @given(kl=st.floats(-1e6, 1e6), n=st.integers(1, 100))
 def test_one_update_moves_the_coefficient_by_at_most_a_fifth_of_n_over_horizon(kl, n):
     controller = AdaptiveKLController(1.0, target=2.0, horizon=100)

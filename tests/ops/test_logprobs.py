@@ -106,7 +106,7 @@ def test_fused_is_naive_in_values_and_gradients(options, chunk_size):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(0, 9),
     vocab=st.integers(1, 9),
@@ -177,7 +177,7 @@ def test_chunk_bytes_bounds_the_float32_logits_of_a_tile():
         assert largest.numel == columns * 8
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(0, 9),
     vocab=st.integers(1, 12),

@@ -16,7 +16,7 @@ from onetrunk.ops import (
 )
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
-quick = settings(max_examples=50, deadline=None)
+many = settings(max_examples=200, deadline=None)
 
 
 def one_token(ratio, advantage, **options):
@@ -149,7 +149,7 @@ def test_a_clipped_value_gets_no_gradient():
     assert values.grad.tolist() == [[0, 0.5]]  # the first is clipped; (2 - 1) / 2 tokens
 
 
-@quick
+@many
 @given(seed=st.integers(0, 9999), cuts=st.sets(st.integers(1, 5)), dual_clip=st.sampled_from([None, 1.5]))
 def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(seed, cuts, dual_clip):
     logprobs, old_logprobs, advantages, returns, mask = random_step(seed)
@@ -178,7 +178,7 @@ def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(see
     assert_close(whole_stats["loss"], default, **EXACT)
 
 
-@quick
+@many
 @given(seed=st.integers(0, 9999), padding=st.integers(1, 9))
 def test_padding_of_any_content_changes_no_loss_and_no_gradient(seed, padding):
     *tensors, mask = random_step(seed)
@@ -250,7 +250,7 @@ def test_soft_labels_and_margins_by_hand():
     assert bradley_terry_loss(lead, zero, margin=torch.tensor([2.0])).item() == pytest.approx(math.log(2))
 
 
-@quick
+@many
 @given(first=st.floats(-5, 5), second=st.floats(-5, 5), probability=st.floats(0, 1), margin=st.floats(0, 3))
 def test_naming_the_other_completion_first_does_not_change_the_preference_loss(first, second, probability, margin):
     a, b, p, m = (torch.tensor([x], dtype=torch.float64) for x in (first, second, probability, margin))

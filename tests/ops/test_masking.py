@@ -16,7 +16,7 @@ from onetrunk.ops import (
 
 ENTRIES = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40)
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
-quick = settings(max_examples=50, deadline=None)
+many = settings(max_examples=200, deadline=None)
 
 
 def everything(x):
@@ -91,7 +91,7 @@ def test_whitening_agrees_with_the_oracle(oracle):
     assert_close(masked_whiten(advantages, oracle.mask), expected, rtol=0, atol=2e-6)
 
 
-@quick
+@many
 @given(entries=ENTRIES, shift_mean=st.booleans())
 def test_whitened_entries_have_variance_one_and_the_mean_that_was_asked_for(entries, shift_mean):
     x = torch.tensor([*entries, 1000.0, -1000.0], dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_whitened_entries_have_variance_one_and_the_mean_that_was_asked_for(entr
     assert_close(white.mean(), torch.zeros_like(x.mean()) if shift_mean else x.mean(), **EXACT)
 
 
-@quick
+@many
 @given(entries=ENTRIES, padding=st.integers(0, 9), seed=st.integers(0, 999))
 def test_padding_and_order_do_not_change_the_moments(entries, padding, seed):
     x = torch.tensor(entries, dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_padding_and_order_do_not_change_the_moments(entries, padding, seed):
     assert_close(m2 / (count - 1), x.var(), **EXACT)
 
 
-@quick
+@many
 @given(entries=ENTRIES, cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)))
 def test_merged_moments_of_parts_are_the_moments_of_the_whole(entries, cuts):
     x = torch.tensor(entries, dtype=torch.float64)

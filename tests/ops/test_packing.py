@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from onetrunk.ops import make_pack, pad_rows, plan_packs, split_minibatches
 
-quick = settings(max_examples=100, deadline=None)
+many = settings(max_examples=200, deadline=None)
 
 
 def generator(seed=0):
@@ -19,7 +19,7 @@ def test_packs_are_cut_by_rows_and_by_padded_tokens():
     assert plan_packs([], max_rows=2, max_tokens=10) == []
 
 
-@quick
+@many
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), max_rows=st.integers(1, 9), spare=st.integers(0, 100))
 def test_packs_hold_every_row_once_within_both_budgets(lengths, max_rows, spare):
     max_tokens = max(lengths, default=1) + spare
@@ -52,7 +52,7 @@ def test_a_pack_by_hand_with_pad_equal_to_the_stop_token():
     assert {x.dtype for x in dtypes} == {torch.int64} and pack.completion_mask.dtype == torch.bool
 
 
-@quick
+@many
 @given(
     rows=st.lists(
         st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=6)),
@@ -80,7 +80,7 @@ def test_packs_without_rows_or_with_an_empty_prompt_are_refused():
         make_pack([[1], []], [[2], [3]], pad_id=0)
 
 
-@quick
+@many
 @given(
     pack_rows=st.lists(st.integers(0, 8), min_size=1, max_size=20),
     seed=st.integers(0, 999),

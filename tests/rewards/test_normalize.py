@@ -34,7 +34,7 @@ def test_merging_any_split_gives_the_moments_of_the_whole(batches):
         assert math.isclose(moments.std, statistics.stdev(whole), rel_tol=1e-6, abs_tol=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(FINITE, min_size=1, max_size=8), st.lists(FINITE, min_size=1, max_size=8))
 def test_the_order_of_merging_does_not_matter(first, second):
     one, other = seen(first, second), seen(second, first)

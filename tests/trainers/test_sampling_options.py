@@ -136,7 +136,7 @@ ORDERS = {
 
 
 @given(**ORDERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_pass_has_every_prompt_and_ranks_split_a_rollout_without_overlap(
     num_prompts, share, num_generations, world, number, shuffle
 ):
@@ -157,8 +157,33 @@ def test_a_pass_has_every_prompt_and_ranks_split_a_rollout_without_overlap(
     assert seen == set(range(num_prompts))
 
 
+@given(
+    **ORDERS,
+    stops=st.lists(st.integers(0, 40), max_size=3),
+    worlds=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+)
+@settings(max_examples=200, deadline=None)
+def test_wherever_a_run_stops_and_resumes_a_pass_covers_each_prompt_once_and_fills_up_from_its_start(
+    num_prompts, share, num_generations, world, number, shuffle, stops, worlds
+):
+    size = 12 * share
+    make = lambda: PromptOrder(num_prompts, size, num_generations, order_seed=5, seed=6, shuffle=shuffle)  # noqa: E731
+    per_pass = make().rollouts_per_pass
+    edges = [0, *sorted(min(stop, per_pass) for stop in stops), per_pass]
+    rows = []
+    for first, last, processes in zip(edges[:-1], edges[1:], worlds[: len(edges) - 1], strict=True):
+        # A process that knows nothing but where it goes on, with as many processes as it happens to have.
+        resumed = make()
+        for iteration in range(number * per_pass + first, number * per_pass + last):
+            rows += [row for rank in range(processes) for row in resumed.rows(iteration, rank, processes)[0]]
+    prompts = rows[::num_generations]
+    assert rows == [prompt for prompt in prompts for _ in range(num_generations)]
+    assert sorted(prompts[:num_prompts]) == list(range(num_prompts))
+    assert prompts[num_prompts:] == [prompts[i % num_prompts] for i in range(len(prompts) - num_prompts)]
+
+
 @given(**ORDERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_order_is_a_function_of_its_settings_and_no_key_is_one_of_evaluation(
     num_prompts, share, num_generations, world, number, shuffle
 ):

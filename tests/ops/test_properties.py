@@ -1,0 +1,238 @@
+"""Properties that hold for any input: 200 examples each, in float64 but where rounding is the point.
+
+Those that belong to one function stand in its own file; here are those of a step as a whole, and the limits.
+"""
+
+import json
+import math
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops import (
+    AdaptiveKLController,
+    bradley_terry_loss,
+    fused_token_logprobs,
+    kl_estimate,
+    masked_moments,
+    masked_whiten,
+    policy_loss,
+    token_logprobs,
+    token_rewards,
+    value_loss,
+)
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # only the order of a few dozen additions differs
+SEEDS = st.integers(0, 2**31)
+CLIPS = st.sampled_from([0.1, 0.2, 0.28, 0.5])
+many = settings(max_examples=200, deadline=None)
+
+
+@st.composite
+def steps(draw):
+    """Logprobs, old logprobs and advantages [R, C], and a mask with any gaps."""
+    shape, generator = (draw(st.integers(1, 8)), draw(st.integers(1, 9))), torch.Generator().manual_seed(draw(SEEDS))
+    logprobs, old_logprobs, advantages = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.7, 1.0]))
+    return logprobs, old_logprobs, advantages, mask
+
+
+def distributions(seed, vocab):
+    """Log probabilities of a policy and its reference over a vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, vocab, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+
+@many
+@given(
+    seed=SEEDS, n=st.integers(1, 9), vocab=st.integers(1, 9), clip=CLIPS, dual_clip=st.sampled_from([None, 1.5, 3.0])
+)
+def test_at_the_start_the_ratio_is_exactly_one_and_the_gradient_is_that_of_the_policy(seed, n, vocab, clip, dual_clip):
+    generator = torch.Generator().manual_seed(seed)
+    # float32: two passes over the same numbers give the same bits.
+    hidden, weight = torch.randn(n, 4, generator=generator), torch.randn(vocab, 4, generator=generator)
+    targets = torch.randint(vocab, (n,), generator=generator)
+    advantages = torch.randn(1, n, generator=generator)
+    mask = torch.rand(1, n, generator=generator) < 0.7
+    mask[0, 0] = True
+    old_logprobs = fused_token_logprobs(hidden, weight, targets)[0][None].detach()
+    logprobs = fused_token_logprobs(hidden, weight, targets)[0][None].detach().requires_grad_()
+    loss, stats = policy_loss(logprobs, old_logprobs, advantages, mask, clip, dual_clip=dual_clip)
+    loss.backward()
+    assert stats["ratio_max"] == 1 and abs(stats["ratio_mean"].item() - 1) < 1e-6
+    assert stats["clip_fraction"] == 0 and stats["approx_kl"] == 0
+    assert_close(logprobs.grad, torch.where(mask, -advantages / mask.sum(), 0.0))
+
+
+@many
+@given(step=steps(), clip_low=CLIPS, clip_high=CLIPS, dual_clip=st.sampled_from([None, 1.5, 3.0]))
+def test_the_gradient_is_zero_where_moving_on_is_clipped_and_that_of_the_ratio_elsewhere(
+    step, clip_low, clip_high, dual_clip
+):
+    logprobs, old_logprobs, advantages, mask = step
+    leaf = logprobs.clone().requires_grad_()
+    loss, stats = policy_loss(leaf, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
+    loss.backward()
+    ratio = (logprobs - old_logprobs).exp()
+    is_clipped = (advantages > 0) & (ratio > 1 + clip_high) | (advantages < 0) & (ratio < 1 - clip_low)
+    if dual_clip is not None:
+        is_clipped |= (advantages < 0) & (ratio > dual_clip)
+    count = max(int(mask.sum()), 1)
+    expected = torch.where(mask & ~is_clipped, -advantages * ratio / count, 0.0)
+    assert_close(leaf.grad, expected, **EXACT)
+    assert leaf.grad[~mask | is_clipped].eq(0).all()
+    assert_close(stats["clip_fraction"].item(), (mask & is_clipped).sum().item() / count, **EXACT)
+
+
+@many
+@given(step=steps(), clip=CLIPS)
+def test_a_value_that_left_the_range_for_the_better_gets_no_gradient(step, clip):
+    values, old_values, returns, mask = step
+    leaf = values.clone().requires_grad_()
+    value_loss(leaf, old_values, returns, mask, clip=clip)[0].backward()
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    is_clipped = ((values - old_values).abs() > clip) & ((near - returns).abs() > (values - returns).abs())
+    expected = torch.where(mask & ~is_clipped, (values - returns) / max(int(mask.sum()), 1), 0.0)
+    assert_close(leaf.grad, expected, **EXACT)
+
+
+@many
+@given(seed=SEEDS, vocab=st.integers(1, 12))
+def test_k1_and_k3_are_the_kl_on_average_and_k2_half_the_mean_square(seed, vocab):
+    policy, reference = distributions(seed, vocab)
+    probabilities = policy.exp()
+    kl = torch.nn.functional.kl_div(reference, policy, log_target=True, reduction="sum")
+    mean = {name: (probabilities * kl_estimate(policy, reference, name)).sum() for name in ("k1", "k2", "k3")}
+    assert_close(mean["k1"], kl, **EXACT)
+    assert_close(mean["k3"], kl, **EXACT)
+    assert_close(mean["k2"], (probabilities * (policy - reference).square()).sum() / 2, **EXACT)
+    assert kl >= -1e-12
+
+
+@many
+@given(seed=SEEDS, vocab=st.integers(2, 12))
+def test_the_gradient_of_k2_is_on_average_that_of_the_kl(seed, vocab):
+    generator = torch.Generator().manual_seed(seed)
+    logits, other = torch.randn(2, vocab, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(-1), other.log_softmax(-1)
+    expected = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
+    # Sampled tokens: the probability of a token is no part of the graph.
+    k2 = (policy.exp().detach() * kl_estimate(policy, reference, "k2")).sum()
+    assert_close(torch.autograd.grad(k2, logits)[0], expected, **EXACT)
+
+
+@many
+@given(step=steps(), beta=st.floats(0, 2), estimator=st.sampled_from(["k1", "k2", "k3"]))
+def test_the_score_lands_once_whatever_the_kl_takes(step, beta, estimator):
+    logprobs, ref_logprobs, scores, mask = step
+    scores = scores[:, 0]
+    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, beta, estimator)
+    kl = torch.where(mask, kl_estimate(logprobs, ref_logprobs, estimator), 0.0)
+    landed = torch.where(mask.any(1), scores, 0.0)
+    assert_close(rewards.sum(1), landed - beta * kl.sum(1), **EXACT)
+    assert rewards[~mask].eq(0).all()
+    without = rewards + beta * kl
+    assert (without.abs() > 1e-9).sum(1).le(1).all()
+
+
+@many
+@given(step=steps(), padding=st.integers(0, 7), seed=SEEDS)
+def test_moments_and_whitening_do_not_see_padding_or_order(step, padding, seed):
+    x, _, _, mask = step
+    wide = torch.cat([x, torch.full((len(x), padding), torch.nan, dtype=x.dtype)], 1).flatten()
+    wide_mask = torch.cat([mask, torch.zeros(len(x), padding, dtype=torch.bool)], 1).flatten()
+    order = torch.randperm(len(wide), generator=torch.Generator().manual_seed(seed))
+    for moved, plain in zip(masked_moments(wide[order], wide_mask[order]), masked_moments(x, mask), strict=True):
+        assert_close(moved, plain, **EXACT)
+    whitened = torch.zeros_like(wide)
+    whitened[order] = masked_whiten(wide[order], wide_mask[order])
+    # Few entries that lie close together are divided by a small deviation.
+    assert_close(whitened[wide_mask], masked_whiten(x, mask)[mask], rtol=1e-6, atol=1e-6)
+
+
+@many
+@given(
+    start=st.floats(1e-4, 10),
+    target=st.floats(0.1, 20),
+    horizon=st.integers(100, 10_000),
+    kls=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8),
+    cut=st.integers(0, 8),
+    n=st.integers(1, 100),
+)
+def test_the_adaptive_coefficient_moves_within_its_clamp_and_goes_on_through_json_bit_for_bit(
+    start, target, horizon, kls, cut, n
+):
+    controller, first = (AdaptiveKLController(start, target, horizon) for _ in range(2))
+    for kl in kls:
+        before = controller.value
+        controller.update(kl, n)
+        assert abs(controller.value / before - 1) <= 0.2 * n / horizon + 1e-12
+        # Down below the target, up above it.
+        assert (controller.value - before) * (kl - target) >= 0
+        assert controller.value > 0
+    for kl in kls[:cut]:
+        first.update(kl, n)
+    resumed = AdaptiveKLController(1.0, target, horizon)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for kl in kls[cut:]:
+        resumed.update(kl, n)
+    assert resumed.value == controller.value
+
+
+@many
+@given(step=steps(), data=st.data(), clip=CLIPS)
+def test_accumulating_any_microbatches_gives_the_gradient_of_the_step(step, data, clip):
+    logprobs, old_logprobs, advantages, mask = step
+    owner = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=len(mask), max_size=len(mask))))
+    whole, parts = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
+    policy_loss(whole, old_logprobs, advantages, mask, clip)[0].backward()
+    for number in range(4):
+        rows = owner == number
+        given_rows = (parts[rows], old_logprobs[rows], advantages[rows], mask[rows])
+        # The denominator is the step's: a microbatch of few tokens weighs little.
+        policy_loss(*given_rows, clip, num_tokens=mask.sum().clamp(min=1))[0].backward()
+    assert_close(parts.grad, whole.grad, **EXACT)
+
+
+@many
+@given(seed=SEEDS, n=st.integers(1, 6), shift=st.floats(-50, 50))
+def test_the_preference_loss_is_symmetric_blind_to_a_common_shift_and_least_at_the_label(seed, n, shift):
+    generator = torch.Generator().manual_seed(seed)
+    chosen, rejected = torch.randn(2, n, generator=generator, dtype=torch.float64)
+    probability = torch.rand(n, generator=generator, dtype=torch.float64)
+    loss = bradley_terry_loss(chosen, rejected, probability)
+    assert_close(loss, bradley_terry_loss(rejected, chosen, 1 - probability), **EXACT)
+    assert_close(loss, bradley_terry_loss(chosen + shift, rejected + shift, probability), **EXACT)
+    assume(bool(((probability > 1e-3) & (probability < 1 - 1e-3)).all()))
+    best = torch.logit(probability)
+    assert loss >= bradley_terry_loss(best, torch.zeros(n, dtype=torch.float64), probability) - 1e-12
+
+
+@many
+@given(
+    seed=SEEDS,
+    n=st.integers(1, 7),
+    vocab=st.integers(1, 9),
+    chunk_size=st.integers(1, 8),
+    columns=st.integers(1, 9),
+    clip=CLIPS,
+)
+def test_the_step_of_fused_logprobs_is_that_of_naive_ones(seed, n, vocab, chunk_size, columns, clip):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in (n, vocab))
+    targets = torch.randint(vocab, (n,), generator=generator)
+    old_logprobs, advantages = torch.randn(2, 1, n, generator=generator, dtype=torch.float64) - math.log(vocab)
+    mask = torch.rand(1, n, generator=generator) < 0.8
+    tile = {"chunk_size": chunk_size, "chunk_bytes": 8 * columns * min(n, chunk_size)}
+    results = []
+    for function, options in ((fused_token_logprobs, tile), (token_logprobs, {})):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, _ = function(leaf, weight, targets, **options)
+        loss, _ = policy_loss(logprobs[None], old_logprobs, advantages, mask, clip)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    for fused, naive in zip(*results, strict=True):
+        assert_close(fused, naive, **EXACT)
