@@ -23,6 +23,7 @@ from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW
 from onetrunk.judges.reading import REASONS, Options, Reader, label_shares, last_logits
 from onetrunk.judges.template import LABELS, MAX_CHARACTERS, RATINGS, nonce_of, pairwise_messages, rating_messages
 from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.base_marks import check_base_marks
 from onetrunk.models.fingerprint import base_fingerprint
 from onetrunk.models.scorer import length_limit
 from onetrunk.models.sources import adapter_base, base_of
@@ -297,6 +298,7 @@ def load_causal_judge(
     else:
         with base_of(name), peft_calls():
             model = PeftModel.from_pretrained(load_base(base, dtype=dtype), name, revision=revision)
+            check_base_marks(model.get_base_model(), name, revision)
             model = model.merge_and_unload()
     model.requires_grad_(False)
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from onetrunk.models.adapter_files import ADAPTER_FILE, check_adapter_fits, read_adapter, set_adapter_weights
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, parse_adapter_layers
 from onetrunk.models.backbone import decoder_layers, load_base
+from onetrunk.models.base_marks import check_base_marks
 from onetrunk.models.scorer import load_scorer
 from onetrunk.models.sources import adapter_base, base_of, is_adapter
 from onetrunk.models.trunk_model import TrunkModel
@@ -161,4 +162,5 @@ def _load(
         warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
         model = PeftModel.from_pretrained(base, name, revision=revision, ignore_mismatched_sizes=True)
     check_adapter_fits(model, load_peft_weights(name, device="cpu", revision=revision), POLICY, name)
+    check_base_marks(model.get_base_model(), name, revision)
     return model

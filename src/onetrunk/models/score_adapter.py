@@ -28,6 +28,7 @@ from onetrunk.models.adapters import (
     list_name,
 )
 from onetrunk.models.backbone import decoder_layers, output_head
+from onetrunk.models.base_marks import check_base_marks
 from onetrunk.models.narrow import Positions
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
@@ -125,6 +126,7 @@ def load_adapter_scorer(
     with peft_calls():
         # The model that PEFT wraps: its layers carry the adapter, its head is the adapter's.
         model = PeftModel.from_pretrained(base, source).get_base_model()
+    check_base_marks(model, source)
     model.config.update({READS_END: True, "name_or_path": source})
     model.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()
@@ -222,6 +224,7 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     Raises:
         ValueError: it does not fit this trunk.
     """
+    check_base_marks(trunk.get_base_model(), str(Path(adapter.name).expanduser()))
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)

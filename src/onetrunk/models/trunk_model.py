@@ -46,6 +46,7 @@ from onetrunk.models.backbone import (
     output_head,
     verify_head,
 )
+from onetrunk.models.base_marks import write_base_marks
 from onetrunk.models.cut import only_above, only_below, verify_cut
 from onetrunk.models.fused_lora import fuse_lora
 from onetrunk.models.narrow import Positions, narrow_blocks
@@ -305,6 +306,7 @@ class TrunkModel(PeftModelForCausalLM):
         super().save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
         if is_main_process:
             self.value_head.save(save_directory)
+            write_base_marks(self.get_base_model(), save_directory)
 
     def load_branches(self, folder: str | Path) -> None:
         """Load every adapter and the value head from a folder that `save_pretrained` wrote; what trains stays so.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -32,6 +33,7 @@ from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, write_manifes
 from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.files import atomic_write_json
 from onetrunk.locks import held_folder
+from onetrunk.models.base_marks import BASE_FILE, write_base_marks
 from onetrunk.trainers.disk_room import require_room
 from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
 from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings
@@ -243,6 +245,9 @@ class SafeCheckpoints(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         with without_secrets(self.args):
             super()._save(output_dir, state_dict)
+        model, folder = self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir)
+        if self.args.should_save and isinstance(model, PeftModel) and not (folder / BASE_FILE).exists():
+            write_base_marks(model.get_base_model(), folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model into output_dir: its files take their places one by one, the manifest last."""

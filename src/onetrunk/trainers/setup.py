@@ -74,9 +74,7 @@ def prepare_run(
     rollout_backend: RolloutBackend | None,
     hooks: dict[str, Callable[..., None]],
 ) -> Run:
-    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last.
-
-    `hooks` are keywords of LocalBackend (progress, poll)."""
+    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last."""
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
