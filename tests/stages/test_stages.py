@@ -303,7 +303,7 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
             ["--resume_from_checkpoint", "true", "--output_dir", "runs/x", "--dataset_name", "absent.jsonl"],
             "holds no checkpoint-* folder",
         ),
-        ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "it is no complete checkpoint of PPOTrainer"),
+        ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "has no manifest.json"),
         ("ppo", ["--resume_from_checkpoint", "runs/absent"], "resume_from_checkpoint runs/absent is no folder"),
         ("ppo", ["--dataset_columns", '{"prompt": "question"}'], "dataset_columns {'prompt': 'question'} must name"),
         ("ppo", ["--dataset_name", "rubric.jsonl"], "dataset_columns {prompt: yours} in a recipe"),

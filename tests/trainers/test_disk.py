@@ -73,6 +73,15 @@ def test_a_run_whose_disk_died_goes_on_from_its_mirror(tmp_path, kind):
     assert [path.name for path in checkpoint_folders(mirror)] == [path.name for path in checkpoint_folders(folder)]
 
 
+def test_where_all_checkpoints_here_are_damaged_the_mirror_s_are_taken(tmp_path):
+    folder, mirror = tmp_path / "run", tmp_path / "mirror"
+    assert exit_code(crash_runs.finish_mirrored, "ppo", folder, str(mirror), 8) == -signal.SIGKILL
+    for checkpoint in checkpoint_folders(folder):
+        (checkpoint / "optimizer.pt").unlink()
+    assert exit_code(crash_runs.finish_mirrored, "ppo", folder, str(mirror)) == 0
+    assert digest_of(folder) == digest_of(uninterrupted("ppo"))
+
+
 def test_a_mirror_that_can_t_be_written_is_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     trainer = make_trainer(tmp_path / "out", checkpoint_mirror=str(tmp_path / "file" / "mirror"))

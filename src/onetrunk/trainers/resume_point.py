@@ -45,7 +45,7 @@ def find_checkpoint(
             none at all; nothing to begin anew.
         output_dir: of the run.
         needed: files that it must hold.
-        fetch: brings the last checkpoint from elsewhere where `output_dir` has none.
+        fetch: brings the last checkpoint from elsewhere where `output_dir` has no whole one.
 
     Raises:
         ValueError: there is no checkpoint, the named one is damaged, or one is no full checkpoint.
@@ -54,9 +54,7 @@ def find_checkpoint(
     if not given:
         return None
     if given is True or given == AUTO:
-        folder = last_whole(output_dir, tell=logger.warning)
-        if folder is None and fetch is not None:
-            folder = fetch()
+        folder = _last_or_fetched(output_dir, fetch)
         if folder is None and given == AUTO:
             return None
         if folder is None:
@@ -69,6 +67,19 @@ def find_checkpoint(
         _require_whole(folder)
     _require_full(folder, needed)
     return str(folder)
+
+
+def _last_or_fetched(output_dir: str | os.PathLike[str], fetch: Callable[[], Path | None] | None) -> Path | None:
+    damage = None
+    try:
+        folder = last_whole(output_dir, tell=logger.warning)
+    except RuntimeError as error:
+        folder, damage = None, error
+    if folder is None and fetch is not None:
+        folder = fetch()
+    if folder is None and damage is not None:
+        raise damage
+    return folder
 
 
 def open_mirror(args: Any) -> Mirror | None:
