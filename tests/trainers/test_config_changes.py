@@ -44,8 +44,8 @@ STEERING = {
     "lam", "lam_policy", "lam_value", "length_adaptive_lam", "whiten_advantages", "whiten_rewards", "epsilon",
     "epsilon_high", "dual_clip", "value_clip", "value_coef", "entropy_coef", "target_kl",
     "value_pretraining_rollouts", "value_head", "capture_trunk_states", "lr_scheduler_type", "lr_scheduler_kwargs",
-    "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism", "optim_target_modules",
-    "fsdp_config",
+    "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
+    "optim_target_modules", "fsdp_config",
 }  # fmt: skip
 
 
