@@ -38,7 +38,7 @@ FLOORS = {
     "cli": 8,
 }
 # Files that stand in a room beside its namesake.
-ROOMS = {"dataset_files": "data", "preference_rows": "data"}
+ROOMS = {"dataset_files": "data", "preference_rows": "data", "row_faults": "data"}
 HUGGING_FACE = set("transformers peft trl accelerate datasets huggingface_hub tokenizers safetensors".split())
 # Unstable by their authors' own word.
 UNSTABLE = ("trl.trainer.utils", "trl.experimental", "trl.kernels", "trl.generation")

@@ -19,19 +19,17 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.dataset_files import load_rows
+from onetrunk.row_faults import completion_fault, conversation_fault, prompt_fault, raise_faults, text_fault
 from onetrunk.types import Message, Prompt
 
 __all__ = [
     "RESERVED_COLUMNS",
-    "conversation_fault",
     "decode_completion",
     "load_rows",
     "prepare_prompts",
-    "prompt_fault",
-    "raise_faults",
     "split_rows",
-    "text_fault",
     "validate_completions",
+    "validate_prompts",
 ]
 
 logger = logging.getLogger(__name__)
@@ -47,46 +45,6 @@ RESERVED_COLUMNS = (
     "log_extra",
     "log_metric",
 )
-LISTED_FAULTS = 20
-ANSWERABLE_ROLES = ("user", "tool", "assistant")
-
-
-def text_fault(text: object) -> str | None:
-    """Say what is wrong with a text, or None: it must be a string with something else than white space in it."""
-    if text is None:
-        return "is missing (null)"
-    if not isinstance(text, str):
-        return f"is of type {type(text).__name__}, expected text"
-    return None if text.strip() else "is empty or white space only"
-
-
-def conversation_fault(messages: object) -> str | None:
-    """Say what is wrong with a conversation, or None: a list of messages, each with a role and a text as content."""
-    if not isinstance(messages, list):
-        return text_fault(messages) if messages is None else f"is of type {type(messages).__name__}, expected a list"
-    if not messages:
-        return "is a conversation without messages"
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"has a message {index} that is not a {{'role', 'content'}} dict with a text as role"
-        fault = text_fault(message.get("content"))
-        blank_is_fine = message["role"] != "user" and index < len(messages) - 1
-        if fault and not (message.get("content") == "" and blank_is_fine):
-            return f"has a message {index} ({message['role']}) whose content {fault}"
-    return None
-
-
-def prompt_fault(prompt: object, conversational: bool) -> str | None:
-    """Say what is wrong with a prompt, or None. `conversational`: what the other prompts of the dataset are."""
-    if isinstance(prompt, str if conversational else list):
-        kinds = ("text", "a conversation") if conversational else ("a conversation", "text")
-        return f"is {kinds[0]} where the first row is {kinds[1]}"
-    if not conversational:
-        return text_fault(prompt)
-    fault = conversation_fault(prompt)
-    if fault is None and prompt[-1]["role"] not in ANSWERABLE_ROLES:
-        fault = f"ends with a {prompt[-1]['role']} message, expected one of {', '.join(ANSWERABLE_ROLES)}"
-    return fault
 
 
 @dataclass(frozen=True)
@@ -183,6 +141,23 @@ def prepare_prompts(
     return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
 
 
+def validate_prompts(dataset: Dataset) -> bool:
+    """Check every prompt as far as no tokenizer is needed: columns, types, texts and messages.
+
+    Returns:
+        True where the prompts are conversations.
+
+    Raises:
+        ValueError: no column `prompt`, no rows, or bad rows: how many, and index and reason of the first 20.
+    """
+    _check_columns(dataset)
+    prompts = dataset["prompt"]
+    conversational = isinstance(next((prompt for prompt in prompts if prompt is not None), None), list)
+    faults = [(index, prompt_fault(prompt, conversational)) for index, prompt in enumerate(prompts)]
+    raise_faults([(index, f"prompt {fault}") for index, fault in faults if fault], len(dataset))
+    return conversational
+
+
 def _check_columns(dataset: Dataset) -> None:
     if "prompt" not in dataset.column_names:
         raise ValueError(
@@ -211,16 +186,6 @@ def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
         "dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), max_prompt_length
     )
     return rows.select(kept)
-
-
-def raise_faults(faults: list[tuple[int, str]], num_rows: int) -> None:
-    """Raise one ValueError for all bad rows, if there are any: how many, and index and reason of the first 20."""
-    if not faults:
-        return
-    lines = [f"  row {index}: {reason}" for index, reason in faults[:LISTED_FAULTS]]
-    if len(faults) > LISTED_FAULTS:
-        lines.append(f"  and {len(faults) - LISTED_FAULTS} more")
-    raise ValueError("\n".join([f"{len(faults)} of {num_rows} rows cannot be used; repair or remove them:", *lines]))
 
 
 def validate_completions(dataset: Dataset) -> str:
@@ -262,10 +227,7 @@ def _completion_fault(row: dict[str, Any], kind: str, conversational: bool) -> s
     fault = prompt_fault(row["prompt"], conversational)
     if fault:
         return f"prompt {fault}"
-    completion = row["completion"]
-    fault = conversation_fault(completion) if conversational else text_fault(completion)
-    if fault is None and conversational and completion[-1]["role"] != "assistant":
-        fault = f"ends with a {completion[-1]['role']} message, expected the assistant's"
+    fault = completion_fault(row["completion"], conversational)
     return f"completion {fault}" if fault else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from onetrunk.data import conversation_fault, prompt_fault, raise_faults, text_fault
+from onetrunk.row_faults import completion_fault, conversation_fault, prompt_fault, raise_faults, text_fault
 
 PAIR = ("prompt", "chosen", "rejected")
 
@@ -46,12 +46,28 @@ def validate_preferences(dataset: Dataset) -> bool:
     return conversational
 
 
+def validate_sides(dataset: Dataset) -> None:
+    """Check `chosen` and `rejected` of rows that have no `prompt` yet: both sides are to share their beginning.
+
+    Raises:
+        ValueError: bad rows: how many, and index and reason of the first 20.
+    """
+    conversational = len(dataset) > 0 and isinstance(dataset[0]["chosen"], list)
+    check = conversation_fault if conversational else text_fault
+    faults = [
+        (index, f"{name} {fault}")
+        for index, row in enumerate(dataset)
+        if (name := next((name for name in PAIR[1:] if check(row[name])), None)) and (fault := check(row[name]))
+    ]
+    raise_faults(faults, len(dataset))
+
+
 def _pair_fault(row: dict[str, Any], conversational: bool) -> str | None:
     fault = prompt_fault(row["prompt"], conversational)
     if fault:
         return f"prompt {fault}"
     for name in ("chosen", "rejected"):
-        fault = _completion_fault(row[name], conversational)
+        fault = completion_fault(row[name], conversational)
         if fault:
             return f"{name} {fault}"
     if row["chosen"] == row["rejected"]:
@@ -63,15 +79,6 @@ def _pair_fault(row: dict[str, Any], conversational: bool) -> str | None:
     if "probability" in row and not 0 <= row["probability"] <= 1:
         return f"probability is {row['probability']}, expected a number from 0 to 1"
     return None
-
-
-def _completion_fault(completion: object, conversational: bool) -> str | None:
-    if not conversational:
-        return text_fault(completion)
-    fault = conversation_fault(completion)
-    if fault is None and completion[-1]["role"] != "assistant":
-        fault = f"ends with a {completion[-1]['role']} message, expected the assistant's"
-    return fault
 
 
 def _number_fault(value: object) -> str | None:

@@ -23,6 +23,7 @@ def run(data: Any, args: Any, student: Any) -> None:
     """Read the rows, let the teacher label them, train the student, save, measure, push."""
     from onetrunk.stages.preference_data import load_preference_rows, load_unlabelled_rows
     from onetrunk.stages.resuming import delete_old_run
+    from onetrunk.trainers.hub import require_push
 
     is_done, resume = begin("distill", args)
     if is_done:
@@ -34,6 +35,7 @@ def run(data: Any, args: Any, student: Any) -> None:
             "no teacher: name reward models in teacher, or give rows with a column probability, which a judge gave"
             " (`onetrunk prefs` writes them)"
         )
+    require_push(args)
     model, tokenizer, peft_config = make_student(args, student, [*train["prompt"], *train["chosen"]])
     teacher, labelled, labelled_held_out = label(data, args, train, held_out, singles)
     trainer = make_trainer(args, model, tokenizer, peft_config, (labelled, labelled_held_out))

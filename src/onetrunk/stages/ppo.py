@@ -18,12 +18,14 @@ def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: 
     """Read the rows, load judges, build the trainer, train, save, compare, push."""
     from onetrunk.stages.ppo_judges import run_judges
     from onetrunk.stages.resuming import delete_old_run, require_new_run, resume_point
-    from onetrunk.stages.rows import load_training_rows
+    from onetrunk.stages.rows import load_training_rows, prompt_rows
     from onetrunk.trainers.branch_checkpoints import BranchCheckpoints
+    from onetrunk.trainers.hub import require_push
 
     resume = resume_point(args, BranchCheckpoints.needed_files)
     require_new_run(args, resume)
-    train, held_out = load_training_rows(data, args.seed)
+    train, held_out = load_training_rows(data, args.seed, prompt_rows)
+    require_push(args)
     with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:
         trainer = make_trainer(judges.reward_funcs, args, model_args, train, held_out)
         judges.begin(trainer)

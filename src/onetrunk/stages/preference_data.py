@@ -11,7 +11,7 @@ from datasets import Dataset
 from trl import extract_prompt
 
 from onetrunk.data import load_rows, validate_completions
-from onetrunk.preference_rows import split_by_prompt, validate_preferences
+from onetrunk.preference_rows import split_by_prompt, validate_preferences, validate_sides
 from onetrunk.stages.rows import load_dataset_rows, load_training_rows
 
 
@@ -25,27 +25,22 @@ def load_preference_rows(data: Any, seed: int) -> tuple[Dataset, Dataset | None]
     Raises:
         ValueError: bad rows, of which part is said.
     """
-    if data.eval_size is None:
-        train, held_out = load_training_rows(data, seed)
-    else:
-        rows = with_prompts(load_dataset_rows(data))
-        validate_preferences(rows)
-        return split_by_prompt(rows, data.eval_size, seed)
-    parts = {"training": with_prompts(train), "held-out": held_out and with_prompts(held_out)}
-    for kind, rows in parts.items():
-        if rows is not None:
-            try:
-                validate_preferences(rows)
-            except ValueError as error:
-                raise ValueError(f"{kind} rows: {error}") from error
-    return parts["training"], parts["held-out"]
+    return load_training_rows(data, seed, preference_rows, split_by_prompt)
 
 
-def with_prompts(rows: Dataset) -> Dataset:
-    """Return preference rows with a column `prompt`; where there is none, TRL takes it from what both sides share."""
-    if "prompt" in rows.column_names or not {"chosen", "rejected"} <= set(rows.column_names):
-        return rows
-    return rows.map(extract_prompt, desc="prompts")
+def preference_rows(rows: Dataset) -> Dataset:
+    """Return preference rows with a column `prompt`, every one checked.
+
+    Where there is no prompt, TRL takes it from what both sides share.
+
+    Raises:
+        ValueError: bad rows.
+    """
+    if "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names):
+        validate_sides(rows)
+        rows = rows.map(extract_prompt, desc="prompts")
+    validate_preferences(rows)
+    return rows
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:

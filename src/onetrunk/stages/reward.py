@@ -22,11 +22,13 @@ def run(data: Any, args: Any, model_args: Any) -> None:
     """Read the rows, load the model, train, save, measure, push."""
     from onetrunk.stages.preference_data import load_preference_rows
     from onetrunk.stages.resuming import delete_old_run
+    from onetrunk.trainers.hub import require_push
 
     is_done, resume = begin("reward", args)
     if is_done:
         return
     train, held_out = load_preference_rows(data, args.seed)
+    require_push(args)
     trainer = make_trainer(args, model_args, train, held_out)
     delete_old_run(args, resume)
     trainer.train(resume_from_checkpoint=resume)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from datasets import Dataset
 
-from onetrunk.data import load_rows, split_rows
+from onetrunk.data import load_rows, split_rows, validate_prompts
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 
@@ -15,18 +17,28 @@ def load_dataset_rows(args: DatasetArguments) -> Dataset:
     )
 
 
-def load_training_rows(args: TrainingDataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Return the training rows, and the held-out rows where the arguments name any.
+def load_training_rows(
+    args: TrainingDataArguments,
+    seed: int,
+    check: Callable[[Dataset], Dataset],
+    split: Callable[[Dataset, int | float, int], tuple[Dataset, Dataset]] = split_rows,
+) -> tuple[Dataset, Dataset | None]:
+    """Return the training rows, and the held-out rows where the arguments name any; every row is checked.
 
     Args:
         args: which.
         seed: of the split, where `eval_size` makes one.
+        check: returns rows, changed or not, or raises ValueError; it sees them in the order in which they lie there.
+        split: takes rows, `eval_size` and the seed.
+
+    Raises:
+        ValueError: bad rows; where there are two datasets the sentence says of which.
     """
     train = load_dataset_rows(args)
     if args.eval_size is not None:
-        return split_rows(train, args.eval_size, seed)
+        return split(check(train), args.eval_size, seed)
     if args.eval_dataset_name is None and args.eval_dataset_split is None:
-        return train, None
+        return check(train), None
     own = args.eval_dataset_name is None
     held_out = load_rows(
         args.dataset_name if own else args.eval_dataset_name,
@@ -34,4 +46,21 @@ def load_training_rows(args: TrainingDataArguments, seed: int) -> tuple[Dataset,
         config_name=args.dataset_config if own else None,
         columns=args.dataset_columns,
     )
-    return train, held_out
+    return _checked("training", train, check), _checked("held-out", held_out, check)
+
+
+def _checked(kind: str, rows: Dataset, check: Callable[[Dataset], Dataset]) -> Dataset:
+    try:
+        return check(rows)
+    except ValueError as error:
+        raise ValueError(f"{kind} rows: {error}") from error
+
+
+def prompt_rows(rows: Dataset) -> Dataset:
+    """Return rows of prompts, every one checked as far as no tokenizer is needed.
+
+    Raises:
+        ValueError: bad rows.
+    """
+    validate_prompts(rows)
+    return rows

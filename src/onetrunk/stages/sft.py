@@ -24,6 +24,7 @@ def run(data: Any, args: Any, model_args: Any) -> None:
         resume_point,
     )
     from onetrunk.stages.rows import load_training_rows
+    from onetrunk.trainers.hub import require_push
 
     resume = resume_point(args)
     finished = resume and nothing_left(resume, args.max_steps, args.num_train_epochs)
@@ -33,7 +34,8 @@ def run(data: Any, args: Any, model_args: Any) -> None:
             print(f"sft: {finished}")
         return
     require_new_run(args, resume)
-    train, held_out = (rows and completion_rows(rows) for rows in load_training_rows(data, args.seed))
+    train, held_out = load_training_rows(data, args.seed, completion_rows)
+    require_push(args)
     trainer = make_trainer(args, model_args, train, held_out)
     delete_old_run(args, resume)
     trainer.train(resume_from_checkpoint=resume)

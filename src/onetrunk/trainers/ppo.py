@@ -29,6 +29,7 @@ from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.trainers.checks import check_optimizer
 from onetrunk.trainers.evaluation import PromptEvaluation
 from onetrunk.trainers.experience import ExperienceStream
+from onetrunk.trainers.hub import SafePushes
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.model_card import ModelCards
 from onetrunk.trainers.optimizer_groups import split_off_value
@@ -38,7 +39,7 @@ from onetrunk.trainers.setup import Reward, prepare_run
 from onetrunk.types import Experience, Minibatch, to_device
 
 
-class PPOTrainer(ModelCards, BranchCheckpoints, PromptEvaluation):
+class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation):
     """Trains a LoRA policy with PPO; policy, value and reference share one frozen base model.
 
     A user of TRL's GRPOTrainer changes the two names:

@@ -26,6 +26,7 @@ from onetrunk.preference_rows import validate_preferences
 from onetrunk.rewards.model import encode_rows
 from onetrunk.trainers.checkpoint import SafeCheckpoints
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
+from onetrunk.trainers.hub import SafePushes
 from onetrunk.trainers.secret_free import SecretFreeArguments, SecretFreeCards
 from onetrunk.trainers.trl_counters import TRLCounters
 
@@ -104,7 +105,7 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
-class RewardModelTrainer(SecretFreeCards, TRLCounters, SafeCheckpoints, RewardTrainer):
+class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoints, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
     Rows have `prompt`, `chosen`, `rejected`, and may have `probability` and `margin` (`validate_preferences`). They

@@ -31,6 +31,7 @@ from onetrunk.rewards.trunk import trunk_reward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.trainers.checks import check_launch, check_lengths, check_model, check_parts, source_of
+from onetrunk.trainers.hub import require_push
 from onetrunk.trainers.memory_check import MemoryCheck
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.sampling import Sampler
@@ -90,6 +91,7 @@ def prepare_run(
     rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args, policy), args.reward_weights)
     for dataset in (train_dataset, *eval_datasets.values()):
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
+    require_push(args)
     set_seed(args.seed)
     trunk = build_trunk(
         model,
