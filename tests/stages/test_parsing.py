@@ -9,9 +9,12 @@ from trl import SFTConfig
 
 from onetrunk import __version__, cli
 from onetrunk.stages import parsing
+from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval import parse_eval
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.reward import parse_reward
+from onetrunk.stages.run import parse_run
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 
@@ -230,3 +233,21 @@ def test_version_help_and_unknown_verbs(capsys):
     capsys.readouterr()
     assert cli.main(["pppo"]) == 2 and "did you mean 'ppo'?" in capsys.readouterr().err
     assert cli.main(["xyz"]) == 2 and f"it is one of {', '.join(cli.VERBS)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parse", [parse_sft, parse_ppo, parse_reward, parse_distill])
+@pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume=auto"], ["--resume_from_checkpoint", "auto"]])
+def test_resume_is_short_for_resume_from_checkpoint(tmp_path, parse, words):
+    options = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
+    needed = {parse_ppo: ["--reward_funcs", "r.f"], parse_distill: ["--teacher", "t"]}
+    options += needed.get(parse, [])
+    assert parse([*options, *words])[1].resume_from_checkpoint == "auto"
+
+
+def test_stages_that_go_on_by_themselves_take_resume_auto_and_nothing_else(tmp_path, capsys):
+    options = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--reward_funcs", "r.f"]
+    assert parse_eval([*options, "--resume", "auto"])[0].output_dir == "o"
+    err = usage(capsys, "eval", *options, "--resume", "checkpoint-3")
+    assert "--resume checkpoint-3: this stage has no checkpoints; it goes on by itself" in err
+    assert "--resume needs a word behind it" in usage(capsys, "ppo", "--resume")
+    assert parse_run([str(ROOT / "recipes/tiny/pipeline.yaml"), "--resume", "auto"])[0].first is None
