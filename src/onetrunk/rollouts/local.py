@@ -11,6 +11,7 @@ from other ranks (FSDP, ZeRO-3) want a backend that keeps the ranks in step.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -22,11 +23,14 @@ from transformers import LogitsProcessorList
 from onetrunk.models.backbone import decoder_layers
 from onetrunk.models.merged import merged_policy
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.ops.out_of_memory import free_memory, is_out_of_memory
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.capture import StateCapture
 from onetrunk.rollouts.decode_state import Completion, DecodeState, left_padded
 from onetrunk.rollouts.draws import inverse_cdf
 from onetrunk.types import Rollout, RowKey
+
+logger = logging.getLogger(__name__)
 
 RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
 
@@ -105,18 +109,14 @@ class LocalBackend:
         model = _require_inputs(self.model, prompt_ids, params, keys)
         done: dict[int, Completion] = {}
         num_tokens = 0
-        longest_first = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
-        step = self.max_rows or max(len(prompt_ids), 1)
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture(len(prompt_ids), width, keeps_last_state) if keeps_states else None
         with torch.no_grad(), _eval_mode(model), _hooked(capture, model), merged_policy(model):
-            for start in range(0, len(prompt_ids), step):
-                state = left_padded(longest_first[start : start + step], prompt_ids, params, keys, model)
-                for finished in self._decode(model, state, params, capture):
-                    done.update(finished)
-                    num_tokens += sum(len(completion.token_ids) for completion in finished.values())
-                    if self.progress is not None:
-                        self.progress(len(done), len(prompt_ids), num_tokens)
+            for finished in self._finished(model, prompt_ids, params, keys, capture):
+                done.update(finished)
+                num_tokens += sum(len(completion.token_ids) for completion in finished.values())
+                if self.progress is not None:
+                    self.progress(len(done), len(prompt_ids), num_tokens)
         completions = [done[row] for row in range(len(prompt_ids))]
         return Rollout(
             prompt_ids=[list(ids) for ids in prompt_ids],
@@ -126,6 +126,33 @@ class LocalBackend:
             policy_version=self.policy_version,
             states=None if capture is None else capture.states,
         )
+
+    def _finished(
+        self,
+        model: nn.Module,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        capture: StateCapture | None,
+    ) -> Iterator[dict[int, Completion]]:
+        """Yield rows as they finish; where memory runs out, the others begin again alike, fewer at once."""
+        left = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
+        most = self.max_rows or max(len(left), 1)
+        while left:
+            error = None
+            try:
+                state = left_padded(left[:most], prompt_ids, params, keys, model)
+                for finished in self._decode(model, state, params, capture):
+                    left = [row for row in left if row not in finished]
+                    yield finished
+            except (torch.OutOfMemoryError, RuntimeError) as raised:
+                if not is_out_of_memory(raised):
+                    raise
+                error = str(raised).splitlines()[0]
+            if error is not None:
+                state = None
+                free_memory()
+                most = self.max_rows = _half(min(most, len(left)), error)
 
     def _decode(
         self, model: nn.Module, state: DecodeState, params: SamplingParams, capture: StateCapture | None
@@ -207,6 +234,23 @@ def _hooked(capture: StateCapture | None, model: nn.Module) -> AbstractContextMa
 def _keeps_logits(model: nn.Module) -> bool:
     causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
     return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
+
+
+def _half(num_rows: int, error: str) -> int:
+    if num_rows == 1:
+        raise RuntimeError(
+            f"the memory does not hold the decoding of one row ({error}); lower max_completion_length, or load the base"
+            " in 4 bit"
+        )
+    most = -(-num_rows // 2)
+    logger.warning(
+        "the memory did not hold %d rows that decode at once (%s); from here on there are at most %d, with the same"
+        " completions. Set max_rollout_rows to spare the attempt",
+        num_rows,
+        error,
+        most,
+    )
+    return most
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
 from onetrunk.models.offload import offloaded_activations
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.ops.out_of_memory import is_out_of_memory
 from onetrunk.ops.packing import make_pack
 from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.metrics import peak_gib
@@ -30,7 +31,6 @@ logger = get_logger(__name__)
 GIB = 2**30
 # Logits of the next token, their logprobs and their cumulated probabilities, float32.
 SAMPLER_COPIES = 3
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(output.logprobs.sum() + output.values.sum(), trained, allow_unused=True)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not any(words in str(error) for words in OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
         rows, width = pack.input_ids.shape
         raise RuntimeError(

@@ -58,6 +58,10 @@ class MetricLog:
         """Add the stats of one pack; keys ending in `_max` are maxima, all others sums over the global count."""
         self._pending += [(f"{room}/{key}", value.detach().float()) for key, value in stats.items()]
 
+    def drop_step(self) -> None:
+        """Forget the stats of the packs of an optimizer step that is made again."""
+        self._pending = []
+
     def end_step(self, skipped: bool) -> None:
         """Count an optimizer step and take in the stats of its packs.
 

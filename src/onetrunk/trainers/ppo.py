@@ -6,7 +6,6 @@ evaluation.py and checkpoint.py have what PPO adds there. Math: onetrunk.ops; ba
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from onetrunk.models.offload import offloaded_activations
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss
 from onetrunk.rollouts.base import RolloutBackend
@@ -33,13 +31,15 @@ from onetrunk.trainers.hub import SafePushes
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.model_card import ModelCards
 from onetrunk.trainers.optimizer_groups import split_off_value
+from onetrunk.trainers.pack_loop import PackLoop
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.samples import SampleLog
 from onetrunk.trainers.setup import Reward, prepare_run
-from onetrunk.types import Experience, Minibatch, to_device
+from onetrunk.trainers.smaller_packs import PackSize
+from onetrunk.types import Experience, Minibatch
 
 
-class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation):
+class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, PackLoop):
     """Trains a LoRA policy with PPO; policy, value and reference share one frozen base model.
 
     A user of TRL's GRPOTrainer changes the two names:
@@ -116,6 +116,7 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation):
         self.trunk_plan = run.trunk_plan
         self.progress.opening = run.trunk_plan.report
         self.guard = StepGuard(args.max_skipped_steps)
+        self.pack_size = PackSize("the update")
         self._stream: ExperienceStream | None = None
         self._finite_loss = 0.0
         super().__init__(
@@ -168,37 +169,6 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation):
     def get_total_train_batch_size(self, args: PPOConfig) -> int:
         """Return the completions of one optimizer step, all processes; Trainer's samples per second use it."""
         return args.rollout_batch_size * args.num_generations // args.num_minibatches
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
-        minibatch = inputs["minibatch"]
-        self._step_start = time.perf_counter()
-        self.guard.begin_step(minibatch.is_empty_slot)
-        total = torch.zeros((), device=self.accelerator.device)
-        if minibatch.is_empty_slot:
-            self._give_scaler_gradients(model)
-            return total
-        if not model.training:  # a walk over all modules
-            model.train()
-        self._policy_kl = torch.zeros_like(total)
-        last = len(minibatch.experiences) - 1
-        for i, experience in enumerate(minibatch.experiences):
-            sync = contextlib.nullcontext() if i == last else self.accelerator.no_sync(model)
-            with sync:
-                pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
-                with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
-                    loss = self.compute_loss(model, pack)
-                # DDP averages gradients over processes; the loss is a share of a global mean.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach() * self.accelerator.num_processes
-        self._stop_on_target_kl()
-        return total
-
-    def _give_scaler_gradients(self, model: nn.Module) -> None:
-        # The gradient scaler of fp16 fails on a step that has seen no gradient; StepGuard takes these away again.
-        if self.args.fp16:
-            for parameter in (p for p in model.parameters() if p.requires_grad):
-                parameter.grad = torch.zeros_like(parameter)
 
     def compute_loss(
         self,
@@ -261,13 +231,6 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation):
         state.epoch = self._stream.passes
         self.metric_log.end_step(skipped=self.guard.is_empty)
         self.metric_log.add_seconds("update", time.perf_counter() - self._step_start)
-
-    def _stop_on_target_kl(self) -> None:
-        if self.args.target_kl is None:
-            return
-        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
-            self.guard.begin_step(is_empty=True)
-            self._stream.skip_rest_of_rollout()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer; with value_learning_rate the value head and its adapter get groups of their own."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
+from onetrunk.ops.out_of_memory import free_memory, is_out_of_memory
+from onetrunk.trainers.smaller_packs import PackSize, join_rows
 from onetrunk.types import Experience, Pack
 
 
@@ -34,6 +36,7 @@ class PackScorer:
         self.accelerator = accelerator
         self.temperature = temperature
         self.cache = cache
+        self.pack_size = PackSize("the scoring")
         self._were_given = False
 
     @torch.no_grad()
@@ -63,7 +66,7 @@ class PackScorer:
         for i, pack in enumerate(packs):
             poll()
             states = None if given is None else given[i]
-            output = model(pack=pack, roles=asked, states=states, temperature=self.temperature)
+            output = self._answer(pack, asked, states)
             if self.cache is not None:
                 states = self._in_own_dtype(output.states) if given is None else states
                 output = output._replace(states=self.cache.keep(states))
@@ -74,6 +77,23 @@ class PackScorer:
         if not torch.stack([torch.isfinite(t).all() for t in figures]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return outputs
+
+    def _answer(self, pack: Pack, roles: Sequence[str], states: Tensor | None) -> PackOutput:
+        """Return what the model says of a pack; where memory runs out, of its parts."""
+        while True:
+            try:
+                parts = self.pack_size.parts(pack)
+                shares = [None] * len(parts) if states is None else states.split([p.num_rows for p in parts])
+                settings = {"roles": roles, "temperature": self.temperature}
+                answers = [self.model()(pack=p, states=s, **settings) for p, s in zip(parts, shares, strict=True)]
+                return join_rows(answers)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            answers = []
+            free_memory()
+            self.pack_size.shrink([pack], reason)
 
     def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the experiences as a checkpoint keeps them: without states that the same forwards make again.

@@ -1,0 +1,81 @@
+"""One optimizer step: forward and backward over the packs of a minibatch, in parts where the memory does not hold one.
+
+Knows packs, gradients and memory; the objective is `compute_loss`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from onetrunk.models.offload import offloaded_activations
+from onetrunk.ops.out_of_memory import free_memory, is_out_of_memory
+from onetrunk.types import Minibatch, to_device
+
+
+class PackLoop(Trainer):
+    """The part of PPOTrainer that runs the packs of an optimizer step."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Any = None) -> Tensor:
+        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
+        minibatch = inputs["minibatch"]
+        self._step_start = time.perf_counter()
+        self.guard.begin_step(minibatch.is_empty_slot)
+        if minibatch.is_empty_slot:
+            self._give_scaler_gradients(model)
+            return torch.zeros((), device=self.accelerator.device)
+        if not model.training:  # a walk over all modules
+            model.train()
+        total = self._run_packs(model, minibatch)
+        while isinstance(total, str):  # memory ran out
+            model.zero_grad()
+            self.metric_log.drop_step()
+            free_memory()
+            self.pack_size.shrink([e.pack for e in minibatch.experiences], total)
+            total = self._run_packs(model, minibatch)
+        self._stop_on_target_kl()
+        return total
+
+    def _run_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor | str:
+        """Return the loss of a minibatch whose gradients are there, or what torch said where memory ran out."""
+        try:
+            return self._run_all_packs(model, minibatch)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            # Of several processes one alone can't make a step again whose gradients the others wait for.
+            if not is_out_of_memory(error) or self.accelerator.num_processes > 1:
+                raise
+            return str(error)
+
+    def _run_all_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor:
+        total = torch.zeros((), device=self.accelerator.device)
+        self._policy_kl = torch.zeros_like(total)
+        experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
+        last = len(experiences) - 1
+        for i, experience in enumerate(experiences):
+            sync = contextlib.nullcontext() if i == last else self.accelerator.no_sync(model)
+            with sync:
+                pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
+                with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
+                    loss = self.compute_loss(model, pack)
+                # DDP averages gradients over processes; the loss is a share of a global mean.
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach() * self.accelerator.num_processes
+        return total
+
+    def _give_scaler_gradients(self, model: nn.Module) -> None:
+        # The gradient scaler of fp16 fails on a step that has seen no gradient; StepGuard takes these away again.
+        if self.args.fp16:
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _stop_on_target_kl(self) -> None:
+        if self.args.target_kl is None:
+            return
+        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
+            self.guard.begin_step(is_empty=True)
+            self._stream.skip_rest_of_rollout()
