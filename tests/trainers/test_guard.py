@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from onetrunk.trainers.ppo import PPOTrainer
 from tests.fakes import CannedBackend
@@ -168,3 +169,27 @@ def test_a_minibatch_without_a_token_to_train_on_does_not_move_the_weights_by_mo
     trainer.train()
     assert changed_steps(recorder, first) == [1]
     assert optimizer_steps(trainer) == {1}
+
+
+def test_advantages_that_overflow_are_an_error_that_names_them(tmp_path):
+    def huge(completion_ids, **kwargs):
+        return [3e38 if i % 2 else -3e38 for i in range(len(completion_ids))]
+
+    trainer = make_trainer(tmp_path, reward=huge)
+    before = trained_weights(trainer.model)
+    with pytest.raises(RuntimeError, match="advantages or returns of rollout 0 are not finite, or too large.* set score_clip"):
+        trainer.train()
+    assert_same(trained_weights(trainer.model), before)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    class Breaks(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model, **kwargs):
+            if state.global_step == 1:
+                next(p for p in model.parameters() if p.requires_grad).data[0] = float("inf")
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_rollouts": 3}
+    trainer = make_trainer(tmp_path, callbacks=[Breaks()], **settings)
+    with pytest.raises(RuntimeError, match=r"1 of \d+ weights are not finite after step 2, the first is .*lora_A"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]

@@ -239,8 +239,8 @@ def _keeps_logits(model: nn.Module) -> bool:
 def _half(num_rows: int, error: str) -> int:
     if num_rows == 1:
         raise RuntimeError(
-            f"the memory does not hold the decoding of one row ({error}); lower max_completion_length, or load the base"
-            " in 4 bit"
+            f"the memory does not hold the decoding of one row ({error}); lower max_completion_length, or load the"
+            " base in 4 bit"
         )
     most = -(-num_rows // 2)
     logger.warning(

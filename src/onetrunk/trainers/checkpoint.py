@@ -40,7 +40,7 @@ from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings
 from onetrunk.trainers.resume_point import LOOP_FILES, locate, open_mirror
 from onetrunk.trainers.secret_free import without_secrets
 from onetrunk.trainers.stopping import StopAsked, Stopped, StopSignals
-from onetrunk.trainers.writing import install, reading, writing
+from onetrunk.trainers.writing import install, reading, require_finite_weights, writing
 
 logger = get_logger(__name__)
 
@@ -186,6 +186,7 @@ class SafeCheckpoints(Trainer):
         return str(Path(folder) / STAGING) if self._is_staging else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        require_finite_weights(self.model, self.state.global_step)
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX}{self.state.global_step}"
         with writing(output_dir / name):

@@ -42,7 +42,7 @@ from onetrunk.trainers.sampling import (
     rollout_packs,
 )
 from onetrunk.trainers.scoring import PackScorer
-from onetrunk.trainers.shaping import shaped_rewards, whitened
+from onetrunk.trainers.shaping import require_finite, shaped_rewards, whitened
 from onetrunk.trainers.stopping import StopSignals
 from onetrunk.trainers.stream_state import StreamState, kl_controller, load_buffer, load_state, save_buffer, save_state
 from onetrunk.types import Experience, Minibatch, Pack, to_device
@@ -214,6 +214,7 @@ class ExperienceStream:
             self.advantages(pack, output, reward, stopped[r].to(device))
             for pack, output, reward, r in zip(packs, outputs, rewards, rows, strict=True)
         ]
+        require_finite(shaped, masks, self.state.iteration)
         figures = rollout_figures(scored, packs, rows, outputs, self.accelerator)
         self._account(figures, scored_rows)
         advantages = [a for a, _ in shaped]

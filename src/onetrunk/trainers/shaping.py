@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -49,6 +50,29 @@ def shaped_rewards(
         masked_whiten(r, p.completion_mask, shift_mean=False, moments=moments)
         for r, p in zip(rewards, packs, strict=True)
     ]
+
+
+def require_finite(shaped: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor], iteration: int) -> None:
+    """Refuse advantages and returns of which variance or loss would not be finite; no weight has changed then.
+
+    Args:
+        shaped: advantages and returns of each pack, [R, C].
+        masks: [R, C] bool, the tokens that train.
+        iteration: number of the rollout.
+
+    Raises:
+        RuntimeError: says what to set.
+    """
+    ok = [
+        figure.masked_fill(~mask, 0).isfinite().all()
+        for pair, mask in zip(shaped, masks, strict=True)
+        for figure in pair
+    ]
+    if not torch.stack(ok).all():
+        raise RuntimeError(
+            f"advantages or returns of rollout {iteration} are not finite, or too large for float32: look at scores, KL"
+            " and values; set score_clip or normalize_scores, or mend the reward functions. The weights are those before it"
+        )
 
 
 def whitened(advantages: Sequence[Tensor], masks: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:

@@ -14,12 +14,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from onetrunk.checkpoints.manifest import MANIFEST, sync, write_manifest
 
 # How torch says that a disk is full.
 TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
+
+
+@torch.no_grad()
+def require_finite_weights(model: nn.Module, step: int) -> None:
+    """Refuse to keep weights that are not finite: the checkpoints before them are what there is to go on from.
+
+    Raises:
+        RuntimeError: names the first of them.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    checks = [p.isfinite().all() for p in trained.values()]
+    if not checks or torch.stack([check.to(checks[0].device) for check in checks]).all():
+        return
+    bad = [name for name, check in zip(trained, checks, strict=True) if not check]
+    raise RuntimeError(
+        f"{len(bad)} of {len(checks)} weights are not finite after step {step}, the first is {bad[0]}: nothing is"
+        " saved, and the checkpoints before it are as they were; lower learning_rate, and go on from one of them"
+    )
 
 
 @contextlib.contextmanager
