@@ -63,15 +63,12 @@ def require_finite(shaped: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tens
     Raises:
         RuntimeError: says what to set.
     """
-    ok = [
-        figure.masked_fill(~mask, 0).isfinite().all()
-        for pair, mask in zip(shaped, masks, strict=True)
-        for figure in pair
-    ]
-    if not torch.stack(ok).all():
+    pairs = [(figure, mask) for pair, mask in zip(shaped, masks, strict=True) for figure in pair]
+    if not torch.stack([figure.masked_fill(~mask, 0).square().isfinite().all() for figure, mask in pairs]).all():
         raise RuntimeError(
-            f"advantages or returns of rollout {iteration} are not finite, or too large for float32: look at scores, KL"
-            " and values; set score_clip or normalize_scores, or mend the reward functions. The weights are those before it"
+            f"advantages or returns of rollout {iteration} are not finite, or too large for float32; look at scores,"
+            " KL and values: set score_clip or normalize_scores, or mend the reward functions. The weights are those"
+            " before it"
         )
 
 
