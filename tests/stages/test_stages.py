@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import HfApi, RepoUrl
 
 from onetrunk import cli
 from onetrunk.files import load_tensors
@@ -214,28 +213,6 @@ def test_evaluating_a_quantised_base_during_sft_on_a_cpu_is_refused(there, capsy
     options = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "float32", "--eval_strategy", "steps"]
     assert run("sft", there, *options, "--output_dir", "runs/sft-4bit") == 1
     assert "a quantised base passes no gradient after an evaluation" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", ["sft", "ppo"])
-def test_what_was_trained_is_pushed_when_asked(there, monkeypatch, verb):
-    uploads = []
-
-    def upload(self, repo_id, folder_path, **kwargs):
-        uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
-
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda self, repo_id, **kwargs: RepoUrl(f"https://huggingface.co/{repo_id}")
-    )
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    options = PPO + ["--num_rollouts", "1"] if verb == "ppo" else ["--max_steps", "1"]
-    options += ["--save_strategy", "no", "--push_to_hub", "true", "--hub_model_id", "someone/tiny"]
-    assert run(verb, there, *options, "--output_dir", f"runs/pushed-{verb}") == 0
-    expected = {
-        "ppo": {"adapter_model.safetensors", "value_head.safetensors", "metrics.json"},
-        "sft": {"model.safetensors"},
-    }
-    repo_id, names = uploads[-1]
-    assert repo_id == "someone/tiny" and expected[verb] | {"README.md", "tokenizer.json"} <= names
 
 
 @pytest.mark.multi_process

@@ -5,14 +5,22 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
 class HubStub:
-    """Serves in a thread; `files` maps path in the repository to bytes, `commits` lists (summary, paths)."""
+    """Serves in a thread; `files` maps path in the repository to bytes, `commits` lists (summary, paths).
+
+    `refusals` maps a part of a path to the status that such requests get (0: no answer at all), `asked` lists method
+    and path of all requests, `me` is who every token belongs to.
+    """
 
     def __init__(self) -> None:
+        self.refusals: dict[str, int] = {}
+        self.asked: list[str] = []
+        self.me: dict[str, Any] = {"name": "someone", "type": "user", "orgs": []}
         self.files: dict[str, bytes] = {}
         self.objects: dict[str, bytes] = {}
         self.commits: list[tuple[str, list[str]]] = []
@@ -23,7 +31,7 @@ class HubStub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
         self.server.shutdown()
@@ -36,6 +44,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass
+
+    def parse_request(self) -> bool:
+        is_fine = super().parse_request()
+        if is_fine:
+            self.hub.asked.append(f"{self.command} {self.path}")
+        return is_fine
+
+    def _is_refused(self) -> bool:
+        status = next((status for part, status in self.hub.refusals.items() if part in self.path), None)
+        if status == 0:
+            time.sleep(60)
+        elif status is not None:
+            self._answer({"error": f"no, {status}", "url": f"{self.hub.url}/someone/out"}, status)
+        return status is not None
 
     def _answer(self, content: Any, status: int = 200) -> None:
         body = json.dumps(content).encode()
@@ -56,8 +78,10 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def do_GET(self) -> None:
+        if self._is_refused():
+            return
         if self.path.startswith("/api/whoami"):
-            self._answer({"name": "someone", "type": "user", "orgs": []})
+            self._answer(self.hub.me)
         elif self.path.startswith("/api/models/"):
             files = [{"rfilename": name} for name in self.hub.files]
             self._answer({"id": "someone/out", "sha": "0" * 40, "siblings": files, "tags": []})
@@ -67,11 +91,15 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_PUT(self) -> None:
-        self.hub.objects[self.path.rsplit("/", 1)[1]] = self._body()
-        self._answer({})
+        body = self._body()
+        if not self._is_refused():
+            self.hub.objects[self.path.rsplit("/", 1)[1]] = body
+            self._answer({})
 
     def do_POST(self) -> None:
         body = self._body()
+        if self._is_refused():
+            return
         if self.path == "/api/repos/create":
             self._answer({"url": f"{self.hub.url}/someone/out", "id": "someone/out"})
         elif self.path == "/api/validate-yaml":

@@ -12,7 +12,7 @@ from trl import extract_prompt
 
 from onetrunk.data import load_rows, validate_completions
 from onetrunk.preference_rows import split_by_prompt, validate_preferences, validate_sides
-from onetrunk.stages.rows import load_dataset_rows, load_training_rows
+from onetrunk.stages.rows import load_training_rows
 
 
 def load_preference_rows(data: Any, seed: int) -> tuple[Dataset, Dataset | None]:

@@ -24,12 +24,14 @@ class BranchCheckpoints(SafeCheckpoints):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
 
     def own_loop_state(self) -> dict[str, Any]:
-        """Return the metrics since the last log."""
-        return self.metric_log.state_dict()
+        """Return the metrics since the last log, and where the alarms stand."""
+        return {**self.metric_log.state_dict(), "alarms": self.alarms.state_dict()}
 
     def load_own_loop_state(self, state: dict[str, Any]) -> None:
-        """Take the metrics back."""
+        """Take both back."""
         self.metric_log.load_state_dict(state)
+        if "alarms" in state:
+            self.alarms.load_state_dict(state["alarms"], self.args)
 
     def may_save(self) -> bool:
         """Return whether the last gradient was finite."""

@@ -42,7 +42,7 @@ from onetrunk.trainers.sampling import (
     rollout_packs,
 )
 from onetrunk.trainers.scoring import PackScorer
-from onetrunk.trainers.shaping import require_finite, shaped_rewards, whitened
+from onetrunk.trainers.shaping import require_finite, require_scored, shaped_rewards, whitened
 from onetrunk.trainers.stopping import StopSignals
 from onetrunk.trainers.stream_state import StreamState, kl_controller, load_buffer, load_state, save_buffer, save_state
 from onetrunk.types import Experience, Minibatch, Pack, to_device
@@ -104,6 +104,7 @@ class ExperienceStream:
         self.reward_extras: Callable[[], dict[str, Any]] = dict
         self.stop_signals = StopSignals()
         self._experiences: list[Experience] | None = None
+        self._before: tuple[StreamState, list[Experience] | None] | None = None
 
     def __len__(self) -> int:
         """Return the optimizer steps of one pass over the prompts."""
@@ -129,11 +130,21 @@ class ExperienceStream:
             yield {"minibatch": minibatch}
 
     def _advance(self) -> None:
+        self._before = (replace(self.state), self._experiences)
         self.state.slot += 1
         if self.state.slot == self.config.slots_per_rollout:
             # beta stays: the last step of the rollout is still to come.
             self.state = StreamState(iteration=self.state.iteration + 1, beta=self.state.beta)
             self._experiences = None
+
+    @property
+    def can_retreat(self) -> bool:
+        """Whether the step in hand can be given up: it is not the first of its rollout."""
+        return self._before is not None and self._before[0].slot > 0
+
+    def retreat(self) -> None:
+        """Go back before the step in hand, which is given up; it is yielded again."""
+        self.state, self._experiences = self._before
 
     def skip_rest_of_rollout(self) -> None:
         """Leave the remaining steps of the rollout in use empty; called after the step that exceeded `target_kl`."""
@@ -263,12 +274,7 @@ class ExperienceStream:
     def _account(self, figures: dict[str, float], scored_rows: Tensor) -> None:
         """Log the figures of a rollout, move the KL coefficient, and stop where too few rows have a score."""
         unscored = 1 - self.accelerator.gather(scored_rows.float().to(self.accelerator.device)).mean().item()
-        if unscored > self.config.max_unscored_fraction:
-            raise RuntimeError(
-                f"{unscored:.0%} of the rows of rollout {self.state.iteration} have no finite score, more than"
-                f" max_unscored_fraction {self.config.max_unscored_fraction:.0%}; look at the reward functions"
-                f" ({', '.join(self.sampler.rewards.names)}) or raise the limit"
-            )
+        require_scored(unscored, self.config, self.state.iteration, self.sampler.rewards.names)
         self.state.beta = self.kl_controller.value
         figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
         # Before the policy trains, its KL is 0 and says nothing of beta.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.kept import Memory
 from onetrunk.ops.trend import paired_change
+from onetrunk.trainers.good_checkpoint import last_checkpoint
 from onetrunk.trainers.judged_samples import JudgedSamples
 from onetrunk.trainers.ppo import PPOTrainer
 
@@ -254,7 +254,7 @@ class HackingMonitor(TrainerCallback, ExportableState):
         best = int(self.best[0])
         if not best:
             return "The judge liked what training started from best"
-        checkpoint = _last_checkpoint(self._trainer.args.output_dir, best)
+        checkpoint = last_checkpoint(self._trainer.args.output_dir, best)
         where = (
             f"{checkpoint} is the last checkpoint up to there" if checkpoint else "no checkpoint is left from there"
         )
@@ -281,12 +281,6 @@ def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
         raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
     if action not in ACTIONS:
         raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
-
-
-def _last_checkpoint(output_dir: str, step: int) -> str | None:
-    steps = [path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")]
-    found = sorted(int(number) for number in steps if number.isdigit() and int(number) <= step)
-    return f"checkpoint-{found[-1]}" if found else None
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -7,8 +7,10 @@ the run is written. Knows huggingface_hub's answers; no model.
 from __future__ import annotations
 
 import functools
+import queue
 import re
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ logger = get_logger(__name__)
 NOT_PUSHED = ("checkpoint-*", "_*")
 HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
 LONGEST_REASON = 200
+# For all questions together, in seconds.
+DEADLINE_S = 60.0
 NO_TOKEN = "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
 ADVICE = {
     400: "the Hub does not understand the request; look at hub_model_id",
@@ -65,7 +69,25 @@ def require_push(args: Any) -> None:
     if not token:
         raise RuntimeError(f"push_to_hub is true and {NO_TOKEN}")
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    _require_write(name, token, args.hub_private_repo, args.hub_revision)
+    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            errors.put(_require_write(name, token, args.hub_private_repo, args.hub_revision))
+        except BaseException as error:
+            errors.put(error)
+
+    # huggingface_hub's client waits for ever where a server takes a request and does not answer.
+    threading.Thread(target=ask, daemon=True, name="hub").start()
+    try:
+        error = errors.get(timeout=DEADLINE_S)
+    except queue.Empty:
+        error = RuntimeError(
+            f"push_to_hub is true and {constants.ENDPOINT} does not answer within {DEADLINE_S:g} s; look at the"
+            " network, and try again"
+        )
+    if error is not None:
+        raise error
 
 
 @functools.cache
@@ -159,15 +181,15 @@ class SafePushes(Trainer):
         """
         is_saving, self._is_saving = self._is_saving, False
         try:
-            pushed = super().push_to_hub(*args, **kwargs)
-            self._tell_failed_pushes()
-            return pushed
+            return super().push_to_hub(*args, **kwargs)
         except (*HUB_ERRORS, OSError) as error:
             sentence = self._push_failed(error)
             if not is_saving:
                 raise RuntimeError(sentence) from error
             logger.warning(sentence)
             return None
+        finally:
+            self._tell_failed_pushes()
 
     def _push_failed(self, error: BaseException) -> str:
         fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from onetrunk.ops.losses import explained_variance_from_stats
+from onetrunk.trainers.rollout_totals import RolloutTotals
 
 STEP_NAMES = {
     "policy/loss": "policy/loss",
@@ -41,6 +42,7 @@ class MetricLog:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
+        self.totals = RolloutTotals()
         self._clear()
 
     def _clear(self) -> None:
@@ -71,6 +73,7 @@ class MetricLog:
         self._num_skipped += skipped
         is_measured = not skipped or self._is_finite_everywhere()
         self._num_steps += is_measured
+        self.totals.end_step(self._pending, is_measured, skipped)
         for name, value in self._pending if is_measured else []:
             if name.endswith("_max"):
                 self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
@@ -87,6 +90,7 @@ class MetricLog:
     def add_rollout(self, figures: dict[str, float]) -> None:
         """Add figures of one rollout, equal on every process."""
         self._num_tokens += figures.pop("num_tokens", 0.0)
+        self.totals.add_figures(figures)
         for name, value in figures.items():
             self._rollouts[name].append(value)
 
@@ -129,6 +133,7 @@ class MetricLog:
             "own": dict(self._own),
             "seconds": dict(self._seconds),
             "counts": [self._num_steps, self._num_skipped, self._num_tokens],
+            "totals": self.totals.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,6 +146,8 @@ class MetricLog:
         self._own.update(state["own"])
         self._seconds.update(state["seconds"])
         self._num_steps, self._num_skipped, self._num_tokens = state["counts"]
+        if "totals" in state:
+            self.totals.load_state_dict(state["totals"], device)
 
     def _own_means(self) -> dict[str, float]:
         # Processes may have logged under different names, so the names travel too.

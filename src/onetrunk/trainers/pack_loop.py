@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from onetrunk.models.offload import offloaded_activations
 from onetrunk.ops.out_of_memory import free_memory, is_out_of_memory
+from onetrunk.trainers.stopping import StopAsked
 from onetrunk.types import Minibatch, to_device
 
 
@@ -31,15 +32,31 @@ class PackLoop(Trainer):
             return torch.zeros((), device=self.accelerator.device)
         if not model.training:  # a walk over all modules
             model.train()
-        total = self._run_packs(model, minibatch)
+        total = self._run_unless_stopped(model, minibatch)
         while isinstance(total, str):  # memory ran out
-            model.zero_grad()
-            self.metric_log.drop_step()
+            self._forget_step(model)
             free_memory()
             self.pack_size.shrink([e.pack for e in minibatch.experiences], total)
-            total = self._run_packs(model, minibatch)
+            total = self._run_unless_stopped(model, minibatch)
         self._stop_on_target_kl()
         return total
+
+    def _run_unless_stopped(self, model: nn.Module, minibatch: Minibatch) -> Tensor | str:
+        # The first step of a rollout is not given up: what the rollout has moved (beta, moments) has moved. Nor is one
+        # of several processes, whose gradients the others wait for.
+        if self.accelerator.num_processes > 1 or not self._stream.can_retreat:
+            return self._run_packs(model, minibatch)
+        try:
+            with self.stop_signals.giving_up(self.accelerator):
+                return self._run_packs(model, minibatch)
+        except StopAsked:
+            self._forget_step(model)
+            self._stream.retreat()
+            raise
+
+    def _forget_step(self, model: nn.Module) -> None:
+        model.zero_grad()
+        self.metric_log.drop_step()
 
     def _run_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor | str:
         """Return the loss of a minibatch whose gradients are there, or what torch said where memory ran out."""
@@ -57,6 +74,7 @@ class PackLoop(Trainer):
         experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
         last = len(experiences) - 1
         for i, experience in enumerate(experiences):
+            self.stop_signals.poll()
             sync = contextlib.nullcontext() if i == last else self.accelerator.no_sync(model)
             with sync:
                 pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}

@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss
 from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.trainers.alarms import Alarms
 from onetrunk.trainers.branch_checkpoints import BranchCheckpoints
 from onetrunk.trainers.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.trainers.checks import check_optimizer
@@ -116,6 +117,7 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
         self.trunk_plan = run.trunk_plan
         self.progress.opening = run.trunk_plan.report
         self.guard = StepGuard(args.max_skipped_steps)
+        self.alarms = Alarms(lambda: self.metric_log)
         self.pack_size = PackSize("the update")
         self._stream: ExperienceStream | None = None
         self._finite_loss = 0.0
@@ -126,7 +128,8 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             train_dataset=run.train_dataset,
             eval_dataset=run.eval_dataset,
             processing_class=run.tokenizer,
-            callbacks=[self.guard, StepEnd(self._end_step), run.memory_check, *(callbacks or [])],
+            # The guard behind the alarms: it has the last word on what is saved.
+            callbacks=[StepEnd(self._end_step), self.alarms, self.guard, run.memory_check, *(callbacks or [])],
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True

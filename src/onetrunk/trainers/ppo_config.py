@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.trunk_cache import PLACES
+from onetrunk.trainers.alarm_settings import AlarmSettings
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
 from onetrunk.trainers.foreign_keys import (
     FIXED,
@@ -34,7 +35,7 @@ def _option(default: Any, text: str) -> Any:
 
 
 @dataclass(repr=False)
-class PPOConfig(CheckpointSettings, SecretFreeArguments, TrainingArguments):
+class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give

@@ -14,6 +14,8 @@ from torch import Tensor
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments
+from onetrunk.ops.packing import pad_rows
+from onetrunk.ops.repetition import repeated_ngrams
 from onetrunk.trainers.sampling import ScoredRollout
 from onetrunk.types import Pack
 
@@ -29,7 +31,8 @@ def rollout_figures(
     """Return the metrics of a rollout by their public names, equal on every process.
 
     `score/*` are means over the completions that have a score (raw, before penalties); `kl/ref` is the k1 estimate
-    summed over a completion's tokens, mean over completions; `num_tokens` counts completion tokens.
+    summed over a completion's tokens, mean over completions; `completion/repeated_ngrams` is the share of all 4-grams
+    that occurred before in the same completion; `num_tokens` counts completion tokens.
 
     Args:
         scored: n rows of this process.
@@ -48,9 +51,11 @@ def rollout_figures(
     for pack, rows, output in zip(packs, pack_rows, outputs, strict=True) if has_kl else ():
         of_tokens = kl_estimate(output.logprobs, output.ref_logprobs, "k1")
         kl[torch.tensor(rows, device=device)] = masked_sum(of_tokens, pack.completion_mask, dim=1).float()
-    columns = [counts, total, lengths, stopped, kl, *scored.scores.by_function.values()]
+    ids = pad_rows([torch.tensor(ids) for ids in scored.rollout.completion_ids])
+    ngrams = [figure.float() for figure in repeated_ngrams(ids, scored.lengths)]
+    columns = [counts, total, lengths, stopped, kl, *ngrams, *scored.scores.by_function.values()]
     rows = accelerator.gather(torch.stack([column.to(device) for column in columns], dim=1))
-    _, total, lengths, stopped, kl, *by_function = rows[rows[:, 0] > 0].unbind(dim=1)
+    _, total, lengths, stopped, kl, repeated, windows, *by_function = rows[rows[:, 0] > 0].unbind(dim=1)
     finite = total[total.isfinite()]
     figures = {
         "score/mean": _finite_mean(total),
@@ -58,6 +63,7 @@ def rollout_figures(
         "reward/unscored_fraction": 1 - len(finite) / len(total),
         "completion/length": lengths.mean().item(),
         "completion/stopped_fraction": stopped.mean().item(),
+        "completion/repeated_ngrams": (repeated.sum() / windows.sum().clamp(min=1)).item(),
         "num_tokens": lengths.sum().item(),
     }
     for name, scores in zip(scored.scores.by_function, by_function, strict=True):

@@ -72,6 +72,25 @@ def require_finite(shaped: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tens
         )
 
 
+def require_scored(unscored: float, config: PPOConfig, iteration: int, names: Sequence[str]) -> None:
+    """Refuse a rollout of which too few rows have a score.
+
+    Args:
+        unscored: share of the rows without a finite one.
+        config: max_unscored_fraction.
+        iteration: number of the rollout.
+        names: of the reward functions.
+
+    Raises:
+        RuntimeError: says what to look at.
+    """
+    if unscored > config.max_unscored_fraction:
+        raise RuntimeError(
+            f"{unscored:.0%} of the rows of rollout {iteration} have no finite score, more than max_unscored_fraction"
+            f" {config.max_unscored_fraction:.0%}; look at the reward functions ({', '.join(names)}) or raise the limit"
+        )
+
+
 def whitened(advantages: Sequence[Tensor], masks: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:
     """Return the advantages [R, C] of every pack with zero mean and unit variance over the tokens of all processes."""
     moments = global_moments(list(zip(advantages, masks, strict=True)), accelerator)

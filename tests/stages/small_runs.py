@@ -1,0 +1,64 @@
+"""Commands of every stage on a base of two layers and eight rows, as small as they can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from onetrunk import cli
+from tests.tiny import tiny_model, tiny_tokenizer
+
+NOUNS = "cat dog bird fish tree house river stone".split()
+TRAINING = ("sft", "reward", "distill", "ppo")
+TRAIN = "--use_cpu true --report_to none --disable_tqdm true --save_strategy no --lora_r 2".split()
+OWN = {
+    "sft": "--max_steps 2 --use_peft true",
+    "reward": "--max_steps 2 --use_peft true --activation_checkpointing false",
+    "distill": "--max_steps 2 --activation_checkpointing false",
+    "ppo": "--reward_funcs reward.py:short --rollout_batch_size 4 --max_completion_length 4 --num_rollouts 1",
+    "eval": "--reward_funcs reward.py:short --max_completion_length 4 --use_cpu true",
+    "prefs": "--judge rubric --constitution principles.yaml --max_completion_length 4 --use_cpu true",
+}
+CONSTITUTION = """
+name: short
+principles:
+  - text: The shorter one is better.
+    tags: [short]
+"""
+
+
+def write_rows(path: Path, rows: list) -> str:
+    """Write rows as JSON lines; return the file's name."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path.name
+
+
+def make_material(folder: Path) -> None:
+    """Write a base, a reward function, a constitution and rows of every kind into a folder."""
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    rows = [{"prompt": f"the {noun}", "completion": " runs fast"} for noun in NOUNS]
+    write_rows(folder / "sft.jsonl", rows)
+    write_rows(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    pairs = [{"prompt": row["prompt"], "chosen": "runs fast", "rejected": "no"} for row in rows]
+    write_rows(folder / "reward.jsonl", pairs)
+    write_rows(folder / "distill.jsonl", [{**pair, "probability": 0.8} for pair in pairs])
+    (folder / "reward.py").write_text(
+        "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
+    )
+    (folder / "principles.yaml").write_text(CONSTITUTION)
+
+
+def words_of(verb: str, *options: str) -> list[str]:
+    """Return the words of a stage's command, seen from the folder of its material; later options override."""
+    rows = f"{verb}.jsonl" if verb in ("sft", "reward", "distill") else "prompts.jsonl"
+    words = ["--model_name_or_path", "base", "--dataset_name", rows, "--output_dir", f"out-{verb}"]
+    words += OWN[verb].split() + (TRAIN if verb in TRAINING else [])
+    if verb == "prefs":
+        words += ["--rubric", '{"short": "reward.py:short"}']
+    return [verb, *words, *map(str, options)]
+
+
+def run(verb: str, *options: str) -> int:
+    """Run a stage in this process; return its exit code."""
+    return cli.main(words_of(verb, *options))

@@ -1,0 +1,172 @@
+"""`push_to_hub` in every training stage, against a Hub on 127.0.0.1: asked before a model loads, and at the end."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants, utils
+
+from onetrunk.trainers import hub as pushing
+from tests.stages.small_runs import TRAINING, make_material, run
+from tests.trainers.hub_stub import HubStub
+
+PUSH = ["--push_to_hub", "true", "--hub_model_id", "someone/out"]
+NOWHERE = ["--model_name_or_path", "./nowhere"]
+RESULT = {
+    "sft": "adapter_model.safetensors",
+    "reward": "adapter_model.safetensors",
+    "distill": "model.safetensors",
+    "ppo": "adapter_model.safetensors",
+}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("material")
+    make_material(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(material, monkeypatch):
+    """A Hub that this process takes for the real one; what huggingface_hub reads once at import is set by hand."""
+    stub = HubStub()
+    monkeypatch.chdir(material)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    for name, value in {"ENDPOINT": stub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+    utils.close_session()
+    pushing._require_write.cache_clear()
+    yield stub
+    stub.close()
+
+
+def last_line(capsys):
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err.strip().splitlines()[-1]
+
+
+def new(tmp_path):
+    return ["--output_dir", str(tmp_path / "out")]
+
+
+@pytest.mark.parametrize("verb", TRAINING)
+def test_what_was_trained_is_pushed_when_asked(hub, tmp_path, verb):
+    more = {"ppo": {"value_head.safetensors", "metrics.json"}}.get(verb, set())
+    held_out = ["--eval_dataset_name", "prompts.jsonl"] if verb == "ppo" else []
+    assert run(verb, *PUSH, *held_out, *new(tmp_path)) == 0
+    assert {RESULT[verb], "README.md", "tokenizer.json", *more} <= set(hub.files)
+    assert hub.files[RESULT[verb]] == (tmp_path / "out" / RESULT[verb]).read_bytes()
+
+
+REFUSALS = {
+    "a token that is not valid": ("whoami", 401, "HTTP 401, the token is not valid; set HF_TOKEN"),
+    "a token without the right to write": ("auth-check", 403, "HTTP 403, the token may not do that; give one with"),
+    "a token that may not make a repository": ("/api/repos/create", 403, "HTTP 403, the token may not do that"),
+    "a repository that the token may not see": ("/api/repos/create", 404, "HTTP 404, there is no such repository"),
+    "a plan that is used up": ("/api/repos/create", 402, "HTTP 402, the account has to pay"),
+    "too large": ("/api/repos/create", 413, "HTTP 413, a file is larger than the Hub takes"),
+    "too many requests": ("whoami", 429, "HTTP 429, too many requests were made"),
+    "a Hub that fails": ("whoami", 503, "HTTP 503, the Hub fails; try again later"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+@pytest.mark.parametrize("verb", TRAINING)
+def test_what_the_hub_has_against_a_push_is_said_before_a_model_loads(hub, tmp_path, capsys, verb, kind):
+    path, status, sentence = REFUSALS[kind]
+    hub.refusals[path] = status
+    # A 403 may also mean that the repository is there, and only making one is forbidden.
+    hub.refusals["/api/models/"] = 404 if "create" in path else status
+    assert run(verb, *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    line = last_line(capsys)
+    assert line.startswith("error: push_to_hub is true and someone/out cannot be pushed to: ") and sentence in line
+
+
+def test_a_repository_that_is_there_is_no_conflict(hub, tmp_path, capsys):
+    hub.refusals["/api/repos/create"] = 409
+    assert run("sft", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    assert "the model './nowhere' cannot be loaded" in last_line(capsys)
+
+
+@pytest.mark.parametrize("verb", TRAINING)
+def test_without_a_token_nothing_is_asked(hub, tmp_path, capsys, monkeypatch, verb):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert run(verb, *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    assert "there is no token of the Hub; set HF_TOKEN, or log in with" in last_line(capsys)
+    assert not hub.asked
+
+
+def test_a_token_for_reading_is_known_as_such(hub, tmp_path, capsys):
+    hub.me = {"name": "someone", "auth": {"accessToken": {"role": "read"}}}
+    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    assert "the token of someone is for reading; give one with write permission" in last_line(capsys)
+
+
+def test_offline_and_a_name_that_is_none_are_said(hub, tmp_path, capsys, monkeypatch):
+    assert run("ppo", *PUSH, "--hub_model_id", "a/b/c", *NOWHERE, *new(tmp_path)) == 1
+    assert "is no name of a repository" in last_line(capsys)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    assert "push_to_hub is true and HF_HUB_OFFLINE is set; leave one of them out" in last_line(capsys)
+
+
+def test_a_hub_that_is_not_there_and_one_that_does_not_answer_are_said(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    assert "http://127.0.0.1:9 cannot be reached (" in last_line(capsys)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    hub.refusals["whoami"] = 0
+    monkeypatch.setattr(pushing, "DEADLINE_S", 0.5)
+    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    assert f"{hub.url} does not answer within 0.5 s; look at the network" in last_line(capsys)
+
+
+def test_a_revision_that_is_not_there_is_said(hub, tmp_path, capsys):
+    hub.refusals["/revision/other"] = 404
+    assert run("ppo", *PUSH, "--hub_revision", "other", *NOWHERE, *new(tmp_path)) == 1
+    assert "HTTP 404" in last_line(capsys)
+
+
+AT_THE_END = [("/commit/", 401), ("/commit/", 403), ("/commit/", 409), ("/commit/", 413), ("/info/lfs/", 429)]
+
+
+@pytest.mark.parametrize(("path", "status"), AT_THE_END)
+@pytest.mark.parametrize("verb", ["sft", "ppo"])
+def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
+    hub, tmp_path, capsys, monkeypatch, verb, path, status
+):
+    hub.refusals[path] = status
+    # After a 429 huggingface_hub waits 23 seconds in all.
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    eval_rows = ["--eval_dataset_name", "prompts.jsonl" if verb == "ppo" else "sft.jsonl"]
+    assert run(verb, *PUSH, *eval_rows, *new(tmp_path)) == 1
+    line, out = last_line(capsys), tmp_path / "out"
+    assert line.startswith(f"error: the push to someone/out failed: HTTP {status}, ")
+    assert f"The result is whole in {out}; `hf upload someone/out {out} . --exclude 'checkpoint-*'" in line
+    # What comes after the saving of the result has been written too.
+    assert {"adapter_model.safetensors", "metrics.json" if verb == "ppo" else "eval_results.json"} <= {
+        path.name for path in out.iterdir()
+    }
+
+
+@pytest.mark.parametrize("verb", ["reward", "distill"])
+def test_a_reward_model_that_is_not_pushed_is_measured_all_the_same(hub, tmp_path, capsys, verb):
+    hub.refusals["/commit/"] = 403
+    assert run(verb, *PUSH, *new(tmp_path)) == 1
+    assert "the push to someone/out failed: HTTP 403" in last_line(capsys)
+    assert (tmp_path / "out" / "score_scale.json").is_file() and (tmp_path / "out" / RESULT[verb]).is_file()
+
+
+@pytest.mark.parametrize("verb", TRAINING)
+def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog, verb):
+    hub.refusals["/commit/"] = 403
+    saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save"]
+    longer = ["--num_rollouts", "3"] if verb == "ppo" else ["--max_steps", "3"]
+    with caplog.at_level(logging.WARNING):
+        assert run(verb, *PUSH, *saves, *longer, "--hub_always_push", "true", *new(tmp_path)) == 1
+    assert (tmp_path / "out" / RESULT[verb]).is_file()
+    assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training goes on" in caplog.text
