@@ -17,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import set_seed
 
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
@@ -27,7 +26,7 @@ from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 from onetrunk.trainers.background import Background
 from onetrunk.trainers.batch_plan import plan_batches
-from onetrunk.trainers.derived_seed import MINIBATCH_STREAM, ROLLOUT_STREAM, derived_seed
+from onetrunk.trainers.derived_seed import MINIBATCH_STREAM, ROLLOUT_STREAM, derived_seed, seed_generators
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
@@ -113,8 +112,7 @@ class ExperienceStream:
     @property
     def passes(self) -> float:
         """Return how many passes over the prompts have been trained on, as a fraction."""
-        steps = self.state.iteration * self.config.slots_per_rollout + self.state.slot
-        return steps / len(self)
+        return (self.state.iteration * self.config.slots_per_rollout + self.state.slot) / len(self)
 
     def __iter__(self) -> Iterator[dict[str, Minibatch]]:
         per_pass = self.order.rollouts_per_pass
@@ -139,7 +137,7 @@ class ExperienceStream:
 
     @property
     def can_retreat(self) -> bool:
-        """Whether the step in hand can be given up: it is not the first of its rollout."""
+        """Whether the step in hand is not the first of its rollout, and can be given up."""
         return self._before is not None and self._before[0].slot > 0
 
     def retreat(self) -> None:
@@ -166,8 +164,7 @@ class ExperienceStream:
         """
         start = time.perf_counter()
         # What reward functions draw from the global generators depends on the rollout alone too.
-        place = (self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.accelerator.process_index)
-        set_seed(derived_seed(*place) % 2**32)
+        seed_generators(self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.accelerator.process_index)
         batch = self.prompts(self.state.iteration)
         self.sampler.backend.sync(self.model(), self.state.iteration * self.config.slots_per_rollout)
         with self.stop_signals.giving_up(self.accelerator):

@@ -87,7 +87,8 @@ def require_scored(unscored: float, config: PPOConfig, iteration: int, names: Se
     if unscored > config.max_unscored_fraction:
         raise RuntimeError(
             f"{unscored:.0%} of the rows of rollout {iteration} have no finite score, more than max_unscored_fraction"
-            f" {config.max_unscored_fraction:.0%}; look at the reward functions ({', '.join(names)}) or raise the limit"
+            f" {config.max_unscored_fraction:.0%}; look at the reward functions ({', '.join(names)}) or raise the"
+            " limit"
         )
 
 
