@@ -20,6 +20,7 @@ from huggingface_hub import DatasetCard
 from onetrunk.names import require_inside, require_relative
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # What tells the loader which files of a folder are rows.
 CARDS = ("README.md", ".huggingface.yaml")
 
@@ -87,7 +88,9 @@ def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
 
 def _build(builder: str, path: Path, files: list[Path], split: str, **settings: Any) -> Dataset:
     try:
-        return datasets.load_dataset(builder, split=split, **settings)
+        rows = datasets.load_dataset(builder, split=split, **settings)
+        rows.data.validate(full=True)  # The JSON reader takes any bytes for text.
+        return rows
     except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
         cause = _json_fault(files) or str(error.__cause__ or error).strip()
         raise ValueError(
@@ -152,7 +155,13 @@ def _json_fault(files: Iterable[Path]) -> str | None:
     for path in files:
         if BUILDERS[path.suffix] != "json":
             continue
-        text = path.read_text(encoding="utf-8", errors="replace")
+        data = path.read_bytes()
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            number = data.count(b"\n", 0, error.start) + 1
+            return f"{path.name} line {number}: the byte 0x{data[error.start]:02x} is not UTF-8"
+        text = data.decode("utf-8")
         if path.suffix == ".json" and text.lstrip()[:1] == "[":
             lines = [(0, text)]
         else:
@@ -162,10 +171,20 @@ def _json_fault(files: Iterable[Path]) -> str | None:
                 value = json.loads(line)
             except json.JSONDecodeError as error:
                 return f"{path.name} line {before + error.lineno}: {error.msg}"
+            if SURROGATE.search(line) and not _is_encodable(value):
+                return f"{path.name} line {before + 1}: half of a surrogate pair (\\ud800-\\udfff), which is no text"
             rows = value if before == 0 and isinstance(value, list) and len(lines) == 1 else [value]
             if not all(isinstance(row, dict) for row in rows):
                 return f"{path.name} line {before + 1}: expected an object with columns, got {line[:40]}"
     return None
+
+
+def _is_encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _load_hub(name: str, split: str, config_name: str | None, revision: str | None) -> Dataset:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+LONGEST_SHOWN = 300
+
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -103,21 +105,28 @@ def require_output_dir(path: str | os.PathLike[str]) -> Path:
     """Return `path` as a folder that exists and takes files; make it where it is missing.
 
     Raises:
-        ValueError: there is a file in its place.
+        ValueError: there is a file in its place, or it is the root of the file system.
         RuntimeError: it cannot be made, or cannot be written to.
     """
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"the output folder {folder} is a file; name a folder, or move the file away")
+    folder, shown = Path(path), str(path) if len(str(path)) <= LONGEST_SHOWN else f"{str(path)[:LONGEST_SHOWN]}..."
+    if not os.fspath(path) or folder.absolute() == Path(folder.absolute().anchor):
+        raise ValueError(f"the output folder is {shown!r}; name a folder of the run's own")
     # A real write is the only true answer: permission bits say nothing to root or on a read-only mount.
     probe = folder / f".{secrets.token_hex(8)}.tmp"
     try:
+        if folder.is_symlink() and not folder.exists():
+            raise RuntimeError(
+                f"the output folder {shown} is a link that leads nowhere ({os.readlink(folder)}); delete it, or make"
+                " what it leads to"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"the output folder {shown} is a file; name a folder, or move the file away")
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
         raise RuntimeError(
-            f"the output folder {folder} cannot be written ({error.strerror}); name another, or change its permissions"
+            f"the output folder {shown} cannot be written ({error.strerror}); name another, or change its permissions"
         ) from error
     return folder
 

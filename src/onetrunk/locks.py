@@ -120,15 +120,19 @@ _held: dict[Path, int] = {}
 
 
 @contextlib.contextmanager
-def held_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+def held_folder(folder: str | os.PathLike[str], part: str = "") -> Iterator[None]:
     """Hold the right to write a run's folder in the block; a process that holds it already may hold it again.
+
+    Args:
+        folder: exists.
+        part: of the folder, where several processes share it, each with a part of its own.
 
     Raises:
         RuntimeError: another process holds it.
         OSError: the folder cannot be written to.
     """
     # On the Hub no name with an underscore is uploaded.
-    path = Path(folder).resolve() / "_run"
+    path = Path(folder).resolve() / f"_run{part}"
     lock = WriterLock(path) if not _held.get(path) else None
     _held[path] = _held.get(path, 0) + 1
     try:

@@ -23,6 +23,24 @@ READS_END = "reads_end_token"
 SHORTEST = 0.75
 
 
+def scorer_source(path: str | Path) -> str:
+    """Return the folder or Hub name of a reward model; nothing in it is read.
+
+    Raises:
+        FileNotFoundError: what looks like a path does not exist.
+        RuntimeError: a file, or a folder without a model.
+        ValueError: an adapter.
+    """
+    folder = Path(path).expanduser()
+    name = str(folder) if folder.exists() else str(path)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
+    check_source(name, "reward model")
+    return name
+
+
 def load_scorer(
     path: str | Path,
     *,
@@ -43,13 +61,7 @@ def load_scorer(
         RuntimeError: nothing loadable there.
         ValueError: an adapter, several labels, or weights that the checkpoint lacks.
     """
-    folder = Path(path).expanduser()
-    name = str(folder) if folder.exists() else str(path)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
-    check_source(name, "reward model")
+    name = scorer_source(path)
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except OSError as error:

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.models.backbone import TOKENIZER_FILES
 from onetrunk.models.score_rows import encode_rows
-from onetrunk.models.scorer import check_scorer, length_limit, load_scorer, reads_end_token, score_token_ids
+from onetrunk.models.scorer import (
+    check_scorer,
+    length_limit,
+    load_scorer,
+    reads_end_token,
+    score_token_ids,
+    scorer_source,
+)
+from onetrunk.models.sources import check_source, not_loadable
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
 
@@ -54,19 +63,20 @@ class ModelReward:
     ) -> None:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
+        given = isinstance(model_or_path, PreTrainedModel)
+        source = model_or_path.name_or_path if given else scorer_source(model_or_path)
+        # Before the weights are loaded.
+        self.tokenizer = _own_tokenizer(tokenizer, source, revision)
         if isinstance(model_or_path, PreTrainedModel):
             if dtype is not None:
                 raise ValueError(
                     f"dtype {dtype} is for a model that is loaded here; convert the model before giving it"
                 )
             self.model = model_or_path if device is None else model_or_path.to(device)
-            source = model_or_path.name_or_path
         else:
             self.model = load_scorer(model_or_path, revision=revision, device=device, dtype=dtype)
-            source = str(model_or_path)
         check_scorer(self.model)
         self.model.eval()
-        self.tokenizer = _own_tokenizer(tokenizer, source, revision)
         limit = length_limit(self.model, self.tokenizer)
         if max_length is not None and limit is not None and max_length > limit:
             raise ValueError(f"max_length {max_length} is more than the {limit} tokens that the reward model can read")
@@ -112,4 +122,9 @@ def _own_tokenizer(
     if tokenizer is None and not source:
         raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
     name = str(source if tokenizer is None else tokenizer)
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    check_source(name, "tokenizer", TOKENIZER_FILES)
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = "the folder holds no tokenizer that transformers can read" if Path(name).is_dir() else error
+        raise not_loadable("tokenizer of the reward model", name, TOKENIZER_FILES, reason) from error

@@ -36,7 +36,9 @@ def run(data: Any, args: Any, student: Any) -> None:
             " (`onetrunk prefs` writes them)"
         )
     require_push(args)
-    model, tokenizer, peft_config = make_student(args, student, [*train["prompt"], *train["chosen"]])
+    model, tokenizer, peft_config = make_student(
+        args, student, [r for r in (train, held_out, singles) if r is not None]
+    )
     teacher, labelled, labelled_held_out = label(data, args, train, held_out, singles)
     trainer = make_trainer(args, model, tokenizer, peft_config, (labelled, labelled_held_out))
     if teacher is not None and trainer.is_world_process_zero():
@@ -60,26 +62,28 @@ def parse_distill(argv: Sequence[str]) -> tuple[Any, ...]:
     return parse(argv, types, "distill", "Teach a small reward model what reward models, or a judge, say.")
 
 
-def make_student(args: Any, student: Any, texts: Sequence[Any]) -> tuple[Any, Any, Any]:
+def make_student(args: Any, student: Any, rows: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Return the student before its training, its tokenizer, and its LoRA config, if it is an adapter.
 
     Args:
         args: DistillArguments.
         student: StudentArguments.
-        texts: prompts and completions, for a tokenizer that is trained here.
+        rows: datasets, those for training first: a tokenizer that is trained here sees these.
     """
     from transformers import set_seed
 
     from onetrunk.models.from_scratch import train_tokenizer
     from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head, scorer_from_config
-    from onetrunk.models.sources import is_adapter
+    from onetrunk.models.sources import is_adapter, load_config
     from onetrunk.stages.reward_arguments import score_peft_config
+    from onetrunk.trainers.checks import check_tokenizer
 
     kwargs = load_kwargs(args, student)
     name = student.model_name_or_path
     if name and is_adapter(name, student.model_revision):
         raise ValueError(f"{name} is an adapter; a student starts from a base model: give that")
     if student.student_vocab_size:
+        texts = [*rows[0]["prompt"], *rows[0]["chosen"]]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 "student_vocab_size trains a tokenizer on texts, and the rows are conversations; name one"
@@ -89,6 +93,10 @@ def make_student(args: Any, student: Any, texts: Sequence[Any]) -> tuple[Any, An
         # The pinned commit is the model's: of another repository no code runs.
         source = (None, False) if student.student_tokenizer else (kwargs["revision"], kwargs["trust_remote_code"])
         tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
+    if name:
+        check_tokenizer(
+            tokenizer, name, rows, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
+        )
     set_seed(args.seed)  # The new weights are random.
     model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
     return model, tokenizer, score_peft_config(args, student, model)

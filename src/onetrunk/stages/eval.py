@@ -23,9 +23,9 @@ def run(args: Any, judge_settings: Any, model_args: Any) -> None:
     from accelerate import Accelerator
 
     from onetrunk.stages.eval_judge import plan_comparison
-    from onetrunk.stages.rows import load_dataset_rows
+    from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 
-    rows = load_dataset_rows(args)
+    rows = prompt_rows(load_dataset_rows(args))
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
     # What is wrong with opponent, checks or judge is said before anything large is loaded.

@@ -7,6 +7,7 @@ at once: after a kill the same command goes on, and ends with the same file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from onetrunk.stages.parsing import parse
@@ -29,13 +30,10 @@ def parse_prefs(argv: Sequence[str]) -> tuple[Any, ...]:
 
 
 def run(args: Any, judge_settings: Any, model_args: Any) -> None:
-    """Load constitution, judge and model; sample, label and write."""
+    """Check the rows, load constitution, judge and model; sample, label and write."""
     from onetrunk.files import require_output_dir
-    from onetrunk.judges.constitution import load_constitution
-    from onetrunk.judges.load import load_judge
-    from onetrunk.rewards.base import resolve_reward
-    from onetrunk.stages.prefs_flow import make_rows, merge_shards
-    from onetrunk.stages.prefs_output import claim_folder
+    from onetrunk.locks import held_folder
+    from onetrunk.stages.prefs_flow import merge_shards
     from onetrunk.stages.prefs_parts import check_one_process
 
     check_one_process()
@@ -43,18 +41,36 @@ def run(args: Any, judge_settings: Any, model_args: Any) -> None:
     if args.merge_shards is not None:
         say_where(merge_shards(args, folder))
         return
+    with held_folder(folder, args.part.suffix()):
+        made = make(args, judge_settings, model_args, folder)
+    show_samples(args, made)
+    say_where(made)
+
+
+def make(args: Any, judge_settings: Any, model_args: Any, folder: Path) -> Any:
+    """Check the rows, load constitution, judge and model, and return what was made.
+
+    Args:
+        folder: of the run; nobody else writes this part of it.
+    """
+    from onetrunk.judges.constitution import load_constitution
+    from onetrunk.judges.load import load_judge
+    from onetrunk.rewards.base import resolve_reward
+    from onetrunk.stages.prefs_flow import make_rows
+    from onetrunk.stages.prefs_output import claim_folder
+    from onetrunk.stages.prefs_parts import check_rows
+
+    # What is known before anything large is loaded is checked and compared before it.
+    check_rows(args)
     constitution = load_constitution(judge_settings.constitution)
-    # What is known before anything large is loaded is compared before it.
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
     try:
-        made = make_rows(args, model_args, constitution, judge, folder)
+        return make_rows(args, model_args, constitution, judge, folder)
     except (KeyboardInterrupt, Terminated):
         say("what was sampled and judged is kept; the same command goes on from there", after_bar=True)
         raise
-    show_samples(args, made)
-    say_where(made)
 
 
 def show_samples(args: Any, made: Any) -> None:

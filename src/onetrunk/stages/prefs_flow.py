@@ -37,7 +37,7 @@ from onetrunk.stages.prefs_output import (
     statistics_path,
     write_report,
 )
-from onetrunk.stages.prefs_parts import PromptSource, load_sampler, positions_left
+from onetrunk.stages.prefs_parts import PromptSource, load_sampler, positions_left, tokenizer_and_room
 from onetrunk.stages.prefs_ray import RaySampling
 
 Rows = list[dict[str, Any]]
@@ -68,6 +68,7 @@ def make_rows(
         RuntimeError: another process writes there, the judge fails too often, or no row came out.
     """
     stop = StopFlag()
+    source = PromptSource(args, *tokenizer_and_room(args, model_args))
     with Ledger(ledger_path(folder, args.part)) as ledger:
         name, length = model_args.model_name_or_path, args.max_completion_length
         sampler = load_sampler(name, args, model_args, ledger, length, stop)
@@ -84,7 +85,7 @@ def make_rows(
         else:
             remote = RaySampling(args, model_args, sampler) if args.engine == "ray" else None
             flow = PairFlow(args, sampler, judge, constitution, remote)
-        return flow.run(folder, stop, about(args, model_args, constitution, judge))
+        return flow.run(folder, source, stop, about(args, model_args, constitution, judge))
 
 
 def load_critic(args: PrefsArguments, model_args: ModelArguments, policy: TextSampler) -> TextSampler:
@@ -121,17 +122,18 @@ class Flow:
         """Return the figures of all chunks."""
         return {"counts": counts_of(self.counts)}
 
-    def run(self, folder: Path, stop: StopFlag, about: dict[str, Any]) -> Made:
+    def run(self, folder: Path, source: PromptSource, stop: StopFlag, about: dict[str, Any]) -> Made:
         """Write the rows of every prompt, then their figures.
 
         Args:
             folder: of the run.
+            source: of the prompts.
             stop: ends the sampling where the run ends early.
             about: what the card says of the run.
         """
         args = self.args
         path = rows_path(folder, args.mode, args.output_format, args.part)
-        source = PromptSource(args, self.sampler, self.counts)
+        source.count_into(self.counts)
         bar = tqdm(total=source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
 
         def schema() -> pa.Schema:

@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from onetrunk.dataset_files import BUILDERS
 from onetrunk.feedback.ledger import Ledger
@@ -28,12 +28,12 @@ from onetrunk.feedback.shards import prompt_key
 from onetrunk.models.backbone import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.fingerprint import base_fingerprint
-from onetrunk.models.sources import is_adapter
+from onetrunk.models.sources import is_adapter, load_config
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs_arguments import PrefsArguments
-from onetrunk.stages.rows import load_dataset_rows
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.trainers.setup import policy_tokenizer, tokens_of
 
 # Rows of a stream that are checked and tokenized together.
@@ -141,21 +141,38 @@ def positions_left(sampler: TextSampler) -> int | None:
     return None if limit is None else limit - sampler.params.max_completion_length
 
 
+def check_rows(args: PrefsArguments) -> None:
+    """Check every prompt as far as no tokenizer is needed; those of a stream are checked as they come.
+
+    Raises:
+        ValueError: bad rows.
+    """
+    if not args.streaming:
+        prompt_rows(load_dataset_rows(args))
+
+
+def tokenizer_and_room(args: PrefsArguments, model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """Return the policy's tokenizer, and how many tokens a prompt may have, before the model is loaded."""
+    name, kwargs = model_args.model_name_or_path, model_args.init_kwargs()
+    limit = getattr(load_config(name, kwargs.get("revision")), "max_position_embeddings", None)
+    return policy_tokenizer(name, None, kwargs), None if limit is None else limit - args.max_completion_length
+
+
 class PromptSource:
     """The prompts of a run as items: checked, tokenized, each content once, those of one shard alone.
 
     Args:
         args: which dataset, which shard.
-        sampler: its tokenizer renders them.
-        counts: prompts and repeated_prompts are counted here as they are read.
+        tokenizer: renders them.
+        limit: tokens that a prompt may have; None: the model has no limit.
 
     Raises:
         ValueError: rows that are no prompts, or no room for a completion after one.
     """
 
-    def __init__(self, args: PrefsArguments, sampler: TextSampler, counts: Counter[str]):
-        self.args, self.counts = args, counts
-        self.tokenizer, self.limit = sampler.tokenizer, positions_left(sampler)
+    def __init__(self, args: PrefsArguments, tokenizer: PreTrainedTokenizerBase, limit: int | None):
+        self.args, self.counts = args, Counter()
+        self.tokenizer, self.limit = tokenizer, limit
         self._rows: Dataset | None = None
         self._order: list[tuple[int, str]] = []
         # Known also where a shard is empty: its file has the columns of the others.
@@ -164,6 +181,15 @@ class PromptSource:
             rows = load_dataset_rows(args)
             self._rows = self._checked(rows.select_columns(["prompt"]) if "prompt" in rows.column_names else rows)
             self._order = [(row, key) for row, (_, key) in enumerate(self._keyed(self._rows["prompt"])) if key]
+
+    def count_into(self, counts: Counter[str]) -> None:
+        """Count prompts and repeated_prompts there, those that were read already too.
+
+        Args:
+            counts: of the run.
+        """
+        counts.update(self.counts)
+        self.counts = counts
 
     @property
     def total(self) -> int | None:

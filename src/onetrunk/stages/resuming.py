@@ -26,6 +26,8 @@ BRANCHES = ("reference", "value")
 # Written anew when a result is pushed.
 CARD = "README.md"
 AUTO = "auto"
+# Fields of the settings of trainings, and of evaluations. Shards of preferences share a folder: `prefs` holds its own.
+HELD = ("resume_from_checkpoint", "opponent")
 
 
 def resume_point(args: Any, needed: Sequence[str] | None = None) -> str | None:
@@ -57,12 +59,12 @@ def resume_point(args: Any, needed: Sequence[str] | None = None) -> str | None:
 
 @contextlib.contextmanager
 def folder_of(parsed: Sequence[Any]) -> Iterator[None]:
-    """Be the one process that writes to the output folder of a training, if the arguments are those of one.
+    """Be the one process that writes to the output folder of a training or an evaluation, if the arguments are its.
 
     Raises:
         ValueError, RuntimeError: the folder can't be written to, or another process writes there.
     """
-    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+    args = next((part for part in parsed if any(hasattr(part, name) for name in HELD)), None)
     if args is None or os.environ.get("RANK", "0") != "0":
         yield
         return

@@ -105,8 +105,9 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     from transformers import set_seed
 
     from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
-    from onetrunk.models.sources import is_adapter
+    from onetrunk.models.sources import is_adapter, load_config
     from onetrunk.stages.reward_arguments import score_peft_config
+    from onetrunk.trainers.checks import check_tokenizer
     from onetrunk.trainers.reward import RewardModelTrainer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
@@ -114,6 +115,8 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         raise ValueError(f"{name} is an adapter; a reward model starts from a base model: give that")
     kwargs = load_kwargs(args, model_args)
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
+    datasets = [rows for rows in (train, held_out) if rows is not None]
+    check_tokenizer(tokenizer, name, datasets, load_config(name, revision, kwargs["trust_remote_code"]).vocab_size)
     set_seed(args.seed)  # The new head is random.
     model = load_with_new_head(name, **kwargs)
     peft_config = score_peft_config(args, model_args, model)

@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from onetrunk.files import require_output_dir
+from onetrunk.locks import WriterLock
 from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
@@ -90,12 +92,27 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
     Raises:
         SystemExit: with the exit code of a stage that failed.
         ValueError: `--from` begins behind a stage that has left nothing.
+        RuntimeError: another process runs this pipeline, or its folder cannot be written.
     """
     state = PipelineState(pipeline)
     stages = chosen(pipeline, args)
     if args.is_dry:
         show(pipeline, state, stages, {})
         return
+    require_output_dir(pipeline.output_dir)
+    lock = WriterLock(state.path)
+    try:
+        run_stages(args, pipeline, state, stages)
+    finally:
+        lock.release()
+
+
+def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, stages: Sequence[Stage]) -> None:
+    """Run those of the stages that need it, and show how all of them stand.
+
+    Raises:
+        SystemExit: with the exit code of a stage that failed.
+    """
     results: dict[str, str] = {}
     code = 0
     for number, stage in enumerate(stages, 1):

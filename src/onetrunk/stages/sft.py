@@ -101,7 +101,8 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     from trl import get_quantization_config
 
     from onetrunk.models.backbone import load_base, load_tokenizer
-    from onetrunk.models.sources import is_adapter
+    from onetrunk.models.sources import is_adapter, load_config
+    from onetrunk.trainers.checks import check_tokenizer
     from onetrunk.trainers.sft import ResumableSFTTrainer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
@@ -125,9 +126,12 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         kwargs["dtype"] = "float32"
     args.model_init_kwargs = None
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
-    for rows in (train, held_out):
-        if rows is not None:
-            check_room(rows, tokenizer, args)
+    datasets = [rows for rows in (train, held_out) if rows is not None]
+    if args.chat_template_path is None:
+        vocab_size = load_config(name, revision, kwargs["trust_remote_code"]).vocab_size
+        check_tokenizer(tokenizer, name, datasets, vocab_size)
+    for rows in datasets:
+        check_room(rows, tokenizer, args)
     return ResumableSFTTrainer(
         model=load_base(name, quantization_config=quantization, **kwargs),
         args=args,

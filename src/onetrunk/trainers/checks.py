@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -22,6 +23,8 @@ from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.trainers.batch_plan import plan_batches
 from onetrunk.trainers.foreign_keys import REFUSED_OPTIMIZERS
 from onetrunk.trainers.ppo_config import PPOConfig
+
+TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
 def check_launch(args: PPOConfig) -> None:
@@ -138,6 +141,41 @@ def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, dat
             f"{remedy}: together {most}, and the model has {limit} positions; lower max_completion_length, or set"
             " max_prompt_length with overlong_prompts drop or truncate"
         )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
+    """Refuse a tokenizer that would fail on rows later: no template for conversations, or ids that a model lacks.
+
+    Args:
+        tokenizer: of the model.
+        name: where it lies.
+        rows: with texts and conversations in any columns.
+        vocab_size: entries of the model's embedding.
+
+    Raises:
+        ValueError: with the sentence that says what to change.
+    """
+    columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
+    if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
+        raise ValueError(
+            f"the rows are conversations and the tokenizer of {name} has no chat template; take an instruct model's"
+            " tokenizer, write a chat_template.jinja into its folder, or give the rows as text"
+        )
+    special = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None]
+    largest = max(special, default=0)
+    if len(tokenizer) > vocab_size:  # Some models leave out tokens that no text has.
+        texts = [text for values in columns for text in _texts(values)]
+        largest = max([largest, *(i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in ids)])
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name} gives token id {largest} and the model knows {vocab_size} tokens; take the"
+            " tokenizer that belongs to the model"
+        )
+
+
+def _texts(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        yield from [value] if isinstance(value, str) else (message["content"] or "" for message in value)
 
 
 def source_of(kwargs: dict[str, Any]) -> dict[str, Any]:
