@@ -113,6 +113,13 @@ KINDS: dict[str, Callable[..., Any]] = {
     "ppo_in_loss": lambda folder, **s: ppo(
         folder, kl_in_loss=True, kl_estimator="k3", target_kl=0.02, value_pretraining_rollouts=1, **s
     ),
+    # An alarm that begins with the second rollout and lasts; one that ends the run with the third of five.
+    "ppo_alarm": lambda folder, **s: ppo(
+        folder, alarm_entropy=10.0, alarm_patience=2, alarm_length_collapse=1.0, **{"num_rollouts": 5, **s}
+    ),
+    "ppo_stopped": lambda folder, **s: ppo(
+        folder, alarm_entropy=10.0, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
+    ),
     "sft": sft,
     "reward": reward,
     "distill": distill,
@@ -141,6 +148,7 @@ def digest(trainer: Any) -> dict[str, str]:
         parts["kl"] = stream.kl_controller.state_dict()
         parts["scores"] = stream.score_moments.state_dict()
         parts["place"] = repr(stream.state)
+        parts["alarms"] = trainer.alarms.state_dict()
     return {name: hashlib.sha256(_text(part)).hexdigest() for name, part in parts.items()}
 
 
@@ -412,4 +420,6 @@ def signalled_twice(folder: Path) -> None:
 def forked(target: Callable[..., None], *args: Any) -> None:
     """Run `target` in this process, quietly; a Stopped leaves with its exit code."""
     sys.stdout = sys.stderr = open(os.devnull, "w")
+    # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     target(*args)

@@ -25,6 +25,8 @@ PLACES = {
     },
     "ppo_adaptive": {1: "before beta moves", 4: "after it moved", 6: "in a rollout", 9: "scores normalised"},
     "ppo_in_loss": {2: "value pretraining", 5: "steps may be skipped", 7: "steps may be skipped"},
+    "ppo_alarm": {2: "in the first rollout", 7: "before it is raised", 9: "while it lasts", 14: "lengths compared"},
+    "ppo_stopped": {5: "before the condition holds", 11: "before the step that ends the run"},
     "ppo_cut": {2: "states at the cut in use", 4: "between two rollouts", 7: "in the second rollout"},
     "sft": {1: "in a pass", 2: "before the short last step of a pass", 3: "at the end of a pass", 7: "in the last"},
     "reward": {1: "in a pass", 3: "at the end of a pass", 5: "between two logs", 8: "before the last step"},
