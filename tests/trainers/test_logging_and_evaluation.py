@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from onetrunk.trainers.alarm_settings import ALARMS
 from onetrunk.trainers.callbacks import short_number
 from onetrunk.trainers.metrics import MetricLog
 from tests.fakes import CannedBackend
@@ -24,13 +25,15 @@ from tests.trainers.support import (
 STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
 value/loss value/clip_fraction value/explained_variance time/update_s memory/peak_gib epoch step""".split()
 ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/ref kl/beta completion/length
-completion/stopped_fraction time/generate_s time/score_s throughput/completion_tokens_per_s""".split()
+completion/stopped_fraction completion/repeated_ngrams time/generate_s time/score_s
+throughput/completion_tokens_per_s""".split()
+ROLLOUT_END = [f"alarm/{name}" for name in ALARMS]
 
 
 def test_every_step_logs_its_metrics_and_the_first_of_a_rollout_those_of_the_rollout(tmp_path):
     trainer = trained(tmp_path, num_rollouts=2, num_ppo_epochs=2)
     *steps, summary = trainer.state.log_history
-    assert [set(s) for s in steps] == [set(STEP + ROLLOUT), set(STEP)] * 2
+    assert [set(s) for s in steps] == [set(STEP + ROLLOUT), set(STEP + ROLLOUT_END)] * 2
     assert all(math.isfinite(v) for s in steps for v in s.values())
     # 2 rollouts of 4 rows, each trained on twice.
     assert summary["train_samples_per_second"] == pytest.approx(16 / summary["train_runtime"], rel=1e-2)
@@ -161,6 +164,7 @@ def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
         "eval_reward/unscored_fraction",
         "eval_completion/length",
         "eval_completion/stopped_fraction",
+        "eval_completion/repeated_ngrams",
     }
     assert logged(evaluated, "eval_kl/ref")[0] == 0.0 != first["eval_kl/ref"]
 

@@ -55,7 +55,7 @@ class AlarmSettings:
     alarm_clip_fraction: float | None = _limit(0.5, "Alarm where the loss clips a larger share of a rollout's tokens.")
     alarm_skipped_steps: float | None = _limit(0.8, "Alarm where a larger share of a rollout's steps is skipped.")
     alarm_explained_variance: float | None = _limit(
-        -5.0, "Alarm where the explained variance of the value head falls below it; 0 is a constant's."
+        -20.0, "Alarm where the explained variance of the value head falls below it; 0 is a constant's."
     )
     alarm_patience: int = field(default=3, metadata={"help": "Rollouts in a row that an alarm takes."})
     stop_on_alarm: list[str] | None = field(

@@ -139,6 +139,6 @@ class Alarms(TrainerCallback):
             return "No checkpoint is left from before it: start a new run, with another output_dir"
         folder = Path(args.output_dir) / good
         return (
-            f"The last checkpoint from before it is {good}: --resume {folder} (resume_from_checkpoint of train) goes on"
-            " from there, with allow_config_change where settings change"
+            f"The last checkpoint from before it is {good}: --resume {folder} (resume_from_checkpoint of train) goes"
+            " on from there, with allow_config_change where settings change"
         )
