@@ -109,7 +109,7 @@ def require_output_dir(path: str | os.PathLike[str]) -> Path:
         RuntimeError: it cannot be made, or cannot be written to.
     """
     folder, shown = Path(path), str(path) if len(str(path)) <= LONGEST_SHOWN else f"{str(path)[:LONGEST_SHOWN]}..."
-    if not os.fspath(path) or folder.absolute() == Path(folder.absolute().anchor):
+    if not os.fspath(path) or "\0" in str(path) or os.path.abspath(folder) == "/":
         raise ValueError(f"the output folder is {shown!r}; name a folder of the run's own")
     # A real write is the only true answer: permission bits say nothing to root or on a read-only mount.
     probe = folder / f".{secrets.token_hex(8)}.tmp"

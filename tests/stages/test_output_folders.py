@@ -1,0 +1,136 @@
+"""The output folder of every stage: odd ones are one sentence, and two processes never share one."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.locks import WriterLock
+from tests.stages.recipes import ROOT
+from tests.stages.small_runs import OWN, make_material, run, words_of
+
+NOWHERE = ["--model_name_or_path", "./nowhere"]
+STAGES = tuple(OWN)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("material")
+    make_material(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_folder(material, monkeypatch):
+    monkeypatch.chdir(material)
+
+
+def odd_folder(kind, folder):
+    (folder / "file").write_text("")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "dangling").symlink_to(folder / "gone")
+    return {
+        "a file": folder / "file",
+        "below a file": folder / "file" / "out",
+        "a mount that takes no files": "/proc/onetrunk",
+        "a link to itself": folder / "loop",
+        "a link to nothing": folder / "dangling",
+        "very long": "x" * 5000,
+        "many parts": "/".join([str(folder), *["x" * 200] * 25]),
+        "the root": "/",
+        "the root, in other words": "/../",
+        "a NUL character": "a\0b",
+        "nothing": "",
+    }[kind]
+
+
+SAID = {
+    "a file": "is a file; name a folder, or move the file away",
+    "below a file": "cannot be written (Not a directory)",
+    "a mount that takes no files": "cannot be written (",
+    "a link to itself": "is a link that leads nowhere",
+    "a link to nothing": "is a link that leads nowhere",
+    "very long": "cannot be written (File name too long)",
+    "many parts": "cannot be written (File name too long)",
+    "the root": "the output folder is '/'; name a folder of the run's own",
+    "the root, in other words": "name a folder of the run's own",
+    "a NUL character": "name a folder of the run's own",
+    "nothing": "output_dir",
+}
+
+
+def sentence(capsys):
+    err = capsys.readouterr().err
+    assert "Traceback" not in err, err
+    line = next(line for line in err.splitlines() if line.startswith("error: "))
+    assert len(line) < 800
+    return line
+
+
+@pytest.mark.parametrize("kind", SAID)
+@pytest.mark.parametrize("verb", STAGES)
+def test_an_odd_output_folder_is_refused_before_anything_else(tmp_path, capsys, verb, kind):
+    code = run(verb, *NOWHERE, "--output_dir", odd_folder(kind, tmp_path))
+    assert code == (2 if kind == "nothing" else 1)
+    assert SAID[kind] in sentence(capsys)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAID if kind != "nothing"])
+def test_so_is_that_of_a_pipeline(tmp_path, capsys, kind):
+    pytest.importorskip("yaml")
+    import yaml
+
+    (tmp_path / "eval.yaml").write_text("output_dir: out\nmodel_name_or_path: base\ndataset_name: prompts.jsonl\n")
+    spec = {"output_dir": str(odd_folder(kind, tmp_path)), "stages": {"eval": {"config": str(tmp_path / "eval.yaml")}}}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(spec))
+    assert cli.main(["run", str(tmp_path / "pipeline.yaml")]) in (1, 2)
+    sentence(capsys)
+
+
+@pytest.mark.parametrize("name", ["two words", "Füße-日本", "new\nline", "-dash", "a'quote\"", "%s{}"])
+@pytest.mark.parametrize("verb", ["sft", "ppo", "eval", "prefs"])
+def test_a_folder_may_have_any_name_that_the_file_system_takes(tmp_path, verb, name):
+    assert run(verb, f"--output_dir={tmp_path / name}") == 0
+    assert any((tmp_path / name).iterdir())
+
+
+def test_a_second_process_on_a_folder_is_refused_at_once_and_told_who_is_there(material, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "onetrunk.cli", *words_of("sft", "--max_steps", "100000", "--output_dir", out)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    first = subprocess.Popen(command, env=env, cwd=material, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "_run.lock").exists() or not (out / "_run.lock").read_text():
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.05)
+        for verb in STAGES:
+            started = time.monotonic()
+            assert run(verb, *NOWHERE, "--output_dir", out) == 1
+            said = sentence(capsys)
+            assert f"is being written by process {first.pid} on {os.uname().nodename}; wait for it, or stop it" in said
+            assert time.monotonic() - started < 20
+    finally:
+        first.terminate()
+        first.wait(timeout=60)
+
+
+def test_a_second_process_on_a_pipeline_is_refused(material, tmp_path, capsys):
+    shutil.copy(material / "prompts.jsonl", tmp_path)
+    (tmp_path / "eval.yaml").write_text(
+        f"output_dir: {tmp_path}/out\nmodel_name_or_path: base\ndataset_name: prompts.jsonl\nreward_funcs: [len]\n"
+    )
+    (tmp_path / "pipeline.yaml").write_text(
+        f"output_dir: {tmp_path}/state\nstages:\n  eval:\n    config: {tmp_path}/eval.yaml\n"
+    )
+    (tmp_path / "state").mkdir()
+    lock = WriterLock(tmp_path / "state" / "pipeline.json")
+    try:
+        assert cli.main(["run", str(tmp_path / "pipeline.yaml")]) == 1
+        assert f"pipeline.json is being written by process {os.getpid()} on" in sentence(capsys)
+    finally:
+        lock.release()
