@@ -88,8 +88,9 @@ def test_a_usage_error_is_exit_code_2_and_two_lines(capsys):
 
 
 WAITING = """
-import sys, time
+import signal, sys, time
 from onetrunk.stages.running import run_stage
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored where the tests run in the background.
 def work(*parsed):
     print("ready", flush=True)
     time.sleep(60)

@@ -5,6 +5,7 @@ Knows files and the trunk's branches; no objective.
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,14 @@ class BranchCheckpoints(SafeCheckpoints):
     """The part of PPOTrainer that saves, loads and pushes all branches of the trunk and the experience stream."""
 
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
+
+    def planned_steps(self) -> int:
+        """Return how many optimizer steps the run is to have in all; nothing is read from a checkpoint."""
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        rollouts_per_pass = math.ceil(len(self.train_dataset) / args.rollout_batch_size)
+        return math.ceil(args.num_train_epochs * rollouts_per_pass * args.slots_per_rollout)
 
     def own_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, and where the alarms stand."""

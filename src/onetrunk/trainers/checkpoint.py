@@ -81,6 +81,10 @@ class SafeCheckpoints(Trainer):
         self._settings = plain_settings(self)
         self.needed_files = (*self.needed_files, SETTINGS_FILE)
 
+    def planned_steps(self) -> int:
+        """Return how many optimizer steps the run is to have in all."""
+        return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+
     def may_save(self) -> bool:
         """Return whether the weights are worth a checkpoint at this step."""
         return True
@@ -134,11 +138,11 @@ class SafeCheckpoints(Trainer):
 
         Trainer itself would train one step more than planned.
         """
-        args, loader = self.args, self.get_train_dataloader()
+        args, planned = self.args, self.planned_steps()
         state = TrainerState.load_from_json(str(Path(self._resume_from) / TRAINER_STATE_NAME))
-        planned = self.set_initial_training_values(args, loader)[-1]
         if state.global_step < planned:
             return False
+        self.get_train_dataloader()  # Refuses a checkpoint of another run.
         self._load_from_checkpoint(self._resume_from)
         state.is_world_process_zero = args.process_index == 0
         state.is_local_process_zero = args.local_process_index == 0
