@@ -13,6 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from onetrunk.checkpoints.manifest import write_manifest
+from onetrunk.checkpoints.store import ALLOWED
 
 
 def nothing(operation: str, path: str) -> None:
@@ -53,6 +54,7 @@ class HookedFileSystem(LocalFileSystem):
 def register() -> None:
     """Let fsspec know the scheme, in this process."""
     fsspec.register_implementation("hooked", HookedFileSystem, clobber=True)
+    ALLOWED.add("hooked")
 
 
 def make_checkpoint(output_dir: Path, step: int, run: str = "run-a", size: int = 3000) -> Path:

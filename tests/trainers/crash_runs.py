@@ -300,7 +300,7 @@ def shown_run(kind: str, folder: Path, shown: Any) -> None:
 # --- being asked to stop --------------------------------------------------------------------------------------------
 
 
-def signalled(kind: str, folder: Path, place: str, count: int, number: int) -> None:
+def signalled(kind: str, folder: Path, place: str, count: int, number: int, resume: str = "auto") -> None:
     """Finish a run that sends itself a signal the `count`-th time it comes to a place."""
     trainer = KINDS[kind](folder)
     left = [count]
@@ -330,7 +330,7 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int) -> N
     elif place == "save":
         fsync = os.fsync
         os.fsync = lambda descriptor: (pass_by(), fsync(descriptor))[1]
-    trainer.train(resume_from_checkpoint="auto")
+    trainer.train(resume_from_checkpoint=resume)
     found = digest(trainer)
     (folder / "digest.json").write_text(json.dumps(found))
 

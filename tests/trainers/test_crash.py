@@ -179,3 +179,12 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert exit_code(crash_runs.signalled_twice, tmp_path) == 1
     assert not (tmp_path / "digest.json").exists()
     resumed_equals_uninterrupted("ppo", tmp_path)
+
+
+def test_a_run_that_goes_on_elsewhere_and_stops_at_once_has_a_checkpoint_there(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert exit_code(crash_runs.killed_after, "ppo", first, 4) == -signal.SIGKILL
+    start = str(first / "checkpoint-4")
+    assert exit_code(crash_runs.signalled, "ppo", second, "token", 1, signal.SIGTERM, start) == 0
+    assert [path.name for path in checkpoint_folders(second)] == ["checkpoint-4"]
+    resumed_equals_uninterrupted("ppo", second)

@@ -17,6 +17,7 @@ from onetrunk.redaction import redact
 CHUNK = 1 << 20
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 READ_ONLY = ("http", "https")
+ALLOWED = {"file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 # Making a folder there makes the bucket, and a misspelt name would become one.
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
@@ -160,6 +161,17 @@ class Store:
         if scheme in READ_ONLY:
             raise RuntimeError(
                 f"the checkpoint mirror {self.shown} is read-only ({scheme}); give a path, s3://, gs:// or hf://"
+            )
+        # What a recipe names must be a store, and no file system that fsspec builds of others or of code.
+        if scheme not in ALLOWED or "::" in self.url:
+            raise RuntimeError(
+                f"the checkpoint mirror {self.shown} is of no kind that is taken ({scheme}); give a path, s3://, gs://,"
+                " az:// or hf://"
+            )
+        if "://" in self.url and "@" in self.url.split("://")[1].split("/")[0]:
+            raise RuntimeError(
+                f"the checkpoint mirror {self.shown} holds a user name or password before '@'; credentials come from"
+                " the environment"
             )
         if any(character in self.url for character in "*?[\0\n"):
             raise RuntimeError(f"the checkpoint mirror {self.shown!r} holds one of * ? [; give a plain path or URL")

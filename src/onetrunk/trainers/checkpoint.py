@@ -89,6 +89,10 @@ class SafeCheckpoints(Trainer):
         """Return whether the weights are worth a checkpoint at this step."""
         return True
 
+    def needed_checkpoints(self) -> set[Path]:
+        """Return checkpoints that no rotation may delete now, beside the best one."""
+        return set()
+
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -167,7 +171,8 @@ class SafeCheckpoints(Trainer):
             # A result that lies there is not this training's.
             (Path(self.args.output_dir) / MANIFEST).unlink(missing_ok=True)
         if self._resume_from is not None:
-            self._saved_step = self.state.global_step
+            if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
+                self._saved_step = self.state.global_step
             self.load_own_loop_state(load_loop_state(self, self._resume_from))
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any) -> None:
@@ -230,7 +235,7 @@ class SafeCheckpoints(Trainer):
             raise OSError(f"read again, it is not what was written ({described(found)})")
         staged.parent.rmdir()
         best = self.state.best_model_checkpoint
-        kept = {Path(best)} if best else set()
+        kept = self.needed_checkpoints() | ({Path(best)} if best else set())
         if self._mirror is not None:
             self._mirror.push(final, kept=[path.name for path in kept])
             kept |= self._mirror.busy()
