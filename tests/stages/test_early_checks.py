@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from tests.stages.small_runs import OWN, make_material, run, write_rows
+from onetrunk import cli
+from tests.stages.small_runs import OWN, make_material, run, words_of, write_rows
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 NOWHERE = ["--model_name_or_path", "./nowhere"]
@@ -230,5 +231,10 @@ JUDGED = {
 
 @pytest.mark.parametrize("kind", JUDGED)
 def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_path, capsys, kind):
-    said = refused_tokens(kind.split(",")[0], capsys, tmp_path, *JUDGED[kind])
+    verb = kind.split(",")[0]
+    words = words_of(verb, "--model_name_or_path", "unloadable", "--output_dir", tmp_path / "out", *JUDGED[kind])
+    # The material's judge is a rubric.
+    words = words[: words.index("--rubric")] + words[words.index("--rubric") + 2 :] if "--rubric" in words else words
+    assert cli.main(words) == 1
+    said = error(capsys)
     assert "127.0.0.1:9" in said and "does not answer" in said and "start it, or correct its address" in said

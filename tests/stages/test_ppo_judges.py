@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, RepoUrl
-from huggingface_hub.utils import filter_repo_objects
 
 from onetrunk import cli
 from onetrunk.feedback.ledger import Ledger
@@ -24,6 +22,7 @@ from onetrunk.trainers.hacking_monitor import HackingMonitor
 from onetrunk.trainers.reference_completions import sample_references
 from tests.stages.recipes import ROOT
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.trainers.hub_stub import stand_in
 from tests.trainers.support import make_trainer, prompts
 
 CHECKS = """
@@ -143,15 +142,13 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
 
 
 def test_what_the_judge_said_is_not_pushed_to_the_hub(there, monkeypatch):
-    uploads = []
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **kw: RepoUrl(f"https://huggingface.co/{repo_id}"))
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **kwargs: uploads.append(kwargs["ignore_patterns"]))
-    pushing = ["--push_to_hub", "true", "--hub_model_id", "someone/tiny", "--num_rollouts", "1"]
+    hub = stand_in(monkeypatch)
+    pushing = ["--push_to_hub", "true", "--hub_model_id", "someone/judged", "--num_rollouts", "1"]
     assert ppo("pushed", "--reward_funcs", "pairwise", *JUDGE, *pushing) == 0
-    paths = [str(path.relative_to("pushed")) for path in Path("pushed").rglob("*") if path.is_file()]
-    pushed = list(filter_repo_objects(paths, ignore_patterns=uploads[-1]))
-    assert "adapter_model.safetensors" in pushed and len([path for path in paths if ".jsonl" in path]) >= 2
-    assert not [path for path in pushed if ".jsonl" in path]
+    hub.close()
+    assert len([path for path in Path("pushed").rglob("*.jsonl") if path.is_file()]) >= 2
+    assert "adapter_model.safetensors" in hub.files
+    assert not [name for name in hub.files if ".jsonl" in name]
 
 
 def test_a_column_of_reference_completions_is_taken_as_it_is(there):

@@ -4,11 +4,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants, utils
+from huggingface_hub import constants
 
 from onetrunk.trainers import hub as pushing
 from tests.stages.small_runs import TRAINING, make_material, run
-from tests.trainers.hub_stub import HubStub
+from tests.trainers.hub_stub import stand_in
 
 PUSH = ["--push_to_hub", "true", "--hub_model_id", "someone/out"]
 NOWHERE = ["--model_name_or_path", "./nowhere"]
@@ -29,14 +29,8 @@ def material(tmp_path_factory):
 
 @pytest.fixture
 def hub(material, monkeypatch):
-    """A Hub that this process takes for the real one; what huggingface_hub reads once at import is set by hand."""
-    stub = HubStub()
+    stub = stand_in(monkeypatch)
     monkeypatch.chdir(material)
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
-    for name, value in {"ENDPOINT": stub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
-    utils.close_session()
     pushing._require_write.cache_clear()
     yield stub
     stub.close()

@@ -9,6 +9,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from huggingface_hub import constants, utils
+
 
 class HubStub:
     """Serves in a thread; `files` maps path in the repository to bytes, `commits` lists (summary, paths).
@@ -36,6 +38,17 @@ class HubStub:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+def stand_in(monkeypatch: Any) -> HubStub:
+    """Return a Hub that this process takes for the real one; what is read once at import is set by hand."""
+    stub = HubStub()
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    for name, value in {"ENDPOINT": stub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+    utils.close_session()
+    return stub
 
 
 class _Handler(BaseHTTPRequestHandler):

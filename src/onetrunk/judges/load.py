@@ -124,6 +124,17 @@ def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None =
     return judges[0] if len(judges) == 1 else EnsembleJudge(judges)
 
 
+def check_judge(judge: Judge) -> None:
+    """Ask the servers among a judge's members whether they are there and can do what is asked of them.
+
+    Raises:
+        ValueError, RuntimeError: see `ServerJudge.check`.
+    """
+    for member in judge.judges if isinstance(judge, EnsembleJudge) else [judge]:
+        if str(member.identity.get("kind")) == "server":
+            member.check()
+
+
 def _judge(spec: str, settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> Judge:
     if spec == RUBRIC:
         return _rubric(settings, resolve)

@@ -19,7 +19,7 @@ from onetrunk.feedback.failures import FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeSettings, load_judge
+from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.ops.win_rate import Estimate, WinRate, pair_outcomes, win_rate
 from onetrunk.rewards.base import resolve_reward
@@ -103,7 +103,9 @@ def plan_comparison(
     constitution = load_constitution(settings.constitution)
     if not judges_here:
         return Comparison(opponent, checks)
-    return Comparison(opponent, checks, load_judge(settings, resolve_reward), constitution)
+    judge = load_judge(settings, resolve_reward)
+    check_judge(judge)
+    return Comparison(opponent, checks, judge, constitution)
 
 
 def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair]) -> Contest:

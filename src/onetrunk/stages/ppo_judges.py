@@ -14,7 +14,7 @@ from typing import Any
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeSettings, load_judge
+from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
 from onetrunk.rewards.base import RewardFunction, resolve_reward
 from onetrunk.rewards.judge import JudgeReward
 from onetrunk.rewards.pairwise import PairwiseReward
@@ -94,7 +94,9 @@ def run_judges(
 
 def _loaded(settings: JudgeSettings) -> tuple[Judge, Constitution]:
     constitution = load_constitution(settings.constitution)
-    return load_judge(settings, resolve_reward), constitution
+    judge = load_judge(settings, resolve_reward)
+    check_judge(judge)
+    return judge, constitution
 
 
 def _monitor_parts(

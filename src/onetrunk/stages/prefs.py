@@ -54,7 +54,7 @@ def make(args: Any, judge_settings: Any, model_args: Any, folder: Path) -> Any:
         folder: of the run; nobody else writes this part of it.
     """
     from onetrunk.judges.constitution import load_constitution
-    from onetrunk.judges.load import load_judge
+    from onetrunk.judges.load import check_judge, load_judge
     from onetrunk.rewards.base import resolve_reward
     from onetrunk.stages.prefs_flow import make_rows
     from onetrunk.stages.prefs_output import claim_folder
@@ -66,6 +66,8 @@ def make(args: Any, judge_settings: Any, model_args: Any, folder: Path) -> Any:
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
+    if judge is not None:
+        check_judge(judge)
     try:
         return make_rows(args, model_args, constitution, judge, folder)
     except (KeyboardInterrupt, Terminated):
