@@ -5,6 +5,7 @@ Sampling goes on in a thread, some chunks ahead of the judge (feedback/pipeline.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -95,7 +96,7 @@ def load_critic(args: PrefsArguments, model_args: ModelArguments, policy: TextSa
     return replace(policy, params=replace(policy.params, max_completion_length=args.max_critique_length))
 
 
-class Flow:
+class Flow(ABC):
     """Chunks of prompts become rows of one file; what a chunk goes through is the subclasses'.
 
     Args:
@@ -110,13 +111,13 @@ class Flow:
         self.counts: Counter[str] = Counter()
         self.num_rows = 0
 
+    @abstractmethod
     def produced(self, chunks: Iterator[list[PromptItem]]) -> Iterator[Product]:
         """Yield each chunk with what was sampled for it; runs in the sampling thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def label(self, items: list[PromptItem], product: Any) -> Rows:
         """Return the rows of a chunk; runs in the main thread."""
-        raise NotImplementedError
 
     def statistics(self) -> dict[str, Any]:
         """Return the figures of all chunks."""
