@@ -1,5 +1,6 @@
 """Alarms in real runs that go wrong in a known way: raised once, explained, logged, resumed, and ending the run."""
 
+import itertools
 import logging
 import math
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.trainers.alarm_rules import CHANCE_NATS, RULES, find
 from onetrunk.trainers.alarm_settings import ALARMS
+from onetrunk.trainers.alarms import fewest_checkpoints
 from onetrunk.trainers.good_checkpoint import last_checkpoint
 from onetrunk.trainers.ppo import PPOTrainer
 from onetrunk.trainers.ppo_config import PPOConfig
@@ -248,11 +251,41 @@ def test_a_second_training_of_the_same_trainer_begins_anew(tmp_path, caplog):
 
 
 def test_too_few_checkpoints_to_reach_back_before_an_alarm_are_told_at_the_start(tmp_path, caplog):
-    # 4 rollouts of 2 steps lie between the good checkpoint and the end: 4 checkpoints, and the end's own.
-    for limit, is_told in ((4, True), (5, False)):
+    # At the end of a bad rollout of 2 steps the good checkpoint is 4 steps old: the fourth of those before the end's.
+    for limit, is_told in ((3, True), (4, False)):
         caplog.clear()
-        stopping(tmp_path / str(limit), stop_on_alarm=["kl"], save_total_limit=limit, num_rollouts=1).train()
-        assert [("set it to 5 or more" in text) for text in said(caplog)] == [True] * is_told
+        settings = {"stop_on_alarm": ["kl"], "save_total_limit": limit, "save_steps": 1, "num_rollouts": 1}
+        stopping(tmp_path / str(limit), **settings).train()
+        assert [("set it to 4 or more" in text) for text in said(caplog)] == [True] * is_told
+
+
+def test_so_many_checkpoints_reach_back_before_a_bad_rollout_and_no_fewer():
+    for every, slots in itertools.product(range(1, 13), range(1, 9)):
+        reach = []
+        for end in range(4 * slots, 40 * slots, slots):
+            before = [step for step in range(every, end, every)]
+            if before and before[0] <= end - 2 * slots:
+                reach.append(sum(step > end - 2 * slots for step in before) + 1)
+        assert fewest_checkpoints(every, slots) == max(reach), (every, slots)
+
+
+@pytest.mark.parametrize(("save_steps", "limit"), [(2, 2), (1, 4), (4, 2)])
+def test_the_checkpoint_that_an_alarm_names_is_not_deleted_before(tmp_path, caplog, save_steps, limit):
+    settings = {"stop_on_alarm": ["all"], "save_steps": save_steps, "save_total_limit": limit}
+    trainer = stopping(tmp_path, **settings)
+    trainer.train()
+    (sentence,) = said(caplog)
+    assert trainer.state.global_step == 12 and "from before it is checkpoint-4: " in sentence
+    folders = checkpoint_folders(tmp_path)
+    assert folders[0].name == "checkpoint-4" and len(folders) <= max(limit, 3)
+    assert checkpoint_problems(folders[0]) == []
+
+
+def test_a_checkpoint_from_before_what_is_over_is_deleted_in_its_turn(tmp_path):
+    # Rollout 3 alone is bad: never an alarm.
+    backend = ByRollout(lambda number: REPEATS if number == 3 else LONG)
+    stopping(tmp_path, backend=backend, save_total_limit=2).train()
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-22", "checkpoint-24"]
 
 
 class NanAtTheEnd(PPOTrainer):
@@ -277,6 +310,8 @@ def test_nothing_is_saved_where_the_alarm_falls_on_a_gradient_that_is_not_finite
     [
         (True, list(ALARMS)),
         (["true"], list(ALARMS)),
+        ("all", list(ALARMS)),
+        (["all"], list(ALARMS)),
         (False, None),
         ("false", None),
         (None, None),
@@ -296,7 +331,7 @@ def test_stop_on_alarm_is_a_boolean_or_names(tmp_path, given, kept):
     [
         (
             {"stop_on_alarm": ["kk"]},
-            "stop_on_alarm names 'kk', which is no alarm; set it to true, false, or some of kl,",
+            "stop_on_alarm names 'kk', which is no alarm; set it to all, null, or some of kl,",
         ),
         ({"stop_on_alarm": ["kl"], "alarm_kl": None}, "stop_on_alarm names kl, and alarm_kl is null; give it a limit"),
         ({"alarm_patience": 0}, "alarm_patience is 0; it must be a whole number above 0"),

@@ -29,11 +29,7 @@ def _limit(default: float, text: str) -> Any:
 
 @dataclass(repr=False)
 class AlarmSettings:
-    """The part of PPOConfig that speaks of alarms; it stands before TrainingArguments.
-
-    Raises:
-        ValueError: a limit out of range, or an alarm that there is not.
-    """
+    """The part of PPOConfig that speaks of alarms; it stands before TrainingArguments."""
 
     alarm_kl: float | None = _limit(100.0, "Alarm where the KL to the reference exceeds it, nats per completion.")
     alarm_negative_kl: float | None = _limit(
@@ -61,25 +57,27 @@ class AlarmSettings:
     stop_on_alarm: list[str] | None = field(
         default=None,
         metadata={
-            "help": "true: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): these do; false or"
-            " null: none, they only warn."
+            "help": "all (or true): any alarm ends the run, with a checkpoint; names (kl, entropy, ...): these do;"
+            " null (or false): none, they only warn."
         },
     )
 
-    def __post_init__(self) -> None:
-        for name in ALARMS:
-            _check_limit(name, getattr(self, f"alarm_{name}"))
-        if (
-            not isinstance(self.alarm_patience, int)
-            or isinstance(self.alarm_patience, bool)
-            or self.alarm_patience < 1
-        ):
-            raise ValueError(f"alarm_patience is {self.alarm_patience!r}; it must be a whole number above 0")
-        self.stop_on_alarm = stopping_alarms(self.stop_on_alarm)
-        off = [name for name in self.stop_on_alarm or () if getattr(self, f"alarm_{name}") is None]
-        if off and len(self.stop_on_alarm) < len(ALARMS):
-            raise ValueError(f"stop_on_alarm names {off[0]}, and alarm_{off[0]} is null; give it a limit")
-        super().__post_init__()
+
+def check_alarm_settings(config: AlarmSettings) -> None:
+    """Check the settings of alarms, and write out the names that `stop_on_alarm` stands for.
+
+    Raises:
+        ValueError: a limit out of range, or an alarm that there is not.
+    """
+    for name in ALARMS:
+        _check_limit(name, getattr(config, f"alarm_{name}"))
+    patience = config.alarm_patience
+    if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+        raise ValueError(f"alarm_patience is {patience!r}; it must be a whole number above 0")
+    config.stop_on_alarm = stopping_alarms(config.stop_on_alarm)
+    off = [name for name in config.stop_on_alarm or () if getattr(config, f"alarm_{name}") is None]
+    if off and len(config.stop_on_alarm) < len(ALARMS):
+        raise ValueError(f"stop_on_alarm names {off[0]}, and alarm_{off[0]} is null; give it a limit")
 
 
 def stopping_alarms(given: Any) -> list[str] | None:
@@ -92,12 +90,12 @@ def stopping_alarms(given: Any) -> list[str] | None:
     words = [str(word).lower() for word in named or ()]
     if not words or words == ["false"]:
         return None
-    if words == ["true"]:
+    if words in (["all"], ["true"]):
         return list(ALARMS)
     unknown = [word for word in words if word not in ALARMS]
     if unknown:
         raise ValueError(
-            f"stop_on_alarm names {unknown[0]!r}, which is no alarm; set it to true, false, or some of"
+            f"stop_on_alarm names {unknown[0]!r}, which is no alarm; set it to all, null, or some of"
             f" {', '.join(ALARMS)}"
         )
     return [name for name in ALARMS if name in words]

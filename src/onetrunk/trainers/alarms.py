@@ -14,6 +14,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from onetrunk.checkpoints.folders import LEAST_KEPT
 from onetrunk.trainers.alarm_rules import OF_FIRST, RULES, Finding, find
 from onetrunk.trainers.alarm_settings import ALARMS
 from onetrunk.trainers.good_checkpoint import last_checkpoint
@@ -24,6 +25,17 @@ logger = get_logger(__name__)
 
 # Their means are what the first rollouts were like.
 NUM_FIRST = 3
+
+
+def fewest_checkpoints(every: int, slots: int) -> int:
+    """Return how many of the newest checkpoints reach back before a rollout that has just been found bad.
+
+    Args:
+        every: steps between two checkpoints.
+        slots: steps of a rollout.
+    """
+    # The newest is gcd(every, slots) steps old at least, the one that is needed two rollouts at most.
+    return 1 + math.ceil((2 * slots - math.gcd(every, slots)) / every)
 
 
 class Alarms(TrainerCallback):
@@ -56,19 +68,25 @@ class Alarms(TrainerCallback):
             if self._in_a_row[name] >= config.alarm_patience:
                 self._in_a_row[name] = 0
 
+    def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
+        """Return the last checkpoints from before each condition that holds at a step, raised or not yet."""
+        slots, output_dir = config.slots_per_rollout, Path(config.output_dir)
+        end = step - step % slots
+        # The weights that sampled the first bad rollout are bad, those that sampled the one before were not.
+        steps = {end - (count + 1) * slots for count in self._in_a_row.values() if count}
+        return {output_dir / name for name in (last_checkpoint(output_dir, good) for good in steps) if name}
+
     # --- transformers calls -----------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The trainer loads the state of a checkpoint behind this.
         self._begin_anew()
-        limit, every = args.save_total_limit, state.save_steps
-        if args.stop_on_alarm and limit is not None and args.save_strategy == "steps" and every:
-            # Beside the one that the end saves, and the one whose weights showed the alarm first.
-            needed = math.ceil((args.alarm_patience + 1) * args.slots_per_rollout / every) + 1
-            if limit < needed:
+        if args.stop_on_alarm and args.save_total_limit and args.save_strategy == "steps" and state.save_steps:
+            needed = fewest_checkpoints(int(state.save_steps), args.slots_per_rollout)
+            if max(args.save_total_limit, LEAST_KEPT) < needed:
                 logger.warning(
-                    f"save_total_limit {limit} with save_steps {every:g} may leave no checkpoint from before an alarm,"
-                    f" which takes alarm_patience {args.alarm_patience} rollouts; set it to {needed} or more"
+                    f"save_total_limit {args.save_total_limit} with save_steps {state.save_steps:g} may leave no"
+                    f" checkpoint from before an alarm; set it to {needed} or more"
                 )
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -46,6 +46,10 @@ class BranchCheckpoints(SafeCheckpoints):
         """Return whether the last gradient was finite."""
         return not self.guard.is_bad
 
+    def needed_checkpoints(self) -> set[Path]:
+        """Return the last checkpoints from before what the alarms count."""
+        return self.alarms.needed_checkpoints(self.state.global_step, self.args)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self._stream.save(output_dir)

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.trunk_cache import PLACES
-from onetrunk.trainers.alarm_settings import AlarmSettings
+from onetrunk.trainers.alarm_settings import AlarmSettings, check_alarm_settings
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
 from onetrunk.trainers.foreign_keys import (
     FIXED,
@@ -172,6 +172,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
+        check_alarm_settings(self)
         self._choose_best_metric()
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
@@ -225,10 +226,8 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
             self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
 
     def _check_ranges(self) -> None:
-        whole = (
-            "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
-        )
-        whole += " num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
+        whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
+        whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
         whole += " per_device_train_batch_size per_device_eval_batch_size"
         for name in whole.split():
             _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
