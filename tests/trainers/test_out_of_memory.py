@@ -57,6 +57,7 @@ def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, when, most):
         assert logged(halved, name) == pytest.approx(logged(whole, name), abs=1e-5), name
     size = halved.pack_size if when is in_update else halved._stream.scorer.pack_size
     assert size.num_halvings == {1: 2, 2: 1, 3: 1}[most] and size.most_rows <= most
+    assert set(logged(halved, "memory/halvings")) == {size.num_halvings} and not logged(whole, "memory/halvings")
     said = [r.getMessage() for r in caplog.records if "the memory did not hold" in r.getMessage()]
     assert len(said) == size.num_halvings and "Tried to allocate 1.00 GiB.)" in said[0] and "\n" not in said[0]
     assert f"Set per_device_train_batch_size to {size.most_rows}" in said[-1]

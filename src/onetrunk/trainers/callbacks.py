@@ -6,11 +6,15 @@ Knows the trainer's state; no tensors but gradients.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
@@ -43,11 +47,25 @@ def short_number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def optimizer_state(optimizer: Optimizer) -> list[Tensor]:
+    """Return the floating-point tensors of an optimizer's state; those in 8 bit are none."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
+
+
+@torch.no_grad()
+def are_finite(tensors: list[Tensor]) -> bool:
+    """Return whether no entry is NaN or infinite; one wait for the device."""
+    # The largest magnitude: no square overflows, and NaN stays.
+    return not tensors or bool(get_total_norm(tensors, norm_type=math.inf).isfinite())
+
+
 class StepGuard(TrainerCallback):
     """Empties an optimizer step whose gradient is not finite or that exceeds `target_kl`; stops after some in a row.
 
     A gradient of None leaves weights and optimizer state alone, while the schedule and the step count go on. Nothing
-    is saved after a step that was not finite.
+    is saved after a step that was not finite. An optimizer whose state is not finite takes no step, and one whose step
+    makes it so, or the weights, is the last: both end the run before anything is saved.
 
     Args:
         max_skipped_steps: non-finite steps in a row after which the run stops.
@@ -67,7 +85,13 @@ class StepGuard(TrainerCallback):
         self.is_empty = is_empty
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        optimizer: Optimizer,
+        **kwargs: Any,
     ) -> None:
         self.is_bad = not self.grad_norm < float("inf")
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if self.is_bad else 0
@@ -81,6 +105,31 @@ class StepGuard(TrainerCallback):
                 f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
                 f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
                 " scores, then resume from the last checkpoint"
+            )
+
+        if not self.is_empty and not are_finite(optimizer_state(optimizer)):
+            raise RuntimeError(
+                f"the optimizer's state is not finite before step {state.global_step + 1}; the weights are those"
+                " before it. Resume from an earlier checkpoint, or start a new run from the saved adapter"
+            )
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        optimizer: Optimizer,
+        **kwargs: Any,
+    ) -> None:
+        if self.is_empty:
+            return
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not are_finite([*weights, *optimizer_state(optimizer)]):
+            raise RuntimeError(
+                f"step {state.global_step + 1}, of a gradient with norm {short_number(self.grad_norm)}, left weights"
+                " or optimizer state that are not finite; nothing of it is saved. Lower learning_rate or set"
+                " max_grad_norm, then resume from the last checkpoint"
             )
 
     def on_step_end(

@@ -63,10 +63,29 @@ class PackLoop(Trainer):
         try:
             return self._run_all_packs(model, minibatch)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            # Of several processes one alone can't make a step again whose gradients the others wait for.
-            if not is_out_of_memory(error) or self.accelerator.num_processes > 1:
+            if not is_out_of_memory(error):
                 raise
+            if self.accelerator.num_processes > 1:
+                raise self._alone(minibatch, error) from error
             return str(error)
+
+    def _alone(self, minibatch: Minibatch, error: BaseException) -> RuntimeError:
+        rows, width = (max(e.pack.input_ids.shape[i] for e in minibatch.experiences) for i in (0, 1))
+        reason = (str(error) or "out of memory").splitlines()[0]
+        return RuntimeError(
+            f"the memory of process {self.accelerator.process_index} does not hold the update of {rows} rows x {width}"
+            f" tokens ({reason}). One of several processes can't make a step again whose gradients the others wait"
+            f" for: set per_device_train_batch_size to {max(1, rows // 2)}, lower microbatch_tokens or"
+            " max_completion_length, or set activation_checkpointing, then resume"
+        )
+
+    def memory_figures(self) -> dict[str, float]:
+        """Return `memory/halvings`, how often update and scoring have had to take half the rows; nothing where never.
+
+        It counts from the start of this process."""
+        count = self.pack_size.num_halvings
+        count += self._stream.scorer.pack_size.num_halvings if self._stream else 0
+        return {"memory/halvings": float(count)} if count else {}
 
     def _run_all_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor:
         total = torch.zeros((), device=self.accelerator.device)

@@ -262,7 +262,7 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
         """Log `logs` together with the PPO metrics gathered since the last log."""
         if "loss" in logs:
             self._drop_non_finite_loss(logs["loss"])
-            logs = {**logs, **self.metric_log.flush()}
+            logs = {**logs, **self.metric_log.flush(), **self.memory_figures()}
             if self._stream and self._stream.last_scored:
                 self.samples.record(f"step-{self.state.global_step:06d}", self._stream.last_scored)
                 self._stream.last_scored = None
