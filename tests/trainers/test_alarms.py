@@ -296,10 +296,11 @@ class NanAtTheEnd(PPOTrainer):
         return loss * math.nan if self.state.global_step + 1 == 12 else loss
 
 
-def test_nothing_is_saved_where_the_alarm_falls_on_a_gradient_that_is_not_finite(tmp_path):
+def test_where_the_alarm_falls_on_a_gradient_that_is_not_finite_the_run_ends_with_the_next_that_is(tmp_path):
     trainer = stopping(tmp_path, stop_on_alarm=["true"], save_strategy="no", trainer_class=NanAtTheEnd)
     trainer.train()
-    assert trainer.state.global_step == 12 and not list(tmp_path.glob("checkpoint-*"))
+    assert trainer.state.global_step == 13
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-13"]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ OTHERS: dict[str, Any] = {
     "value_learning_rate": 0.1, "warmup_steps": 1, "weight_decay": 0.1, "rollout_batch_size": 8,
     "chat_template_kwargs": {"x": 1}, "capture_trunk_states": False, "save_strategy": "steps", "report_to": ["none"],
     "logging_strategy": "epoch", "max_grad_norm": 0.5, "kl_estimator": "k3", "value_head_init": "nowhere",
+    "alarm_length_collapse": 0.1, "alarm_length_explosion": 0.1, "alarm_repeated_ngrams": 0.1,
+    "alarm_clip_fraction": 0.1, "alarm_skipped_steps": 0.1, "alarm_explained_variance": -2.0, "stop_on_alarm": ["kl"],
 }  # fmt: skip
 # What a value needs beside it.
 WITH: dict[str, dict[str, Any]] = {

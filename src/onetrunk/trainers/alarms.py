@@ -43,10 +43,12 @@ class Alarms(TrainerCallback):
 
     Args:
         metrics: returns the run's MetricLog, whose totals are those of the rollout.
+        may_save: says whether the last step left weights that may be saved; until then a run that is to end goes on.
     """
 
-    def __init__(self, metrics: Callable[[], MetricLog]):
+    def __init__(self, metrics: Callable[[], MetricLog], may_save: Callable[[], bool]):
         self.metrics = metrics
+        self.may_save = may_save
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -54,6 +56,8 @@ class Alarms(TrainerCallback):
         self._in_a_row = dict.fromkeys(ALARMS, 0)
         self._first_sums = dict.fromkeys(OF_FIRST.values(), 0.0)
         self._num_first = 0
+        # An alarm has ended the run, which waits for weights that may be saved.
+        self._is_ending = False
         self.explanation: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,8 +94,14 @@ class Alarms(TrainerCallback):
                 )
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % args.slots_per_rollout:
-            return
+        if state.global_step % args.slots_per_rollout == 0:
+            self._end_rollout(args, state)
+        if self._is_ending and self.may_save():
+            control.should_training_stop = control.should_save = True
+
+    # --- judging ----------------------------------------------------------------------------------------------------
+
+    def _end_rollout(self, args: PPOConfig, state: TrainerState) -> None:
         log = self.metrics()
         figures = log.totals.finish(log.accelerator)
         is_raised = self._judge(figures, args)
@@ -101,10 +111,7 @@ class Alarms(TrainerCallback):
         stopping = [name for name in raised if name in (args.stop_on_alarm or ())]
         for name, finding in raised.items():
             self._say(name, finding, args, state, name in stopping)
-        if stopping:
-            control.should_training_stop = control.should_save = True
-
-    # --- judging ----------------------------------------------------------------------------------------------------
+        self._is_ending = self._is_ending or bool(stopping)
 
     def _judge(self, figures: dict[str, float], args: PPOConfig) -> dict[str, Finding | None]:
         """Return the alarms that are on, by name, with a finding where the alarm is raised now."""

@@ -117,7 +117,7 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
         self.trunk_plan = run.trunk_plan
         self.progress.opening = run.trunk_plan.report
         self.guard = StepGuard(args.max_skipped_steps)
-        self.alarms = Alarms(lambda: self.metric_log)
+        self.alarms = Alarms(lambda: self.metric_log, self.may_save)
         self.pack_size = PackSize("the update")
         self._stream: ExperienceStream | None = None
         self._finite_loss = 0.0
