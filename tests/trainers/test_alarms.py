@@ -315,6 +315,8 @@ def test_where_the_alarm_falls_on_a_gradient_that_is_not_finite_the_run_ends_wit
         (["all"], list(ALARMS)),
         (False, None),
         ("false", None),
+        (["null"], None),
+        (["none"], None),
         (None, None),
         ([], None),
         ("kl", ["kl"]),

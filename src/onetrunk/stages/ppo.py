@@ -40,6 +40,8 @@ def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: 
     if trainer.is_world_process_zero():
         if judges.monitor is not None and judges.monitor.explanation:
             print(f"ppo: the monitor's last alarm: {judges.monitor.explanation}")
+        if trainer.alarms.explanation:
+            print(f"ppo: the last alarm: {trainer.alarms.explanation}")
         print(f"ppo: saved the adapter in {args.output_dir}")
     trainer.accelerator.end_training()
 

@@ -57,8 +57,8 @@ class AlarmSettings:
     stop_on_alarm: list[str] | None = field(
         default=None,
         metadata={
-            "help": "all (or true): any alarm ends the run, with a checkpoint; names (kl, entropy, ...): these do;"
-            " null (or false): none, they only warn."
+            "help": "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): these do; null: none,"
+            " they only warn."
         },
     )
 
@@ -88,7 +88,7 @@ def stopping_alarms(given: Any) -> list[str] | None:
     """
     named = [given] if isinstance(given, (str, bool)) else given
     words = [str(word).lower() for word in named or ()]
-    if not words or words == ["false"]:
+    if not words or words in (["false"], ["null"], ["none"]):
         return None
     if words in (["all"], ["true"]):
         return list(ALARMS)

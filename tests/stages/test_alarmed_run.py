@@ -1,0 +1,48 @@
+"""`onetrunk ppo` with alarms in YAML: the run that one ends, its last words, and going on from there."""
+
+import json
+
+import pytest
+
+from onetrunk.checkpoints.folders import checkpoint_folders
+from tests.stages.small_runs import make_material, run
+
+# No policy over fewer than 22,026 words has 10 nats of entropy: the alarm comes with the second rollout.
+YAML = """
+num_rollouts: 3
+num_ppo_epochs: 4
+alarm_entropy: 10.0
+alarm_patience: 2
+alarm_kl: null
+stop_on_alarm: {names}
+"""
+
+
+@pytest.mark.parametrize("names", ["all", "[entropy, negative_kl]"])
+def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tmp_path, monkeypatch, capsys, names):
+    monkeypatch.chdir(tmp_path)
+    make_material(tmp_path)
+    (tmp_path / "ppo.yaml").write_text(YAML.format(names=names))
+    assert run("ppo", "--config", "ppo.yaml", "--num_rollouts", 3) == 0
+    (folder,) = checkpoint_folders("out-ppo")
+    assert folder.name == "checkpoint-8" and (tmp_path / "out-ppo" / "adapter_model.safetensors").is_file()
+    out = capsys.readouterr().out
+    assert "ppo: the last alarm: alarm entropy at step 8: the policy's entropy, nats per token, is " in out
+    assert out.rstrip().endswith("ppo: saved the adapter in out-ppo")
+    logged = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert [entry["alarm/entropy"] for entry in logged if "alarm/entropy" in entry] == [0.0, 1.0]
+    assert not any("alarm/kl" in entry for entry in logged)
+    # Limits and stops are free to change.
+    options = ["--num_rollouts", 3, "--stop_on_alarm", "null", "--alarm_entropy", 0.001]
+    assert run("ppo", "--config", "ppo.yaml", "--resume", "auto", *options) == 0
+    assert (tmp_path / "out-ppo" / "manifest.json").is_file()
+    assert "ppo: the last alarm" not in capsys.readouterr().out
+
+
+def test_a_name_that_is_no_alarm_is_a_mistake_of_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_material(tmp_path)
+    assert run("ppo", "--stop_on_alarm", "entropie") == 2
+    assert "stop_on_alarm names 'entropie', which is no alarm; set it to all, null, or some of kl," in (
+        capsys.readouterr().err
+    )
