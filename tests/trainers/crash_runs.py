@@ -148,7 +148,8 @@ def digest(trainer: Any) -> dict[str, str]:
         parts["kl"] = stream.kl_controller.state_dict()
         parts["scores"] = stream.score_moments.state_dict()
         parts["place"] = repr(stream.state)
-        parts["alarms"] = trainer.alarms.state_dict()
+        if trainer.optimizer is not None:
+            parts["alarms"] = trainer.alarms.state_dict()
     return {name: hashlib.sha256(_text(part)).hexdigest() for name, part in parts.items()}
 
 

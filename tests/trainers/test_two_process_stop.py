@@ -46,7 +46,7 @@ def goes_on_to_the_same_end(folder: Path) -> None:
     assert digests(folder) == whole()
 
 
-@pytest.mark.parametrize("how", ["token", pytest.param("score", marks=pytest.mark.slow), "update"])
+@pytest.mark.parametrize("how", ["token", *(pytest.param(how, marks=pytest.mark.slow) for how in ("score", "update"))])
 def test_a_signal_to_one_process_stops_both_at_the_same_step(tmp_path, how):
     done = launched(tmp_path / "run", how)
     assert done.returncode == 0, done.stderr[-3000:]
