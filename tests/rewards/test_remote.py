@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -138,8 +139,10 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
 @pytest.mark.parametrize("fault", [f for f in NOT_SOLD if f not in ("empty_choices", "no_text")])
 def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice(fault, rate):
     prompts, completions = rows(16 if fault in ("hang", "trickle") else 60)
+    # A busy machine answers late, and a late answer is sold twice: only a server that hangs is to miss its deadline.
+    policy = PATIENT if fault in ("hang", "trickle") else replace(PATIENT, call_timeout_s=10.0)
     with StubServer(routes=ROUTES, fault=fault, rate=rate) as stub:
-        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=PATIENT)
+        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=policy)
         found = call(reward, prompts, completions)
     assert found == pytest.approx([draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)])
     assert set(stub.sold.values()) == {1} and len(stub.sold) == len(prompts) / 2
