@@ -11,7 +11,7 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.locks import held_folder
 from tests.trainers import crash_runs
 from tests.trainers.killing import CONTEXT, digest_of, exit_code, resumed_equals_uninterrupted, started, uninterrupted
-from tests.trainers.support import make_trainer
+from tests.trainers.support import make_trainer, prompts
 
 
 @pytest.mark.parametrize("kind", ["ppo", "reward"])
@@ -42,6 +42,26 @@ def test_the_estimate_is_an_upper_bound_that_is_not_far_off(tmp_path):
     trainer.train()
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoint-1").rglob("*") if path.is_file())
     assert written <= checkpoint_bytes(trainer) <= written + OTHER_BYTES
+
+
+def test_the_estimate_holds_the_states_of_a_rollout_in_use(tmp_path):
+    from onetrunk.trainers.disk_room import OTHER_BYTES, checkpoint_bytes
+
+    settings = {"adapter_layers": "top-1", "trunk_cache": "cpu", "num_ppo_epochs": 2, "rollout_batch_size": 64}
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_completion_length=60, **settings)
+    trainer.train()
+    assert trainer.trunk_plan.captures_states
+    sizes = [sum(path.stat().st_size for path in (tmp_path / f"checkpoint-{i}").rglob("*")) for i in (1, 2)]
+    states = sizes[0] - sizes[1]
+    assert states > 300_000  # In the middle of a rollout, and behind it.
+    assert trainer.own_state_bytes() >= states and sizes[0] <= checkpoint_bytes(trainer) <= 2 * sizes[0] + OTHER_BYTES
+
+
+def test_a_limit_of_one_keeps_two_also_beside_the_best(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"save_total_limit": 1, "load_best_model_at_end": True, "num_rollouts": 4}
+    make_trainer(tmp_path, eval_dataset=prompts(3), **settings).train()
+    assert len(checkpoint_folders(tmp_path)) >= 2
 
 
 def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):

@@ -34,7 +34,7 @@ NAMES = ("run_name",)
 # A text field that is also read as a boolean: True resumes from the last checkpoint.
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
-TEXT_OR_BOOLEAN = (RESUME,)
+TEXT_OR_BOOLEAN = (RESUME, "stop_on_alarm")
 
 
 class UsageError(ValueError):

@@ -32,6 +32,18 @@ class BranchCheckpoints(SafeCheckpoints):
         rollouts_per_pass = math.ceil(len(self.train_dataset) / args.rollout_batch_size)
         return math.ceil(args.num_train_epochs * rollouts_per_pass * args.slots_per_rollout)
 
+    def own_state_bytes(self) -> int:
+        """Return the bytes of a rollout in use: rows at their longest, and their states where sampling made them."""
+        args = self.args
+        longest = max(map(len, self.train_dataset["prompt_ids"]))
+        rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
+        # Ids and mask of the row and of its completion are int64; seven figures of a token are float32.
+        per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
+        if self.trunk_plan.captures_states:
+            hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
+            per_row += 4 * width * hidden_size
+        return rows * per_row
+
     def own_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, and where the alarms stand."""
         return {**self.metric_log.state_dict(), "alarms": self.alarms.state_dict()}

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from onetrunk.checkpoints.folders import (
+    LEAST_KEPT,
     PREFIX,
     STAGING,
     begin_staging,
@@ -85,6 +86,10 @@ class SafeCheckpoints(Trainer):
         """Return how many optimizer steps the run is to have in all."""
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
 
+    def own_state_bytes(self) -> int:
+        """Return how many bytes a checkpoint holds at most beside weights and optimizer, in all processes."""
+        return 0
+
     def may_save(self) -> bool:
         """Return whether the weights are worth a checkpoint at this step."""
         return True
@@ -107,6 +112,9 @@ class SafeCheckpoints(Trainer):
             Stopped: a signal came; a SystemExit with code 0.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
+        if self.args.save_total_limit:
+            # With a limit of 1 Trainer itself would delete, at its end, all but the best.
+            self.args.save_total_limit = max(self.args.save_total_limit, LEAST_KEPT)
         self._mirror = open_mirror(self.args)
         self._resume_from = locate(resume_from_checkpoint, self.args, self.needed_files, self._mirror)
         self._saved_step, self._save_waits, self.is_pass_end = None, False, False

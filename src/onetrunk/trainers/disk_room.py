@@ -28,7 +28,7 @@ def checkpoint_bytes(trainer: Any) -> int:
     if not isinstance(model, PeftModel):
         saved = list(model.parameters())
     bytes_saved = sum(p.numel() * p.element_size() for p in saved)
-    return bytes_saved + OPTIMIZER_BYTES * sum(p.numel() for p in trained) + OTHER_BYTES
+    return bytes_saved + OPTIMIZER_BYTES * sum(p.numel() for p in trained) + OTHER_BYTES + trainer.own_state_bytes()
 
 
 def require_room(trainer: Any) -> None:
