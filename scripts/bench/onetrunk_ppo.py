@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 from workload import LORA, PAD, ForceLength, Meter, Workload
 
 from onetrunk import PPOConfig, PPOTrainer, __version__
-from onetrunk.types import Rollout
+from onetrunk.types import Experience, Rollout
 
 
 class ForceLengthOfRunningRows(LogitsProcessor):
@@ -71,6 +72,7 @@ class Marks(TrainerCallback):
         self.work = work
         self.meter = meter
         self.rollouts: list[Rollout] = []
+        self.tokens = self.padded_tokens = self.forwards = 0
 
     def attach(self, trainer: PPOTrainer) -> None:
         """Stand around the sampler and the training step of a trainer."""
@@ -89,9 +91,23 @@ class Marks(TrainerCallback):
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
             self.meter.enter("update")
+            self._count(args[1]["minibatch"].experiences)
             return step(*args, **kwargs)
 
         sampler.generate, trainer.training_step = generate, training_step
+
+    def _count(self, experiences: Sequence[Experience]) -> None:
+        self.forwards += len(experiences)
+        for experience in experiences:
+            mask = experience.pack.attention_mask
+            self.tokens += int(mask.sum())
+            self.padded_tokens += mask.numel()
+
+    @property
+    def update_packs(self) -> dict[str, float]:
+        """Forwards of the update in one epoch, and the share of their tokens that is padding."""
+        epochs = len(self.rollouts) * self.work.epochs
+        return {"forwards": self.forwards / epochs, "padding": round(1 - self.tokens / self.padded_tokens, 3)}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.enter("between")
@@ -109,7 +125,7 @@ def ppo_config(work: Workload, folder: str, given: argparse.Namespace) -> PPOCon
         rollout_batch_size=work.rollout,
         num_rollouts=work.iterations,
         num_ppo_epochs=work.epochs,
-        num_minibatches=1,
+        num_minibatches=given.num_minibatches,
         max_completion_length=work.completion,
         beta=0.05,
         adapter_layers=given.adapter_layers,
@@ -172,6 +188,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     Workload.add_options(parser)
     parser.add_argument("--adapter_layers", default="all", help="all, or top-k")
     parser.add_argument("--value_head", default="shared")
+    parser.add_argument("--num_minibatches", type=int, default=1, help="optimizer steps per epoch")
     parser.add_argument("--trunk_cache", default="auto")
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
@@ -227,7 +244,8 @@ def main() -> None:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     result = {"implementation": f"onetrunk {__version__}", **meter.figures(), "trained": trained, **versions}
     tokens = [sum(map(len, r.prompt_ids)) + sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
-    print(json.dumps({**result, "tokens": tokens, "roofline": roofline(work, given, marks)}))
+    result |= {"tokens": tokens, "update_packs": marks.update_packs}
+    print(json.dumps({**result, "roofline": roofline(work, given, marks)}))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class Pack:
         prompt_lengths: [R] int64, tokens.
         completion_ids: [R, C] int64, padded on the right.
         completion_mask: [R, C] bool, True at completion tokens, the stop token included.
+        minibatch: which of the rollout's minibatches all its rows were dealt to, from 0.
     """
 
     input_ids: Tensor
@@ -83,6 +84,7 @@ class Pack:
     prompt_lengths: Tensor
     completion_ids: Tensor
     completion_mask: Tensor
+    minibatch: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -202,12 +202,6 @@ def test_a_value_out_of_range_or_a_contradiction_is_refused_by_a_sentence(settin
             "set num_minibatches to 4 or 6",
             {"num_minibatches": 4},
         ),
-        (
-            {"rollout_batch_size": 12, "per_device_train_batch_size": 8},
-            1,
-            "does not divide the 12 completions of an optimizer step and process; set it to 4",
-            {"per_device_train_batch_size": 4},
-        ),
     ],
 )
 def test_batch_arithmetic_that_leaves_a_rest_names_values_that_divide(settings, world, sentence, remedy):

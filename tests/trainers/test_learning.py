@@ -132,9 +132,16 @@ def test_four_tokens_reach_the_optimum(seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [TASK_A, TASK_B], ids=["one token", "four tokens"])
 @pytest.mark.parametrize(
-    "settings", [{"adapter_layers": "top-1"}, {"value_head": "detached"}, {"value_head": "adapter"}]
+    "settings",
+    [
+        {"adapter_layers": "top-1"},
+        {"value_head": "detached"},
+        {"value_head": "adapter"},
+        {"num_minibatches": 2},
+        {"num_minibatches": 4},
+    ],
 )
-def test_both_tasks_reach_the_optimum_with_other_branches(task, settings, tmp_path):
+def test_both_tasks_reach_the_optimum_with_other_branches_and_smaller_minibatches(task, settings, tmp_path):
     assert objective_reached(task, 0, tmp_path, **settings) >= 1 - MISSING_AT_MOST
 
 

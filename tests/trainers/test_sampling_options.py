@@ -1,5 +1,7 @@
 """Options of the rollout: which prompts, in which order, how often, and where completions end."""
 
+import itertools
+
 import pytest
 import torch
 from datasets import Dataset
@@ -137,7 +139,7 @@ ORDERS = {
 
 @given(**ORDERS)
 @settings(max_examples=200, deadline=None)
-def test_a_pass_has_every_prompt_and_ranks_split_a_rollout_without_overlap(
+def test_a_pass_has_every_prompt_and_a_completion_does_not_depend_on_the_process_that_samples_it(
     num_prompts, share, num_generations, world, number, shuffle
 ):
     order = PromptOrder(num_prompts, share * world, num_generations, order_seed=5, seed=6, shuffle=shuffle)
@@ -145,12 +147,10 @@ def test_a_pass_has_every_prompt_and_ranks_split_a_rollout_without_overlap(
     assert (per_pass - 1) * share * world < num_prompts <= per_pass * share * world
     seen = set()
     for iteration in range(number * per_pass, (number + 1) * per_pass):
-        alone, keys = order.rows(iteration, 0, 1)
-        parts = [order.rows(iteration, rank, world) for rank in range(world)]
-        assert all(len(rows) == share * num_generations for rows, _ in parts)
-        # The same rows with the same keys, whatever the number of processes.
-        assert [row for rows, _ in parts for row in rows] == alone
-        assert [key for _, keys_of_rank in parts for key in keys_of_rank] == keys
+        alone, keys = order.rows(iteration, range(share * world * num_generations))
+        # The same rows with the same keys, whichever process asks for them.
+        parts = [order.rows(iteration, range(rank, len(keys), world)) for rank in range(world)]
+        assert all((rows, own) == (alone[r::world], keys[r::world]) for r, (rows, own) in enumerate(parts))
         assert len(set(keys)) == len(keys) == share * world * num_generations
         assert all(key[:2] == (6, iteration) for key in keys)
         seen |= set(alone)
@@ -160,22 +160,21 @@ def test_a_pass_has_every_prompt_and_ranks_split_a_rollout_without_overlap(
 @given(
     **ORDERS,
     stops=st.lists(st.integers(0, 40), max_size=3),
-    worlds=st.lists(st.integers(1, 4), min_size=4, max_size=4),
 )
 @settings(max_examples=200, deadline=None)
 def test_wherever_a_run_stops_and_resumes_a_pass_covers_each_prompt_once_and_fills_up_from_its_start(
-    num_prompts, share, num_generations, world, number, shuffle, stops, worlds
+    num_prompts, share, num_generations, world, number, shuffle, stops
 ):
     size = 12 * share
     make = lambda: PromptOrder(num_prompts, size, num_generations, order_seed=5, seed=6, shuffle=shuffle)  # noqa: E731
     per_pass = make().rollouts_per_pass
     edges = [0, *sorted(min(stop, per_pass) for stop in stops), per_pass]
     rows = []
-    for first, last, processes in zip(edges[:-1], edges[1:], worlds[: len(edges) - 1], strict=True):
-        # A process that knows nothing but where it goes on, with as many processes as it happens to have.
+    for first, last in itertools.pairwise(edges):
+        # A process that knows nothing but where it goes on.
         resumed = make()
         for iteration in range(number * per_pass + first, number * per_pass + last):
-            rows += [row for rank in range(processes) for row in resumed.rows(iteration, rank, processes)[0]]
+            rows += resumed.rows(iteration, range(size * num_generations))[0]
     prompts = rows[::num_generations]
     assert rows == [prompt for prompt in prompts for _ in range(num_generations)]
     assert sorted(prompts[:num_prompts]) == list(range(num_prompts))
@@ -188,8 +187,9 @@ def test_the_order_is_a_function_of_its_settings_and_no_key_is_one_of_evaluation
     num_prompts, share, num_generations, world, number, shuffle
 ):
     make = lambda: PromptOrder(num_prompts, share, num_generations, order_seed=5, seed=6, shuffle=shuffle)  # noqa: E731
-    assert make().rows(number, 0, 1) == make().rows(number, 0, 1)
-    assert all(key[1] != EVALUATION_STREAM for key in make().rows(number, 0, 1)[1])
+    everything = range(share * num_generations)
+    assert make().rows(number, everything) == make().rows(number, everything)
+    assert all(key[1] != EVALUATION_STREAM for key in make().rows(number, everything)[1])
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

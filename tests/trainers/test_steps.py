@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.fakes import CannedBackend
 from tests.trainers.support import (
     Recorder,
     assert_same,
@@ -20,6 +21,7 @@ from tests.trainers.support import (
 CUTS = (
     {"per_device_train_batch_size": 1},
     {"per_device_train_batch_size": 2},
+    {"per_device_train_batch_size": 3},
     {"per_device_train_batch_size": 4},
     {"per_device_train_batch_size": 8, "microbatch_tokens": 23},
     {"per_device_train_batch_size": 3, "microbatch_tokens": 1000},
@@ -34,12 +36,13 @@ def one_run(folder, **cut):
     return recorder
 
 
-def test_how_a_minibatch_is_cut_into_forwards_changes_neither_gradient_nor_weights(tmp_path):
-    whole = one_run(tmp_path / "whole", per_device_train_batch_size=8)
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_how_a_minibatch_is_cut_into_forwards_changes_neither_gradient_nor_weights(tmp_path, num_minibatches):
+    whole = one_run(tmp_path / "whole", per_device_train_batch_size=8, num_minibatches=num_minibatches)
     assert max(g.abs().max() for g in whole.gradients[0].values()) > 1e-2
     for number, cut in enumerate(CUTS):
-        other = one_run(tmp_path / str(number), **cut)
-        for step in range(2):
+        other = one_run(tmp_path / str(number), num_minibatches=num_minibatches, **cut)
+        for step in range(2 * num_minibatches):
             # float32: other padding and another order of the sums; the largest gradient is about 1.
             assert_same(other.gradients[step], whole.gradients[step], atol=2e-6, rtol=1e-4)
             assert_same(other.weights[step], whole.weights[step], atol=2e-6, rtol=1e-4)
@@ -68,14 +71,39 @@ def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, n
     assert trainer.state.epoch == pytest.approx(rollouts / -(-num_prompts // 4))
 
 
-def test_every_epoch_deals_all_packs_to_minibatches_anew(tmp_path):
-    shape = {"rollout_batch_size": 8, "num_ppo_epochs": 6, "num_minibatches": 2}
-    packs = [m["minibatch"] for m in make_trainer(tmp_path, **shape).get_train_dataloader()]
-    assert len(packs) == 12
-    epochs = [[sorted(id(e) for e in m.experiences) for m in packs[i : i + 2]] for i in range(0, 12, 2)]
-    everything = sorted(epochs[0][0] + epochs[0][1])
-    assert len(everything) == 4 and all(sorted(a + b) == everything for a, b in epochs)
-    assert len({tuple(sorted(map(tuple, epoch))) for epoch in epochs}) > 1
+def dealt(folder, **settings):
+    """Return the rows (as lists of token ids) of every optimizer step of a pass over 16 prompts."""
+    shape = {"rollout_batch_size": 8, "num_ppo_epochs": 6, "num_minibatches": 4, "dataset": prompts(16)}
+    stream = make_trainer(folder, **{**shape, **settings}).get_train_dataloader()
+    return [
+        [str(row.tolist()) for e in item["minibatch"].experiences for row in e.pack.completion_ids] for item in stream
+    ]
+
+
+def test_every_epoch_has_the_minibatches_of_its_rollout_in_an_order_of_its_own(tmp_path):
+    steps = dealt(tmp_path)
+    assert len(steps) == 2 * 6 * 4
+    for rollout in (steps[:24], steps[24:]):
+        epochs = [[tuple(rows) for rows in rollout[i : i + 4]] for i in range(0, 24, 4)]
+        assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_which_rows_share_a_minibatch_depends_on_seed_and_rollout_and_not_on_lengths_or_packs(tmp_path):
+    # Every completion is as long as its number in the rollout, so that a length names a row.
+    backend = CannedBackend([[5] * length for length in range(1, 9)])
+
+    def lengths(folder, **settings):
+        settings = {"rollout_backend": backend, "num_ppo_epochs": 1, "max_completion_length": 8, **settings}
+        return [sorted(row.count("5") for row in rows) for rows in dealt(tmp_path / folder, **settings)]
+
+    one = lengths("one", per_device_train_batch_size=1)
+    assert sorted(sum(one[:4], [])) == sorted(sum(one[4:], [])) == list(range(1, 9))
+    assert lengths("two", per_device_train_batch_size=2) == one
+    assert sorted(one[:4]) != sorted(one[4:])
+    assert sorted(lengths("other", seed=9)[:4]) != sorted(one[:4])
+    by_length = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert sorted(one[:4]) != by_length != sorted(one[4:])
 
 
 def test_max_steps_ends_a_run_in_the_middle_of_a_rollout(tmp_path):

@@ -55,7 +55,7 @@ def test_two_processes_sample_the_completions_of_one(name):
     assert len(alone) == 16 and all(len(own) == 8 for own in ranks)
     for i in (0, 1):
         both = ranks[0][4 * i : 4 * i + 4] + ranks[1][4 * i : 4 * i + 4]
-        assert both == alone[8 * i : 8 * i + 8]
+        assert sorted(both) == sorted(alone[8 * i : 8 * i + 8])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -31,7 +31,7 @@ from onetrunk.ops.masking import (
     masked_whiten,
     merge_moments,
 )
-from onetrunk.ops.packing import make_pack, pad_rows, plan_packs, split_minibatches
+from onetrunk.ops.packing import deal_rows, make_pack, pad_rows, plan_packs
 from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss, ppo_loss_reference
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "PPOTensors",
     "at_least_float32",
     "bradley_terry_loss",
+    "deal_rows",
     "explained_variance",
     "explained_variance_from_stats",
     "first_stop",
@@ -64,7 +65,6 @@ __all__ = [
     "policy_loss_reference",
     "ppo_loss",
     "ppo_loss_reference",
-    "split_minibatches",
     "token_logprobs",
     "token_rewards",
     "value_loss",

@@ -1,7 +1,7 @@
-"""From completions of many lengths to packs, and from packs to minibatches.
+"""From the rows of a rollout to minibatches, and from the rows of a minibatch to packs.
 
-Knows token ids and lengths; no tokenizer and no model. A pack is cut once per rollout and keeps its rows and its width
-(types.py); what changes from one PPO epoch to the next is only which packs share a minibatch.
+Rows are dealt to minibatches at random, whatever their length; only inside a minibatch are they sorted by length and
+cut into packs. A pack keeps its rows and its width for the whole rollout (types.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,39 @@ from torch import Tensor
 
 from onetrunk.ops.masking import length_mask
 from onetrunk.types import Pack
+
+
+def deal_rows(
+    num_rows: int, num_minibatches: int, generator: torch.Generator, rank: int = 0, world_size: int = 1
+) -> tuple[list[int], list[list[int]]]:
+    """Deal the rows of a rollout to minibatches and processes at random.
+
+    The rows of all processes are permuted and cut into `num_minibatches` blocks; inside a block the processes take
+    turns. So neither the number of processes nor the size of packs changes which rows share a minibatch, and every
+    process has equally many rows in each.
+
+    Args:
+        num_rows: rows of the rollout, all processes together; a multiple of num_minibatches x world_size.
+        num_minibatches: minibatches to deal to, at least 1.
+        generator: source of the permutation; advanced by one.
+        rank: the process to answer for.
+        world_size: number of processes.
+
+    Returns:
+        The rows of this process in ascending order, and for each minibatch the positions in that list, ascending.
+
+    Raises:
+        ValueError: the rows cannot be dealt evenly.
+    """
+    if num_minibatches < 1 or num_rows < 1 or num_rows % (num_minibatches * world_size):
+        raise ValueError(
+            f"{num_rows} rows cannot be dealt evenly to {num_minibatches} minibatches on {world_size} processes;"
+            f" pass a number of rows that is a multiple of {max(1, num_minibatches) * world_size}"
+        )
+    dealt = torch.randperm(num_rows, generator=generator).view(num_minibatches, -1)[:, rank::world_size]
+    rows = dealt.flatten().sort().values
+    positions = torch.searchsorted(rows, dealt.contiguous()).sort(dim=1).values
+    return rows.tolist(), positions.tolist()
 
 
 def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[list[int]]:
@@ -47,13 +80,16 @@ def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) ->
     return packs
 
 
-def make_pack(prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], pad_id: int) -> Pack:
+def make_pack(
+    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], pad_id: int, minibatch: int = 0
+) -> Pack:
     """Return the pack of some prompts and their completions, padded on the right.
 
     Args:
         prompt_ids: R lists of token ids, none empty: the first completion token is predicted by a prompt token.
         completion_ids: R lists of token ids.
         pad_id: what stands in the padding; may be a stop token, since masks come from lengths.
+        minibatch: that the rows belong to.
 
     Returns:
         A pack of R rows, as wide as its longest row.
@@ -76,36 +112,8 @@ def make_pack(prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int
         prompt_lengths=lengths - completion_lengths,
         completion_ids=completions,
         completion_mask=length_mask(completion_lengths, completions.shape[1]),
+        minibatch=minibatch,
     )
-
-
-def split_minibatches(pack_rows: Sequence[int], num_minibatches: int, generator: torch.Generator) -> list[list[int]]:
-    """Return the packs of every minibatch: a random order of packs, each dealt to the minibatch with fewest rows.
-
-    Args:
-        pack_rows: rows of every pack.
-        num_minibatches: minibatches to deal to, at least 1.
-        generator: source of the order; advanced by one permutation.
-
-    Returns:
-        num_minibatches lists of indices into pack_rows, none empty, each index exactly once. Packs of equal rows are
-        spread evenly: the same number of packs each where the count divides.
-
-    Raises:
-        ValueError: there are fewer packs than minibatches, or num_minibatches is below 1.
-    """
-    if not 1 <= num_minibatches <= len(pack_rows):
-        raise ValueError(
-            f"{len(pack_rows)} packs cannot fill {num_minibatches} minibatches; set num_minibatches between 1 and "
-            f"{len(pack_rows)}, or lower microbatch_tokens or per_device_train_batch_size for more, smaller packs"
-        )
-    minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
-    rows = [0] * num_minibatches
-    for pack in torch.randperm(len(pack_rows), generator=generator).tolist():
-        fewest = min(range(num_minibatches), key=lambda index: (rows[index], len(minibatches[index])))
-        minibatches[fewest].append(pack)
-        rows[fewest] += pack_rows[pack]
-    return minibatches
 
 
 def pad_rows(rows: Sequence[Tensor], width: int | None = None) -> Tensor:

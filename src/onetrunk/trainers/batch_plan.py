@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from onetrunk.trainers.ppo_config import PPOConfig
@@ -48,10 +47,4 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
         )
     rows_per_minibatch = rows // config.num_minibatches
     rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
-    if config.microbatch_tokens is None and rows_per_minibatch % rows_per_pack:
-        raise ValueError(
-            f"per_device_train_batch_size {config.per_device_train_batch_size} does not divide the"
-            f" {rows_per_minibatch} completions of an optimizer step and process; set it to"
-            f" {math.gcd(rows_per_minibatch, rows_per_pack)} or set microbatch_tokens"
-        )
     return BatchPlan(prompts, rows, rows_per_minibatch, rows_per_pack)

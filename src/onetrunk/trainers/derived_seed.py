@@ -8,6 +8,7 @@ from transformers import set_seed
 # Which of a run's random streams a seed belongs to; others are in prompt_order.py and sampling.py.
 MINIBATCH_STREAM = 2**32 - 3
 ROLLOUT_STREAM = 2**32 - 5
+DEAL_STREAM = 2**32 - 6
 
 
 def derived_seed(*place: int) -> int:

@@ -124,7 +124,8 @@ def evaluate_prompts(
     packs, pack_rows = [], []
     if roles:
         pad_id = sampler.params.pad_token_id
-        packs, pack_rows = rollout_packs(rollout, rows_per_pack, max_tokens, pad_id, accelerator.device)
+        everything = [range(len(rollout))]
+        packs, pack_rows = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()

@@ -21,12 +21,18 @@ from torch import Tensor, nn
 from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
 from onetrunk.ops.advantages import gae, length_adaptive_lam
-from onetrunk.ops.packing import split_minibatches
+from onetrunk.ops.packing import deal_rows
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 from onetrunk.trainers.background import Background
 from onetrunk.trainers.batch_plan import plan_batches
-from onetrunk.trainers.derived_seed import MINIBATCH_STREAM, ROLLOUT_STREAM, derived_seed, seed_generators
+from onetrunk.trainers.derived_seed import (
+    DEAL_STREAM,
+    MINIBATCH_STREAM,
+    ROLLOUT_STREAM,
+    derived_seed,
+    seed_generators,
+)
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
@@ -152,9 +158,9 @@ class ExperienceStream:
     # --- prompts, rollout, scores -----------------------------------------------------------------------------------
 
     def prompts(self, iteration: int) -> PromptBatch:
-        """Return this process's prompts of a rollout, each repeated num_generations times."""
-        rows, keys = self.order.rows(iteration, self.accelerator.process_index, self.accelerator.num_processes)
-        return prompt_batch(self.dataset, rows, keys)
+        """Return this process's prompts of a rollout, one per completion."""
+        completions, _ = self._deal(iteration)
+        return prompt_batch(self.dataset, *self.order.rows(iteration, completions))
 
     def make_rollout(self) -> list[Experience]:
         """Sample, score and shape one rollout; return its packs in the order that they were formed.
@@ -171,7 +177,10 @@ class ExperienceStream:
             rollout = self.sampler.generate(batch, trains=True)
         sampled = time.perf_counter()
         device, pad_id = self.accelerator.device, self.sampler.params.pad_token_id
-        packs, rows = rollout_packs(rollout, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device)
+        _, minibatches = self._deal(self.state.iteration)
+        packs, rows = rollout_packs(
+            rollout, minibatches, self.plan.rows_per_pack, self.config.microbatch_tokens, pad_id, device
+        )
         states = pack_states(rollout, packs, rows)
         outputs = Background(lambda: self._model_outputs(packs, states), device, self.sampler.may_wait)
         with self.stop_signals.giving_up(self.accelerator, alone=True):
@@ -280,13 +289,25 @@ class ExperienceStream:
             self.kl_controller.update(figures["kl/ref"], num_rows)
         self.metrics.add_rollout(figures)
 
+    def _generator(self, *place: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(self.config.seed, *place))
+
+    def _deal(self, iteration: int) -> tuple[list[int], list[list[int]]]:
+        """Return this process's completions of a rollout, and the positions among them of each minibatch's."""
+        return deal_rows(
+            self.config.rollout_batch_size * self.config.num_generations,
+            self.config.num_minibatches,
+            self._generator(DEAL_STREAM, iteration),
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+
     def _minibatch(self, slot: int) -> Minibatch:
-        epoch, number = divmod(slot, self.config.num_minibatches)
-        seed = derived_seed(self.config.seed, MINIBATCH_STREAM, self.state.iteration, epoch)
-        generator = torch.Generator().manual_seed(seed)
-        rows = [e.pack.num_rows for e in self._experiences]
-        chosen = split_minibatches(rows, self.config.num_minibatches, generator)[number]
-        experiences = tuple(self._experiences[i] for i in chosen)
+        epoch, place = divmod(slot, self.config.num_minibatches)
+        # The rows of a minibatch stay together for a rollout, as their packs do; every epoch has its own order.
+        order = self._generator(MINIBATCH_STREAM, self.state.iteration, epoch)
+        chosen = torch.randperm(self.config.num_minibatches, generator=order)[place]
+        experiences = tuple(e for e in self._experiences if e.pack.minibatch == chosen)
         own = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
         num_tokens = self.accelerator.reduce(own, reduction="sum").item()
         return Minibatch(

@@ -7,6 +7,7 @@ that every rollout has the same size and every prompt comes at least once a pass
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,13 +51,14 @@ class PromptOrder:
         first = place * self.rollout_batch_size
         return order[np.arange(first, first + self.rollout_batch_size) % self.num_prompts]
 
-    def rows(self, iteration: int, rank: int, world_size: int) -> tuple[list[int], list[RowKey]]:
-        """Return this process's dataset rows, one per completion, and the key of each.
+    def rows(self, iteration: int, completions: Sequence[int]) -> tuple[list[int], list[RowKey]]:
+        """Return the dataset row and the key of some completions of a rollout.
 
-        The key counts rows over all processes: a completion does not depend on how many there are.
+        Args:
+            iteration: number of the rollout.
+            completions: their numbers, counted over all processes: a completion does not depend on how many there
+                are. Those of one prompt follow one another.
         """
-        share = self.rollout_batch_size // world_size
-        prompts = self.prompts(iteration)[rank * share : (rank + 1) * share]
-        first = rank * share * self.num_generations
-        rows = [int(p) for p in prompts for _ in range(self.num_generations)]
-        return rows, [(self.seed, iteration, first + i) for i in range(len(rows))]
+        prompts = self.prompts(iteration)
+        rows = [int(prompts[i // self.num_generations]) for i in completions]
+        return rows, [(self.seed, iteration, i) for i in completions]

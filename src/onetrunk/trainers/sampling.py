@@ -68,12 +68,18 @@ def prompt_batch(dataset: Dataset, rows: Sequence[int], keys: Sequence[RowKey]) 
 
 
 def rollout_packs(
-    rollout: Rollout, rows_per_pack: int, max_tokens: int | None, pad_id: int, device: torch.device
+    rollout: Rollout,
+    minibatches: Sequence[Sequence[int]],
+    rows_per_pack: int,
+    max_tokens: int | None,
+    pad_id: int,
+    device: torch.device,
 ) -> tuple[list[Pack], list[list[int]]]:
     """Return the packs of a rollout on `device`, and the rows of the rollout that each one holds.
 
     Args:
         rollout: n rows.
+        minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
         rows_per_pack: most rows of a pack.
         max_tokens: most padded tokens of a pack; None: no bound.
         pad_id: fills the padding.
@@ -81,9 +87,14 @@ def rollout_packs(
     """
     prompts, completions = rollout.prompt_ids, rollout.completion_ids
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    rows = plan_packs(lengths, rows_per_pack, max_tokens)
-    packs = [make_pack([prompts[i] for i in r], [completions[i] for i in r], pad_id) for r in rows]
-    return [to_device(pack, device) for pack in packs], rows
+    packs, pack_rows = [], []
+    for number, own in enumerate(minibatches):
+        for places in plan_packs([lengths[i] for i in own], rows_per_pack, max_tokens):
+            rows = [own[place] for place in places]
+            pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, minibatch=number)
+            packs.append(to_device(pack, device))
+            pack_rows.append(rows)
+    return packs, pack_rows
 
 
 def pack_states(rollout: Rollout, packs: Sequence[Pack], rows: Sequence[Sequence[int]]) -> list[Tensor] | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onetrunk.files import atomic_write_json, load_tensors, read_json, save_tensors
@@ -108,7 +109,8 @@ def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
     """Read what `save_buffer` wrote, on the CPU.
 
     Raises:
-        ValueError: the file is missing: the checkpoint was written by another number of processes, or is incomplete.
+        ValueError: the file is missing (the checkpoint was written by another number of processes, or is incomplete),
+            or was written by an earlier version.
     """
     path = Path(folder) / buffer_file(rank)
     if not path.is_file():
@@ -120,15 +122,22 @@ def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
     for key, tensor in load_tensors(path).items():
         number, name = key.split(".", 1)
         groups.setdefault(number, {})[name] = tensor
+    if not all("pack.minibatch" in tensors for tensors in groups.values()):
+        raise ValueError(
+            f"{path} does not say which minibatch a pack belongs to: an earlier version wrote it. Resume from a"
+            " checkpoint between two rollouts"
+        )
     return [_experience(groups[number]) for number in sorted(groups)]
 
 
 def _tensors(experience: Experience) -> dict[str, Tensor]:
     found: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
     found |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return {name: torch.as_tensor(value) for name, value in found.items() if value is not None}
 
 
 def _experience(tensors: dict[str, Tensor]) -> Experience:
-    pack = Pack(**{n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")})
+    of_pack: dict[str, Any] = {n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")}
+    of_pack["minibatch"] = int(of_pack["minibatch"])
+    pack = Pack(**of_pack)
     return Experience(pack=pack, **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
