@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, JambaConfig, JambaForCausalLM
 
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.fused_lora import unfuse_lora
@@ -12,7 +12,7 @@ from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rollouts import LocalBackend
 from tests.models.branches import a_trunk, lora
 from tests.rollouts.small import KEYS, PROMPTS, assert_same, mixed_params
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]])
 
@@ -58,6 +58,7 @@ def test_an_exception_while_merged_leaves_the_base_as_it_was():
 
 def test_sampling_runs_no_adapter_and_draws_what_it_draws_with_one(monkeypatch):
     trunk = a_trunk(base=tiny_model("llama", eos_token_id=None))
+    assert can_merge(trunk)  # The proof, made once, runs the adapter.
     calls = []
     unfuse_lora(trunk.tuner_layers)  # Fused, an adapter's own modules are not called.
     down = next(iter(trunk.tuner_layers)).lora_A[POLICY]
@@ -94,3 +95,92 @@ def test_quantised_weights_are_not_merged(tmp_path):
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     base = type(tiny_model("llama")).from_pretrained(tmp_path, quantization_config=config, device_map={"": "cpu"})
     assert not can_merge(TrunkModel(base, lora()))
+
+
+# --- the proof ------------------------------------------------------------------------------------------------------
+
+
+def jamba():
+    """Return a tiny model whose Mamba layers multiply by `dt_proj.weight` and so run no adapter on `dt_proj`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    mamba = {"mamba_d_state": 4, "mamba_d_conv": 3, "mamba_dt_rank": 4, "num_experts_per_tok": 1}
+    special = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 2, "initializer_range": 0.25}
+    torch.manual_seed(0)
+    return JambaForCausalLM(JambaConfig(vocab_size=VOCAB_SIZE, **sizes, **layers, **mamba, **special)).eval()
+
+
+def largest_gap(trunk, rollout):
+    """Return the largest difference between the sampler's logprobs and those of a full forward."""
+    gaps = []
+    for prompt, completion, logprobs in zip(
+        rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs, strict=True
+    ):
+        with torch.no_grad():
+            logits = trunk(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+        own = logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
+        gaps.append((own - logprobs).abs().max().item())
+    return max(gaps)
+
+
+def test_a_family_that_reads_a_weight_directly_samples_from_the_policy_that_it_trains():
+    trunk = a_trunk(base=jamba())
+    assert any("dt_proj.lora_A" in name for name, _ in trunk.named_parameters())
+    assert not can_merge(trunk)
+    # Merged, the largest difference is 2.2.
+    assert largest_gap(trunk, LocalBackend(trunk).generate(PROMPTS, mixed_params(), KEYS)) < 1e-4
+
+
+def test_the_proof_needs_no_policy_that_has_moved():
+    fresh = TrunkModel(jamba(), lora())
+    assert all(not layer.lora_B[POLICY].weight.any() for layer in fresh.tuner_layers)
+    assert not can_merge(fresh)
+    assert can_merge(TrunkModel(tiny_model("llama"), lora()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast_nothing_is_merged(family):
+    trunk = a_trunk(family, base=tiny_model(family, initializer_range=0.1)).eval()
+    assert can_merge(trunk)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not can_merge(trunk)
+        before = trunk(IDS).logits
+    # Autocast keeps rounded copies of parameters: those of the proof must not stay.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(trunk(IDS).logits, before)
+    assert can_merge(trunk)
+
+
+def test_the_proof_leaves_no_trace_and_is_made_once():
+    trunk = a_trunk(value_head="adapter", adapter_layers="top-2").eval()
+    before, places = all_bits(trunk), storages(trunk)
+    parameters = {name: (p, p.requires_grad) for name, p in trunk.named_parameters()}
+    calls, random_state = [], torch.get_rng_state()
+    handle = trunk.get_base_model().register_forward_hook(lambda *_: calls.append(1))
+    assert can_merge(trunk) and can_merge(trunk)
+    handle.remove()
+    assert len(calls) == 2 and torch.equal(torch.get_rng_state(), random_state)
+    assert storages(trunk) == places and num_merged(trunk) == 0
+    for name, parameter in trunk.named_parameters():
+        kept, requires_grad = parameters[name]
+        assert kept is parameter and requires_grad == parameter.requires_grad, name
+        assert torch.equal(parameter, before[name])
+
+
+# --- roles ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_policy_is_merged_and_no_other_role_can_be_played_meanwhile():
+    model = get_peft_model(tiny_model("llama"), lora(init_lora_weights=False))
+    for trunk in (a_trunk(), TrunkModel.from_adapter(model)):
+        with trunk.as_role("reference"):
+            assert not can_merge(trunk)
+        with merged_policy(trunk), trunk.as_role("policy"):
+            assert num_merged(trunk) > 0
+            with (
+                pytest.raises(RuntimeError, match="an adapter is merged into the weights"),
+                trunk.as_role("reference"),
+            ):
+                pass
+        with trunk.as_role("reference"):
+            pass

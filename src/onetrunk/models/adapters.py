@@ -94,13 +94,19 @@ def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
 def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
     """Make `adapter` the active one (None: adapters off) inside the block; no `requires_grad` flag changes.
 
+    Raises:
+        RuntimeError: an adapter is merged into the weights, and another one is asked for.
+
     Source: PEFT's `set_adapter` and `enable_adapters` set the flags of every adapter that they touch.
     """
     layers = getattr(model, "tuner_layers", None) or find_tuner_layers(model)
     before = [(layer.active_adapters, layer.disable_adapters) for layer in layers]
-    if all(_is_active(layer, adapter) for layer in layers):
+    if all(is_active(layer, adapter) for layer in layers):
         yield
         return
+    if any(layer.merged for layer in layers):
+        # PEFT skips every other adapter of a merged layer, so each role would get the answer of the merged one.
+        raise RuntimeError("an adapter is merged into the weights; switch to another adapter after it is unmerged")
     flags = _adapter_flags(layers)
     for layer in layers:
         _activate(layer, [adapter] if adapter else layer.active_adapters, adapter is None)
@@ -113,7 +119,8 @@ def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
         _restore(flags)
 
 
-def _is_active(layer: BaseTunerLayer, adapter: str | None) -> bool:
+def is_active(layer: BaseTunerLayer, adapter: str | None) -> bool:
+    """Return whether `adapter` is the only active one of a layer (None: adapters are off)."""
     if adapter is None:
         return layer.disable_adapters
     return not layer.disable_adapters and list(layer.active_adapters) == [adapter]

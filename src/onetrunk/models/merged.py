@@ -1,32 +1,54 @@
 """Samples from one matrix where training needs three: the policy's LoRA added to the weights while a rollout lasts.
 
 A decode step is bound by reading weights and by the number of calls; an adapter adds two small products to each layer.
-The sum stands in a tensor of its own, and the base's tensors come back as they were, to the bit: PEFT's `unmerge`
-subtracts, and rounds. Costs a copy of the adapted matrices while it lasts.
+The sum is a tensor of its own, and afterwards the base's tensors are put back, so the base is unchanged to the bit
+(PEFT's `unmerge` subtracts, and rounds). Costs a copy of the adapted matrices while it lasts.
+
+Sampling must give the probabilities that training computes with separate matrices. So the policy is merged only while
+it is the active role, and only if a forward has shown that the merged weights give the same logits.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from peft.tuners import lora
-from torch import nn
+from torch import Tensor, nn
 
-from onetrunk.models.adapters import POLICY
+from onetrunk.models.adapters import POLICY, is_active
 from onetrunk.models.trunk_model import TrunkModel
+
+logger = logging.getLogger(__name__)
 
 # Of PEFT's LoRA layers, those whose adapter is a sum of matrices.
 MATRIX_LAYERS = (lora.Linear,)
+# Relative to the largest logit. Float32 sums in another order differ by 1e-6 to 1e-5, a rounding to bfloat16 by 1e-2.
+TOLERANCE = 1e-4
+# Standard deviation of the random update in the proof, relative to that of the weight.
+UPDATE_SIZE = 0.1
 
 
 def can_merge(model: nn.Module) -> bool:
-    """True where the sum is the policy but for float rounding: plain LoRA in float32 on whole float32 matrices.
+    """Return whether the policy may be merged now.
 
-    In bfloat16 the sum would be rounded to 8 bits, and the sampler another policy than the one that trains.
+    It may if it is the active role, if it is plain LoRA in float32 on whole float32 matrices, and if a forward proves
+    that merging changes no logit (`_prove_merge`). The proof is made once for each way in which the model is called:
+    accelerate replaces the forward by one under autocast, and evaluation calls it under autocast.
     """
-    return isinstance(model, TrunkModel) and all(_is_plain(layer) for layer in model.tuner_layers)
+    if not isinstance(model, TrunkModel):
+        return False
+    if not all(is_active(layer, POLICY) and _is_plain(layer) for layer in model.tuner_layers):
+        return False
+    device = model.get_input_embeddings().weight.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    way = (device, autocast, model.forward)
+    if way not in model.merge_proofs:
+        model.merge_proofs[way] = _prove_merge(model)
+    return model.merge_proofs[way]
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -38,18 +60,87 @@ def _is_plain(layer: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def merged_policy(model: nn.Module) -> Iterator[None]:
-    """Let `model` compute its policy from merged weights in the block, where `can_merge`; else change nothing."""
-    kept: dict[nn.Module, torch.Tensor] = {}
+    """Let `model` compute its policy from merged weights in the block if `can_merge`; else change nothing.
+
+    Under every other role the model keeps its separate matrices.
+    """
+    with _merged(_trained_layers(model)) if can_merge(model) else contextlib.nullcontext():
+        yield
+
+
+def _trained_layers(model: TrunkModel) -> list[lora.Linear]:
+    # The frozen layers stay separate: the states at the cut are then those of every other pass.
+    return [x for x in model.tuner_layers if POLICY in x.lora_A and x.lora_A[POLICY].weight.requires_grad]
+
+
+@contextlib.contextmanager
+def _merged(layers: Sequence[lora.Linear]) -> Iterator[None]:
+    kept: dict[nn.Module, Tensor] = {}
     try:
-        if can_merge(model):
-            for layer in model.tuner_layers:
-                # What is frozen below the cut stays: the states there are those of every other pass.
-                if POLICY in layer.lora_A and layer.lora_A[POLICY].weight.requires_grad:
-                    kept[layer] = layer.get_base_layer().weight.data
-                    layer.get_base_layer().weight.data = kept[layer] + layer.get_delta_weight(POLICY)
-                    layer.merged_adapters.append(POLICY)
+        for layer in layers:
+            kept[layer] = layer.get_base_layer().weight.data
+            layer.get_base_layer().weight.data = kept[layer] + layer.get_delta_weight(POLICY)
+            layer.merged_adapters.append(POLICY)
         yield
     finally:
         for layer, weight in kept.items():
             layer.get_base_layer().weight.data = weight
             layer.merged_adapters.clear()
+
+
+@torch.no_grad()
+def _prove_merge(model: TrunkModel) -> bool:
+    """Return whether a forward over 8 tokens gives the same logits with merged and with separate weights.
+
+    It does not under autocast, which rounds the merged sum to 8 bits (fp16: 11), and in a model that reads
+    `layer.weight` instead of calling the layer, such as Jamba's `dt_proj`: training sees no adapter there.
+    """
+    layers = _trained_layers(model)
+    embedding = model.get_input_embeddings().weight
+    ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    is_autocast: list[bool] = []
+    handles = [x.register_forward_pre_hook(lambda _, args: is_autocast.append(_is_autocast(args[0]))) for x in layers]
+    with _random_updates(layers):
+        try:
+            separate = model(**inputs).logits.float()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if any(is_autocast):  # Decided before the memory of a copy is taken.
+            logger.info("sampling keeps the adapter apart from the weights: autocast would round their sum")
+            return False
+        with _merged(layers):
+            error = (model(**inputs).logits.float() - separate).abs().max().item()
+    if error <= TOLERANCE * separate.abs().max().item():
+        return True
+    logger.info(
+        "sampling keeps the adapter apart from the weights: merged into them it gives other logits (largest difference"
+        " %.3g)",
+        error,
+    )
+    return False
+
+
+def _is_autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+@contextlib.contextmanager
+def _random_updates(layers: Sequence[lora.Linear]) -> Iterator[None]:
+    """Give the policy random weights in the block; at its start its own change nothing, so they would prove nothing.
+
+    The parameters are replaced, not overwritten: autocast keeps rounded copies of parameters that train.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kept = [(x.lora_A[POLICY], x.lora_B[POLICY], x.lora_A[POLICY].weight, x.lora_B[POLICY].weight) for x in layers]
+    try:
+        for layer, (down, up, a, b) in zip(layers, kept, strict=True):
+            size = UPDATE_SIZE * layer.get_base_layer().weight.std() / math.sqrt(a.shape[0])
+            for module, old, std in ((down, a, 1.0), (up, b, size / (layer.scaling[POLICY] or 1.0))):
+                drawn = torch.randn(old.shape, generator=generator).to(old.device, old.dtype)
+                module.weight = nn.Parameter(drawn * std, requires_grad=False)
+        yield
+    finally:
+        for down, up, a, b in kept:
+            down.weight, up.weight = a, b

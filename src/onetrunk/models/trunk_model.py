@@ -109,6 +109,8 @@ class TrunkModel(PeftModelForCausalLM):
         self._attach_branches(initial_adapter, first_layer)
         self.tuner_layers = find_tuner_layers(self)
         fuse_lora(self.tuner_layers)
+        # What models/merged.py has proved, by the way in which the model is called.
+        self.merge_proofs: dict[Any, bool] = {}
         hidden_size = base.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
         self.cut = first_trained_layer(self, list_name(self, decoder_layers(base)))

@@ -111,7 +111,8 @@ class LocalBackend:
         num_tokens = 0
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture(len(prompt_ids), width, keeps_last_state) if keeps_states else None
-        with torch.no_grad(), _eval_mode(model), _hooked(capture, model), merged_policy(model):
+        # Merged first: its proof is a forward, which must not be captured.
+        with torch.no_grad(), _eval_mode(model), merged_policy(model), _hooked(capture, model):
             for finished in self._finished(model, prompt_ids, params, keys, capture):
                 done.update(finished)
                 num_tokens += sum(len(completion.token_ids) for completion in finished.values())
