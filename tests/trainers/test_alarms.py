@@ -31,7 +31,8 @@ from tests.trainers.support import (
 LOGGER = "onetrunk.trainers.alarms"
 LONG, SHORT, CUT, REPEATS = [5, 6, 7, 8, 9, 1], [5, 1], [5, 6, 7, 8, 9, 10], [5, 5, 5, 5, 5, 1]
 # Steps too small to change what the policy says. REPEATS has the windows 5555, 5555, 5551: a third occurred before.
-STILL = {"learning_rate": 1e-6, "num_ppo_epochs": 2, "alarm_repeated_ngrams": 0.3}
+# Completions that are given are not those of the policy, and their logprobs are 0.
+STILL = {"learning_rate": 1e-6, "num_ppo_epochs": 2, "alarm_repeated_ngrams": 0.3, "alarm_logprob_gap": None}
 
 
 class ByRollout(CannedBackend):

@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ class TooFew(CannedBackend):
 def test_a_backend_that_breaks_its_contract_is_named(tmp_path, backend):
     trainer = make_trainer(tmp_path, rollout_backend=backend([[5, 1]]))
     with pytest.raises(RuntimeError, match=f"{backend.__name__}.generate returned . completions for 4 prompts"):
+        trainer.train()
+
+
+class TooFewLogprobs(CannedBackend):
+    def generate(self, prompt_ids, params, keys):
+        rows = super().generate(prompt_ids, params, keys)
+        return replace(rows, sampler_logprobs=[logprobs[:-1] for logprobs in rows.sampler_logprobs])
+
+
+def test_a_backend_that_leaves_out_logprobs_is_named(tmp_path):
+    trainer = make_trainer(tmp_path, rollout_backend=TooFewLogprobs([[5, 1]]))
+    with pytest.raises(RuntimeError, match="TooFewLogprobs.generate returned sampler_logprobs of other lengths"):
         trainer.train()
 
 

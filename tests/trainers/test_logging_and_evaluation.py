@@ -18,13 +18,15 @@ from tests.trainers.support import (
     logged,
     make_trainer,
     prompts,
+    sft_model,
     trained,
     trained_weights,
 )
 
 STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
 value/loss value/clip_fraction value/explained_variance time/update_s memory/peak_gib epoch step""".split()
-ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/ref kl/beta completion/length
+ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/ref kl/beta sampling/logprob_gap_mean
+sampling/logprob_gap_max sampling/logprob_gap_k3 completion/length
 completion/stopped_fraction completion/repeated_ngrams time/generate_s time/score_s
 throughput/completion_tokens_per_s""".split()
 ROLLOUT_END = [f"alarm/{name}" for name in ALARMS]
@@ -165,6 +167,7 @@ def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
         "eval_completion/length",
         "eval_completion/stopped_fraction",
         "eval_completion/repeated_ngrams",
+        *(f"eval_sampling/logprob_gap_{name}" for name in ("mean", "max", "k3")),
     }
     assert logged(evaluated, "eval_kl/ref")[0] == 0.0 != first["eval_kl/ref"]
 
@@ -206,6 +209,16 @@ def test_the_figures_of_the_start_are_those_of_the_reference_and_are_not_logged(
     assert not trainer.state.log_history
     # Before the first step the policy is the reference.
     assert start["score/mean"] == trainer.evaluate()["eval_score/mean"]
+
+
+def test_the_reference_answers_after_training_as_it_did_before(tmp_path):
+    # A policy that goes on from an adapter: its reference is an adapter too.
+    trainer = make_trainer(tmp_path, model=sft_model(), eval_dataset=prompts(5), num_rollouts=3)
+    before = trainer.evaluate_reference()
+    assert before["score/mean"] == trainer.evaluate()["eval_score/mean"]
+    trainer.train()
+    assert trainer.evaluate_reference() == before
+    assert trainer.evaluate()["eval_score/mean"] != before["score/mean"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from onetrunk.models.backbone import decoder_layers
+from onetrunk.models.merged import can_merge
 from onetrunk.trainers.ppo import PPOTrainer
 from tests.fakes import CannedBackend
 from tests.tiny import tiny_model
@@ -72,10 +73,12 @@ def test_the_lower_layers_run_once_a_rollout(tmp_path):
     tokens = {}
     for place in ("cpu", "off"):
         trainer = make_trainer(tmp_path / place, **TOP, trunk_cache=place, check_memory=False)
+        assert can_merge(trainer.model)  # The proof, made once, is a forward too.
         below, above = counted_layer(trainer, 0), counted_layer(trainer, 1)
         trainer.train()
         tokens[place] = (sum(below), sum(above))
     captured = make_trainer(tmp_path / "captured", **CAPTURED, check_memory=False)
+    assert can_merge(captured.model)
     below_captured, above_captured = counted_layer(captured, 0), counted_layer(captured, 1)
     captured.train()
     assert not below_captured and sum(above_captured) == tokens["cpu"][1]

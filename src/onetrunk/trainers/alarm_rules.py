@@ -50,7 +50,15 @@ RULES = {
         "the KL to the reference, nats per completion, which can't be negative,",
         "a sampler that draws from other probabilities than the trainer scores: another temperature, truncated"
         " sampling, stale or rounded weights, an override that scores otherwise",
-        "compare sampler_logprobs with old_logprobs of the same tokens, and look at the rollout backend",
+        "look at sampling/logprob_gap_mean and at the rollout backend",
+    ),
+    "logprob_gap": Rule(
+        "sampling/logprob_gap_mean",
+        True,
+        "the difference between the sampler's logprobs and the trainer's, nats per token,",
+        "a sampler that has other weights, another adapter, temperature or precision than the trainer, or a"
+        " logits_processor",
+        "check that the rollout backend takes over the policy in sync and returns logprobs after temperature",
     ),
     "length_collapse": Rule(
         "completion/length",

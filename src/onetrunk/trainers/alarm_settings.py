@@ -12,6 +12,7 @@ from typing import Any
 ALARMS = (
     "kl",
     "negative_kl",
+    "logprob_gap",
     "length_collapse",
     "length_explosion",
     "entropy",
@@ -35,6 +36,11 @@ class AlarmSettings:
     alarm_negative_kl: float | None = _limit(
         0.1,
         "Alarm where that KL, a mean over completions, lies so far below 0, nats, and chance does not explain it.",
+    )
+    alarm_logprob_gap: float | None = _limit(
+        0.1,
+        "Alarm where the logprobs that the sampler recorded differ by more from those of the trainer's own forward,"
+        " nats, mean over tokens. Rounding to bfloat16 gives about 0.01.",
     )
     alarm_length_collapse: float | None = _limit(
         0.2, "Alarm where the mean completion length falls below this share of that of the first rollouts."

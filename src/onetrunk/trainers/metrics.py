@@ -2,8 +2,8 @@
 
 Four kinds, by how they add up. Step stats are sums over this process's tokens divided by the GLOBAL count of the
 optimizer step (ops/losses.py): packs and processes add, steps average. Maxima take the largest. Rollout figures are
-already global numbers: rollouts average. What a reward function logs is this process's own: calls and processes
-average. Knows names and numbers; no model.
+already global numbers: rollouts average, except that names ending in `_max` take the largest. What a reward function
+logs is this process's own: calls and processes average. Knows names and numbers; no model.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class MetricLog:
 
     def flush(self) -> dict[str, float]:
         """Return the metrics since the last flush by their public names, and start anew. Every process calls it."""
-        figures = {name: sum(values) / len(values) for name, values in self._rollouts.items()}
+        figures = {
+            name: max(values) if name.endswith("_max") else sum(values) / len(values)
+            for name, values in self._rollouts.items()
+        }
         figures |= self._own_means()
         names = sorted(self._sums)
         sums = self._reduced([self._sums[n] for n in names])

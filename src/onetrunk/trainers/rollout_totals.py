@@ -15,7 +15,13 @@ from torch import Tensor
 from onetrunk.ops.losses import explained_variance_from_stats
 
 # Figures of sampling, and stats of the steps, that are kept; of the value's all but maxima.
-SAMPLED = ("kl/ref", "completion/length", "completion/stopped_fraction", "completion/repeated_ngrams")
+SAMPLED = (
+    "kl/ref",
+    "sampling/logprob_gap_mean",
+    "completion/length",
+    "completion/stopped_fraction",
+    "completion/repeated_ngrams",
+)
 TRAINED = ("policy/entropy", "policy/clip_fraction")
 
 

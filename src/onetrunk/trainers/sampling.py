@@ -164,7 +164,7 @@ class Sampler:
         """Return one completion per row, with states at the cut where they are captured and the rollout trains.
 
         Raises:
-            RuntimeError: the backend broke its contract (number of rows, empty completions).
+            RuntimeError: the backend broke its contract (number of rows, empty completions, number of logprobs).
         """
         states = {}
         if trains and self.captures_states:
@@ -175,6 +175,11 @@ class Sampler:
                 f"{type(self.backend).__name__}.generate returned {len(rollout)} completions for"
                 f" {len(batch.prompt_ids)} prompts, {sum(not ids for ids in rollout.completion_ids)} of them empty;"
                 " it must return one completion of at least one token per prompt"
+            )
+        if [len(x) for x in rollout.sampler_logprobs] != [len(ids) for ids in rollout.completion_ids]:
+            raise RuntimeError(
+                f"{type(self.backend).__name__}.generate returned sampler_logprobs of other lengths than its"
+                " completions; it must return one logprob per completion token"
             )
         return rollout
 
