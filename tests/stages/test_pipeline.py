@@ -115,6 +115,23 @@ def test_an_output_that_is_gone_is_made_again_and_one_that_was_edited_is_read(fo
     assert Path("out/c").read_text() == "723"
 
 
+def test_a_file_that_is_gone_from_an_output_folder_is_made_again(folder):
+    Path("two.py").write_text("import pathlib\nfor n in 'xy': pathlib.Path('pair', n).write_text(n)\n")
+    Path("pair").mkdir()
+    stage = {"script": "two.py", "outputs": ["pair"]}
+    Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": {"two": stage}}))
+    assert run() == 0
+    Path("pair/y").unlink()
+    assert run() == 0 and Path("pair/y").read_text() == "y"
+
+
+def test_a_forced_stage_runs_again_and_what_rests_on_it_only_if_it_makes_something_else(folder, capfd):
+    assert run() == 0 and calls() == ["a", "b", "c"]
+    assert run("--force", "b") == 0 and calls() == ["b"]
+    assert run("--until", "a", "--force", "b") == 2
+    assert "--force b: --from and --until leave that stage out" in capfd.readouterr().err
+
+
 def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, capfd):
     write(b={"word": "fail"})
     assert run() == 3 and calls() == ["a", "b"]
@@ -149,7 +166,7 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(folder, capfd):
     capfd.readouterr()
     assert run("--dry-run") == 0 and calls() == []
     shown = re.sub(r"\s+", " ", capfd.readouterr().out)
-    assert "changed: its config" in shown and "waits for out/a" in shown and "waits for out/b" in shown
+    assert "changed: word: 1 -> 9" in shown and "waits for out/a" in shown and "waits for out/b" in shown
     assert Path("state/pipeline.json").read_bytes() == before
 
 
@@ -227,6 +244,7 @@ def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, t
     [
         (["--from", "x"], "--from x: pipeline.yaml has no such stage; it has a, b, c"),
         (["--from", "c", "--until", "a"], "--from c comes after --until a; the order is a, b, c"),
+        (["--force", "x"], "--force x: pipeline.yaml has no such stage; it has a, b, c"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
@@ -252,7 +270,7 @@ def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_bes
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": {"ppo": {"config": "ppo.yaml"}}}))
     pipeline = load_pipeline("pipeline.yaml")
     before = PipelineState(pipeline).plan(pipeline.stages[0]).inputs
-    assert set(before) == {"its config", "model", "judge.py", "rm", "step.py"}
+    assert set(before) == {"model", "judge.py", "rm", "step.py"}
     Path("model/checkpoint-1").mkdir()
     Path("model/checkpoint-1/weights").write_text("w")
     assert PipelineState(pipeline).plan(pipeline.stages[0]).inputs == before
@@ -296,6 +314,111 @@ def real(tmp_path, monkeypatch):
     return tmp_path
 
 
+SFT = {
+    "model_name_or_path": "base", "dataset_name": "rows.jsonl", "output_dir": "out", "use_cpu": True, "seed": 1,
+    "per_device_train_batch_size": 4, "max_steps": 2, "save_steps": 1, "report_to": "none", "use_peft": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A pipeline of one training that has ended, with two checkpoints and a result."""
+    place = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        tiny_model("llama", initializer_range=0.1, eos_token_id=1).save_pretrained("base")
+        tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("base")
+        rows = [{"prompt": " ".join(WORDS[i : i + 2]), "completion": f" {WORDS[i + 2]}"} for i in range(8)]
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("pipeline.yaml").write_text("output_dir: state\nstages: {sft: {config: sft.yaml}}\n")
+        Path("sft.yaml").write_text(json.dumps(SFT))
+        assert run() == 0
+    return place
+
+
+@pytest.fixture
+def training(finished, tmp_path, monkeypatch):
+    """A copy of it to change."""
+    shutil.copytree(finished, tmp_path / "copy", copy_function=shutil.copy2)
+    monkeypatch.chdir(tmp_path / "copy")
+
+
+def change(**settings):
+    Path("sft.yaml").write_text(json.dumps({**SFT, **settings}))
+
+
+def bytes_of(folder="out"):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def dry_run(capfd, *words):
+    capfd.readouterr()
+    assert run("--dry-run", *words) == 0
+    # The lines of a cell stand below each other.
+    rows = [line.split("│")[1:-1] for line in capfd.readouterr().out.splitlines() if line.startswith("│")]
+    return "".join("".join(row[1].strip() + row[2].strip() for row in rows)).replace(" ", "")
+
+
+def test_a_changed_free_setting_leaves_a_finished_training_done_and_as_it_is(training, capfd):
+    before = bytes_of()
+    Path("mirror").mkdir()
+    change(logging_steps=1, save_total_limit=3, run_name="again", checkpoint_mirror="mirror")
+    assert run() == 0
+    assert "skipped" in capfd.readouterr().out and bytes_of() == before
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda: change(learning_rate=0.5), "changed: learning_rate: not set -> 0.5"),
+        (lambda: change(seed=2), "changed: seed: 1 -> 2"),
+        (lambda: change(model_init_kwargs={"dtype": "float32"}), "changed: model_init_kwargs: not set ->"),
+        (lambda: Path("rows.jsonl").write_text(Path("rows.jsonl").read_text() * 2), "changed: rows.jsonl"),
+        (lambda: Path("state/pipeline.json").unlink(), "never ran"),
+    ],
+)
+def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training, capfd, edit, reason):
+    edit()
+    before = bytes_of()
+    assert run() == 1
+    told = capfd.readouterr().err
+    assert f"stage sft would start anew ({reason}" in told
+    assert "delete out/checkpoint-1; out/checkpoint-2; out/adapter_config.json" in told
+    assert "repeat the command with --overwrite" in told
+    assert bytes_of() == before
+    assert "needs--overwrite" in dry_run(capfd) and "needs--overwrite" not in dry_run(capfd, "--overwrite")
+
+
+def test_a_longer_training_and_a_change_that_is_meant_go_on_from_the_checkpoint(training, capfd):
+    change(max_steps=3)
+    assert "resumeanotherlength:max_steps:2->3" in dry_run(capfd)
+    change(learning_rate=0.5, allow_config_change=True)
+    assert "resumechanged:learning_rate:notset->0.5(allow_config_changeisset)" in dry_run(capfd)
+
+
+def test_a_damaged_result_is_no_result_and_is_written_again_from_the_last_checkpoint(training, capfd):
+    weights = Path("out/adapter_model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert run() == 0
+    told = capfd.readouterr().out
+    assert "sft: out is damaged (adapter_model.safetensors: other bytes than were written" in told
+    assert "$ onetrunk sft --config sft.yaml --resume_from_checkpoint auto" in told
+    assert weights.read_bytes() == whole
+    weights.unlink()
+    assert "resumeoutisdamaged(adapter_model.safetensors:missing)" in dry_run(capfd)
+
+
+@pytest.mark.slow
+def test_with_overwrite_a_changed_training_starts_anew(training, capfd):
+    before = Path("out/adapter_model.safetensors").read_bytes()
+    change(learning_rate=0.5)
+    assert run("--overwrite") == 0
+    assert "$ onetrunk sft --config sft.yaml --overwrite_output_dir true" in capfd.readouterr().out
+    assert Path("out/adapter_model.safetensors").read_bytes() != before
+    assert run() == 0 and "skipped" in capfd.readouterr().out
+
+
 def statuses():
     record = json.loads(Path("state/pipeline.json").read_text())["stages"]
     return {name: stage["status"] for name, stage in record.items()}
@@ -324,7 +447,10 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     Path("rules.py").write_text(GRAMMAR.replace("len(text)", "-len(text)"))
     ledger = Path("out/prefs/ledger/ledger.jsonl").read_text().count("\n")
     before = Path("out/reward/model.safetensors").read_bytes()
-    assert run() == 0
+    assert run() == 1
+    assert "stage prefs would start anew (changed: rules.py) and delete out/prefs/data" in capfd.readouterr().err
+    assert Path("out/reward/model.safetensors").read_bytes() == before
+    assert run("--overwrite") == 0
     assert "prefs: changed: rules.py" in capfd.readouterr().out
     assert Path("out/prefs/ledger/ledger.jsonl").read_text().count("\n") > ledger
     assert Path("out/reward/model.safetensors").read_bytes() != before

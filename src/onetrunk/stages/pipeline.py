@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from onetrunk.stages.refused_secrets import refused_words
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
 # A verb that trains can go on from a checkpoint of its own.
 RESUMING_VERBS = ("sft", "reward", "distill", "ppo")
+# Free for a trainer, which compares what they lead to: the base model, the rows, the folder. A pipeline sees the names
+# alone.
+SEEN_BY_THE_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Stage:
         launcher: words before the command, such as those of `accelerate launch`.
         outputs: files and folders that it leaves.
         settings: what the config says with the options over it; for a script the options.
+        free: names of settings that may change without changing what the stage produces.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Stage:
     launcher: tuple[str, ...] = ()
     outputs: tuple[Path, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    free: frozenset[str] = frozenset()
 
     def words(self) -> list[str]:
         """Return the words after the verb, or after the script's name."""
@@ -66,12 +71,12 @@ class Stage:
         what = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
         return [*(self.launcher or (sys.executable,)), *what, *self.words(), *more]
 
-    def shown(self) -> str:
-        """Return the command as a person would type it."""
+    def shown(self, *more: str) -> str:
+        """Return the command as a person would type it, with `more` words at its end."""
         if self.launcher:
-            return shlex.join(self.command())
+            return shlex.join(self.command(*more))
         what = ["python", str(self.path)] if self.verb is None else ["onetrunk", self.verb]
-        return shlex.join([*what, *self.words()])
+        return shlex.join([*what, *self.words(), *more])
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,7 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     if not settings.get("output_dir"):
         raise UsageError(f"{place}: {path} sets no output_dir; name the folder that the stage writes to")
     stage = Stage(name, verb, path, options, launcher, (Path(str(settings["output_dir"])),), settings)
-    _parse_as_the_stage_will(stage, place)
-    return stage
+    return replace(stage, free=free_settings(verb, _parse_as_the_stage_will(stage, place)))
 
 
 def _script_stage(name: str, entry: Mapping[str, Any], path: Path, place: str) -> Stage:
@@ -203,11 +207,36 @@ def _script_stage(name: str, entry: Mapping[str, Any], path: Path, place: str) -
     return Stage(name, None, path, options, launcher, outputs, dict(options))
 
 
-def _parse_as_the_stage_will(stage: Stage, place: str) -> None:
+def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
+    """Return the names of a stage's settings that may change without changing what it produces.
+
+    For a stage that trains these are the settings that its trainer calls free; for `prefs` those that do not decide
+    the rows.
+
+    Args:
+        verb: of the stage.
+        parsed: what the parser of the verb returns.
+    """
+    if verb == "prefs":
+        from onetrunk.stages.prefs_arguments import DECIDING
+
+        decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
+        return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides)
+    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+    if args is None:
+        return frozenset()
+    from onetrunk.trainers.config_changes import is_free
+    from onetrunk.trainers.run_settings import FREE_IN_PPO
+
+    free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
+    return frozenset(free - SEEN_BY_THE_TRAINER)
+
+
+def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
     module = import_module(f"onetrunk.stages.{stage.verb}")
     environment = dict(os.environ)
     try:
-        getattr(module, f"parse_{stage.verb}")(stage.words())
+        return getattr(module, f"parse_{stage.verb}")(stage.words())
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
     finally:

@@ -82,8 +82,7 @@ def require_new_run(args: Any, resume: str | bool | None) -> None:
     """
     if resume or args.overwrite_output_dir:
         return
-    found = [path.name for path in checkpoint_folders(args.output_dir)]
-    found += _results(args.output_dir)
+    found = left_by_a_run(args.output_dir)
     if found:
         raise ValueError(
             f"{args.output_dir} holds a run already ({', '.join(found)}); set resume_from_checkpoint to true to go on"
@@ -93,11 +92,18 @@ def require_new_run(args: Any, resume: str | bool | None) -> None:
 
 def has_result(output_dir: str | os.PathLike[str]) -> bool:
     """Say whether a run has left its adapter or its model beside its checkpoints, all of it, as it was written."""
-    return all(problem.startswith(f"{CARD}:") for problem in problems(output_dir))
+    return not result_problems(output_dir)
 
 
-def _results(output_dir: str) -> list[str]:
-    return [name for name in RESULTS if (Path(output_dir) / name).is_file()]
+def result_problems(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Return how a result differs from its manifest, a phrase each; nothing for one that is as it was written."""
+    return [problem for problem in problems(output_dir) if not problem.startswith(f"{CARD}:")]
+
+
+def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the checkpoints and of the result that a training has left in a folder."""
+    results = [name for name in RESULTS if (Path(output_dir) / name).is_file()]
+    return [path.name for path in checkpoint_folders(output_dir)] + results
 
 
 def delete_old_run(args: Any, resume: str | bool | None) -> None:

@@ -4,7 +4,8 @@
 
 Every stage is a command in a process of its own, so that its memory is given back. A stage whose inputs are as they
 were when it ended is skipped; one that was interrupted goes on; one that rests on something that changed starts anew,
-and with it all that rest on what it writes. Knows commands and their exit codes; no model.
+and with it all that rest on what it writes. What would be deleted then is named first, and goes only with
+`--overwrite`. Knows commands and their exit codes; no model.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from onetrunk.checkpoints.folders import described
 from onetrunk.files import require_output_dir
 from onetrunk.locks import WriterLock
 from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
 from onetrunk.stages.pipeline_state import PipelineState, Plan
-from onetrunk.stages.resuming import has_result, last_finished_checkpoint
+from onetrunk.stages.resuming import has_result
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
 
+OVERWRITE = ("--overwrite_output_dir", "true")
 COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow", "failed": "red", "running": "yellow"}
 
 
@@ -43,12 +46,20 @@ class RunArguments:
         first: name of the stage to begin at; those before are taken as they are. None: at the first.
         last: name of the stage to end with; None: the last.
         is_dry: show what would be done, and do nothing.
+        overwrites: let stages that start anew delete what their earlier runs have left.
+        forced: names of stages that start anew whatever they have left.
     """
 
     pipeline: str
     first: str | None = None
     last: str | None = None
     is_dry: bool = False
+    overwrites: bool = False
+    forced: tuple[str, ...] = ()
+
+    def may_delete(self, stage: Stage) -> bool:
+        """Say whether a stage may start anew over what it has left."""
+        return self.overwrites or stage.name in self.forced
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,17 +83,35 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; what earlier stages left is used")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="end with this stage")
     parser.add_argument("--dry-run", dest="is_dry", action="store_true", help="show what would run, and run nothing")
+    parser.add_argument(
+        "--overwrite",
+        dest="overwrites",
+        action="store_true",
+        help="let a stage that rests on something changed start anew, and delete the checkpoints and the result there",
+    )
+    parser.add_argument(
+        "--force",
+        dest="forced",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="start this stage anew",
+    )
     parser.add_argument("--resume", choices=["auto"], help="what a pipeline always does: it goes on where it stopped")
     words = vars(parser.parse_args(list(argv)))
     words.pop("resume")
-    args = RunArguments(**words)
+    args = RunArguments(**{**words, "forced": tuple(words["forced"])})
     pipeline = load_pipeline(args.pipeline)
     names = [stage.name for stage in pipeline.stages]
-    for option, name in (("--from", args.first), ("--until", args.last)):
+    options = [("--from", args.first), ("--until", args.last), *(("--force", name) for name in args.forced)]
+    for option, name in options:
         if name is not None and name not in names:
             raise UsageError(f"{option} {name}: {args.pipeline} has no such stage; it has {', '.join(names)}")
     if args.first and args.last and names.index(args.first) > names.index(args.last):
         raise UsageError(f"--from {args.first} comes after --until {args.last}; the order is {', '.join(names)}")
+    left_out = sorted({*args.forced} - {stage.name for stage in between(pipeline, args)}, key=names.index)
+    if left_out:
+        raise UsageError(f"--force {left_out[0]}: --from and --until leave that stage out; change one of them")
     return args, pipeline
 
 
@@ -91,13 +120,13 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
 
     Raises:
         SystemExit: with the exit code of a stage that failed.
-        ValueError: `--from` begins behind a stage that has left nothing.
+        ValueError: `--from` begins behind a stage that has left nothing, or a stage would delete what it has left.
         RuntimeError: another process runs this pipeline, or its folder cannot be written.
     """
     state = PipelineState(pipeline)
     stages = chosen(pipeline, args)
     if args.is_dry:
-        show(pipeline, state, stages, {})
+        show(pipeline, state, stages, {}, args)
         return
     require_output_dir(pipeline.output_dir)
     lock = WriterLock(state.path)
@@ -112,27 +141,65 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
 
     Raises:
         SystemExit: with the exit code of a stage that failed.
+        ValueError: a stage would delete what it has left, and nobody has said that it may.
     """
     results: dict[str, str] = {}
     code = 0
-    for number, stage in enumerate(stages, 1):
-        plan = state.plan(stage)
+    plans = plans_of(args, state, stages)
+    for plan in plans:
+        require_may_delete(args, plan)
+    for number, (stage, plan) in enumerate(zip(stages, plans, strict=True), 1):
+        if "done" in results.values():
+            # What has just been written may change what this stage rests on.
+            plan = state.plan(stage, is_forced=stage.name in args.forced)
         if plan.action == "done":
             results[stage.name] = "skipped"
             continue
-        print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {redact(stage.shown())}", flush=True)
+        words = way_in(plan, state)
+        print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {redact(stage.shown(*words))}", flush=True)
         try:
-            code = execute(plan, state)
+            require_may_delete(args, plan)
+            code = execute(plan, state, words)
         except (KeyboardInterrupt, Terminated):
-            say_how_to_go_on(args, f"{stage.name} was stopped")
+            say_how_to_go_on(args, stages[number - 1 :], f"{stage.name} was stopped")
             raise
         if code:
             break
         results[stage.name] = "done"
-    show(pipeline, state, stages, results)
+    show(pipeline, state, stages, results, args)
     if code:
-        say_how_to_go_on(args, f"{stage.name} ended with exit code {code}")
+        say_how_to_go_on(args, stages[number - 1 :], f"{stage.name} ended with exit code {code}")
         raise SystemExit(code)
+
+
+def plans_of(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) -> list[Plan]:
+    """Return what is to be done with each of the stages, as far as it is known before the first of them has run."""
+    plans: list[Plan] = []
+    for stage in stages:
+        waits_for = [plan.stage for plan in plans if plan.action != "done"]
+        plans.append(state.plan(stage, waits_for, is_forced=stage.name in args.forced))
+    return plans
+
+
+def require_may_delete(args: RunArguments, plan: Plan) -> None:
+    """Refuse to start a stage anew over what it has left, unless `--overwrite` or `--force` says so.
+
+    Raises:
+        ValueError: names what has changed and what would be deleted.
+    """
+    if not plan.deletes or args.may_delete(plan.stage):
+        return
+    what = described([str(plan.stage.outputs[0] / name) for name in plan.deletes])
+    to_keep = ""
+    if plan.reason.startswith("changed"):
+        to_keep = "undo the change"
+        if plan.stage.verb in RESUMING_VERBS:
+            to_keep += ", or set allow_config_change: true in its config to go on from the last checkpoint"
+        to_keep += "; "
+    raise ValueError(
+        f"stage {plan.stage.name} would start anew ({plan.reason}) and delete {what}; {to_keep}to delete it, repeat"
+        " the command with --overwrite"
+    )
 
 
 def chosen(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
@@ -142,23 +209,35 @@ def chosen(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
         ValueError: an earlier stage has not left what it should.
     """
     names = [stage.name for stage in pipeline.stages]
-    start = names.index(args.first) if args.first else 0
-    end = names.index(args.last) + 1 if args.last else len(names)
-    for stage in pipeline.stages[:start]:
+    for stage in pipeline.stages[: names.index(args.first) if args.first else 0]:
         missing = [str(output) for output in stage.outputs if not output.exists()]
         if missing:
             raise ValueError(
                 f"--from {args.first} skips {stage.name}, which has not left {', '.join(missing)} yet;"
                 f" begin with --from {stage.name}"
             )
+    return between(pipeline, args)
+
+
+def between(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
+    """Return the stages from `--from` until `--until`."""
+    names = [stage.name for stage in pipeline.stages]
+    start = names.index(args.first) if args.first else 0
+    end = names.index(args.last) + 1 if args.last else len(names)
     return list(pipeline.stages[start:end])
 
 
-def execute(plan: Plan, state: PipelineState) -> int:
-    """Run one stage in a process of its own, its progress on this terminal; return its exit code."""
+def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
+    """Run one stage in a process of its own, its progress on this terminal; return its exit code.
+
+    Args:
+        plan: what is to be done.
+        state: of the pipeline.
+        words: of `way_in`.
+    """
     started = time.time()
-    words = way_in(plan, state)
-    state.note(plan, "running", stale=stale_checkpoints(plan, state))
+    about = {"stale": stale_checkpoints(plan, state), "overwrites": OVERWRITE[0] in words}
+    state.note(plan, "running", **about)
     status, code = "interrupted", 1
     try:
         code = _wait(subprocess.Popen(plan.stage.command(*words)))
@@ -171,8 +250,7 @@ def execute(plan: Plan, state: PipelineState) -> int:
             status, code = "failed", 1
             print(f"run: {plan.stage.name} ended well, but has not left {', '.join(missing)}", file=sys.stderr)
     finally:
-        stale = state.stages[plan.stage.name]["stale"]
-        state.note(plan, status, exit_code=code, seconds=round(time.time() - started, 1), stale=stale)
+        state.note(plan, status, exit_code=code, seconds=round(time.time() - started, 1), **about)
     return code
 
 
@@ -193,17 +271,14 @@ def _wait(process: subprocess.Popen) -> int:
 def way_in(plan: Plan, state: PipelineState) -> list[str]:
     """Return the words that let a stage go on where it stopped, or start anew over what it left."""
     stage = plan.stage
-    if stage.verb == "prefs":
-        # Its ledger stays, so that nothing is bought twice, whatever has changed.
-        return ["--overwrite_output_dir", "true"]
-    if stage.verb not in RESUMING_VERBS:
-        return []
-    checkpoint = last_finished_checkpoint(stage.outputs[0])
-    if plan.action == "resume" and checkpoint is not None:
-        # What lay there before this run began is of a run that rested on something else.
-        if state.stages[stage.name].get("stale", {}).get(checkpoint.name) != checkpoint.stat().st_mtime_ns:
-            return ["--resume_from_checkpoint", "auto"]
-    return ["--overwrite_output_dir", "true"]
+    if plan.action == "run":
+        return list(OVERWRITE) if plan.deletes else []
+    if stage.verb in RESUMING_VERBS:
+        # Without a checkpoint of its own it may have left a part of a result, and finds what it was to delete.
+        return ["--resume_from_checkpoint", "auto"] if state.resumable(stage) else list(OVERWRITE)
+    # The ledger of `prefs` stays, so that nothing is bought twice; the rows go if they were to go when it began.
+    is_begun = stage.verb == "prefs" and state.stages[stage.name].get("overwrites", True)
+    return list(OVERWRITE) if is_begun else []
 
 
 def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:
@@ -214,30 +289,39 @@ def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:
     return {folder.name: folder.stat().st_mtime_ns for folder in folders}
 
 
-def say_how_to_go_on(args: RunArguments, what: str) -> None:
-    """Say what happened to a stage, and what to type to go on there."""
-    options = (("--from", args.first), ("--until", args.last))
+def say_how_to_go_on(args: RunArguments, left: Sequence[Stage], what: str) -> None:
+    """Say what happened to a stage, and what to type to go on there.
+
+    Args:
+        args: of this run.
+        left: that stage and those after it.
+        what: happened.
+    """
+    forced = [("--force", stage.name) for stage in left[1:] if stage.name in args.forced]
+    options = (("--from", args.first), ("--until", args.last), *forced)
     words = [word for option, name in options if name for word in (option, name)]
-    again = " ".join(["onetrunk run", args.pipeline, *words])
+    again = " ".join(["onetrunk run", args.pipeline, *words, *(["--overwrite"] if args.overwrites else [])])
     print(f"run: {what}; `{again}` goes on there", file=sys.stderr, flush=True)
 
 
-def show(pipeline: Pipeline, state: PipelineState, stages: Sequence[Stage], results: dict[str, str]) -> None:
+def show(
+    pipeline: Pipeline, state: PipelineState, stages: Sequence[Stage], results: dict[str, str], args: RunArguments
+) -> None:
     """Print how every stage stands, or what would be done with it."""
     table = Table(title=str(pipeline.path))
     for column in ("stage", "status", "why", "seconds", "output"):
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
-    waiting: list[Stage] = []
+    open_stages = [stage for stage in stages if stage.name not in results]
+    plans = {plan.stage.name: plan for plan in plans_of(args, state, open_stages)}
     for stage in pipeline.stages:
         record: dict[str, Any] = state.stages.get(stage.name, {})
         status, why = results.get(stage.name), ""
         if stage not in stages:
-            status, why = "left out", ""
+            status = "left out"
         elif status is None:
-            plan = state.plan(stage, waiting)
-            status, why = plan.action, plan.reason
-            if plan.action != "done":
-                waiting.append(stage)
+            plan = plans[stage.name]
+            needs = "; needs --overwrite" if plan.deletes and not args.may_delete(stage) else ""
+            status, why = plan.action, f"{plan.reason}{needs}"
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
         color = COLORS.get(status, "default")
         outputs = ", ".join(str(path) for path in _few(stage.outputs))
