@@ -541,6 +541,33 @@ def test_killed_at_any_write_the_mirror_holds_a_whole_one_and_the_next_run_tidie
     assert killed >= 12
 
 
+@pytest.mark.parametrize("last", [1, 2, 4, 5])
+def test_killed_in_its_first_upload_a_run_that_begins_again_without_its_disk_finds_its_own(hooked, tmp_path, last):
+    make_checkpoint(tmp_path / "out", 1)
+    url = f"hooked://{tmp_path}/killed"
+    command = [sys.executable, "-m", "tests.checkpoints.kill_upload", str(tmp_path / "out"), str(tmp_path / "killed")]
+    assert subprocess.run([*command, str(last)], env=with_source()).returncode == 9
+    told = []
+    mirror = Mirror(url, None, told.append, ())
+    assert mirror.pull_last(tmp_path / "new") is None
+    if last > 1:
+        # The fifth operation writes the manifest; before the first has ended nothing is there but half a mark.
+        with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
+            mirror.claim("run-b", settings="settings-b")
+    mirror.claim("run-b", settings="settings-a")
+    del told[:]
+    push(mirror, make_checkpoint(tmp_path / "new", 2, run="run-b"))
+    assert told == [] and names_in(url) == ["checkpoint-2"]
+
+
+def test_a_whole_checkpoint_of_a_run_with_the_same_settings_is_not_taken_for_an_upload_of_its_own(hooked, tmp_path):
+    mirror = Mirror(hooked[1], None, print, ())
+    mirror.claim("run-a", settings="settings-a")
+    push(mirror, make_checkpoint(tmp_path / "out", 1))
+    with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
+        Mirror(hooked[1], None, print, ()).claim("run-b", settings="settings-a")
+
+
 def test_a_warning_holds_no_secret(hooked, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "a-very-secret-value")
     mirror, told = mirror_at(hooked[1])

@@ -48,7 +48,8 @@ class Mirror:
         self._waits_s = tuple(waits_s)
         self._uploads = Uploads(self._upload, warn, waits_s, self._store.shown)
         self._run: str | None = None
-        # What other runs have left, which goes once there is something in its place.
+        self._settings: str | None = None
+        # What other runs, or killed uploads, have left, which goes once there is something in its place.
         self._given_up: set[str] = set()
         # What this process has proven.
         self._proven: set[str] = set()
@@ -69,21 +70,27 @@ class Mirror:
         if output_dir is not None and place is not None and place.resolve() == Path(output_dir).resolve():
             raise RuntimeError(f"the checkpoint mirror {self._store.shown} is output_dir itself; name another folder")
 
-    def claim(self, run: str | None, overwrite: bool = False) -> None:
+    def claim(self, run: str | None, overwrite: bool = False, settings: str | None = None) -> None:
         """Refuse a mirror that holds checkpoints or a result of another run.
+
+        A run that was killed in its first upload, and has lost its disk too, has another id when it begins again: it
+        knows what it has left by its settings, which no other run has.
 
         Args:
             run: id of the run that goes on ("run" in its manifests); None for a new one.
             overwrite: do not refuse; what is there is deleted once the first checkpoint of this run is proven.
+            settings: digest of all that decides what the run computes; None: not known.
 
         Raises:
             RuntimeError: names what is there; or the mirror can't be read.
         """
         found = self._reading(lambda: [self._remote.held(name) for name in ("", *self._remote.names())])
         others = [one for one in found if one.is_something and (run is None or one.run not in (run, None))]
-        self._run = run
+        own = {one.name for one in others if one.is_begun and settings is not None and one.settings == settings}
+        others = [one for one in others if one.name not in own]
+        self._run, self._settings, self._given_up = run, settings, own
         if overwrite:
-            self._given_up = {one.name for one in others}
+            self._given_up |= {one.name for one in others}
         elif others:
             raise RuntimeError(self._refusal(others))
 
@@ -208,7 +215,7 @@ class Mirror:
         if there and there.is_foreign and upload.name not in self._given_up:
             raise RefusedError(f"there is a folder {upload.name} which this library has not written")
         if not (there and there.is_settled and self._is_there(upload.name, manifest)):
-            self._remote.begin(upload.name, run)
+            self._remote.begin(upload.name, run, self._settings)
             self._remote.upload(upload.folder, upload.name, manifest)
             self._remote.settle(upload.name)
         self._proven.add(upload.name)

@@ -34,9 +34,10 @@ class Held:
     Args:
         name: of the folder; "" for the root, where a result lies.
         run: id of the run that wrote it; None where nothing says so.
-        has_manifest: whether its manifest is there.
+        has_manifest: whether its manifest is there, written to its end.
         has_mark: whether it is being written or deleted, or was when a process was killed.
         is_empty: whether nothing is there.
+        settings: digest of the settings of the run that was writing it; None where no mark says so.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Held:
     has_manifest: bool
     has_mark: bool
     is_empty: bool
+    settings: str | None = None
 
     @property
     def is_something(self) -> bool:
@@ -54,6 +56,11 @@ class Held:
     def is_foreign(self) -> bool:
         """Whether there is something of which nothing says that it was written here."""
         return not (self.is_empty or self.has_manifest or self.has_mark)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it was not written to its end, or deleted in part: nothing can go on from it."""
+        return self.has_mark and not self.has_manifest
 
     @property
     def is_settled(self) -> bool:
@@ -74,11 +81,12 @@ class RemoteCheckpoints:
     def held(self, name: str) -> Held:
         """Return what is known of a checkpoint folder, or of the result at the root (name "")."""
         files = self.store.list(name)
-        run = None
-        for file in (MANIFEST, MARK):
-            if run is None and file in files:
-                run = self._run_in(_path(name, file))
-        return Held(name, run, MANIFEST in files, MARK in files, not files)
+        mark = self._json(_path(name, MARK)) if MARK in files else {}
+        manifest = self._json(_path(name, MANIFEST)) if MANIFEST in files else {}
+        run = _text(manifest, "run") or _text(mark, "run")
+        # A mark stands beside half a manifest where a process was killed while it wrote it.
+        is_written = MANIFEST in files and (bool(manifest) or MARK not in files)
+        return Held(name, run, is_written, MARK in files, not files, _text(mark, "settings"))
 
     def manifest(self, name: str) -> tuple[dict[str, Any], bytes]:
         """Return the manifest of a checkpoint, its form and its names checked, and its bytes.
@@ -103,14 +111,15 @@ class RemoteCheckpoints:
             raise DamagedError(f"{MANIFEST}: written for step {manifest.get('step')!r}")
         return manifest, data
 
-    def begin(self, name: str, run: str | None) -> None:
+    def begin(self, name: str, run: str | None, settings: str | None = None) -> None:
         """Mark a checkpoint folder as unfinished; from here on it does not count.
 
         Args:
             name: of the folder, there or not.
             run: id of the run that writes or deletes it.
+            settings: digest of its settings.
         """
-        self.store.write(_path(name, MARK), json.dumps({"run": run}).encode())
+        self.store.write(_path(name, MARK), json.dumps({"run": run, "settings": settings}).encode())
         self._remove_manifest(name)
 
     def upload(self, folder: Path, name: str, manifest: dict[str, Any]) -> None:
@@ -219,13 +228,18 @@ class RemoteCheckpoints:
         if self.store.has(_path(name, MANIFEST)):
             self.store.remove(_path(name, MANIFEST))
 
-    def _run_in(self, path: str) -> str | None:
+    def _json(self, path: str) -> dict[str, Any]:
+        """Return the mapping in a file; nothing where there is none or only a part of one."""
         try:
             about = json.loads(self.store.read(path))
         except (ValueError, RecursionError, FileNotFoundError):
-            return None
-        run = about.get("run") if isinstance(about, dict) else None
-        return run if isinstance(run, str) else None
+            return {}
+        return about if isinstance(about, dict) else {}
+
+
+def _text(about: dict[str, Any], name: str) -> str | None:
+    value = about.get(name)
+    return value if isinstance(value, str) else None
 
 
 def _path(name: str, file: str) -> str:

@@ -37,7 +37,7 @@ from onetrunk.locks import held_folder
 from onetrunk.models.base_marks import BASE_FILE, write_base_marks
 from onetrunk.trainers.disk_room import require_room
 from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
-from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings
+from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
 from onetrunk.trainers.resume_point import LOOP_FILES, locate, open_mirror
 from onetrunk.trainers.secret_free import without_secrets
 from onetrunk.trainers.stopping import StopAsked, Stopped, StopSignals
@@ -82,6 +82,10 @@ class SafeCheckpoints(Trainer):
         self._settings = plain_settings(self)
         self.needed_files = (*self.needed_files, SETTINGS_FILE)
 
+    def settings_of_run(self) -> dict[str, Any] | None:
+        """Return all that decides what the run computes, in terms of JSON; None where that is not known."""
+        return self._settings
+
     def planned_steps(self) -> int:
         """Return how many optimizer steps the run is to have in all."""
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
@@ -124,7 +128,8 @@ class SafeCheckpoints(Trainer):
             if self._settings is not None:
                 check_plain_settings(self._resume_from, self._settings, self.args.allow_config_change)
         if self._mirror is not None:
-            self._mirror.claim(self._run_id, overwrite=getattr(self.args, "overwrite_output_dir", False))
+            overwrite = getattr(self.args, "overwrite_output_dir", False)
+            self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()))
         if not self.args.should_save:
             return self._train_until_stopped(**kwargs)
         os.makedirs(self.args.output_dir, exist_ok=True)

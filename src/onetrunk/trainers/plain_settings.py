@@ -74,6 +74,13 @@ def check_plain_settings(folder: str | Path, own: dict[str, Any], is_allowed: bo
     allow_steering(path, written, {n: v for n, v in own.items() if n not in apart}, is_allowed)
 
 
+def settings_digest(settings: dict[str, Any] | None) -> str | None:
+    """Return a digest of the settings of a run, in terms of JSON."""
+    if settings is None:
+        return None
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def rows_digest(rows: Any) -> str:
     """Return how many encoded rows there are and a digest of all that is in them."""
     if not isinstance(rows, Dataset):

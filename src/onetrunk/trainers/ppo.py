@@ -34,6 +34,7 @@ from onetrunk.trainers.model_card import ModelCards
 from onetrunk.trainers.optimizer_groups import split_off_value
 from onetrunk.trainers.pack_loop import PackLoop
 from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.trainers.run_settings import run_settings
 from onetrunk.trainers.samples import SampleLog
 from onetrunk.trainers.setup import Reward, prepare_run
 from onetrunk.trainers.smaller_packs import PackSize
@@ -164,6 +165,11 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             stream.load(self._resume_from)
         self._stream = stream
         return stream
+
+    def settings_of_run(self) -> dict[str, Any]:
+        """Return what a checkpoint of this run is compared with."""
+        model, rewards = self.accelerator.unwrap_model(self.model), self.sampler.rewards.functions
+        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, rewards)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of training prompts."""
