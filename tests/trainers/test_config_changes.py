@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from onetrunk.rewards.combine import RewardSet
 from onetrunk.trainers import run_settings as rules
 from onetrunk.trainers.config_changes import is_free
 from onetrunk.trainers.ppo_config import PPOConfig
@@ -68,7 +69,7 @@ def parts() -> tuple[Any, Dataset]:
 
 def settings_of(**changed: Any) -> dict[str, Any]:
     model, rows = parts()
-    return rules.run_settings(make_config("out", **changed), rows, 1, model, [even_share])
+    return rules.run_settings(make_config("out", **changed), rows, 1, model, RewardSet([even_share]))
 
 
 def other_value(name: str) -> Any:

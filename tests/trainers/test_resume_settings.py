@@ -4,7 +4,9 @@ import functools
 import shutil
 
 import pytest
+import torch
 from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.rewards.base import resolve_reward
 from onetrunk.trainers.ppo import PPOTrainer
@@ -78,6 +80,58 @@ def test_a_changed_objective_is_said_in_one_warning(tmp_path, checkpoint, caplog
     expected += [f"reward_funcs: ['{own}'] -> ['{__name__}.odd_share', '{own}']"]
     assert all(pair in told[0] for pair in expected), told[0]
     assert told[0].count(" -> ") == len(expected)
+
+
+RULES = """
+def kind(completion_ids, answer, **rest):
+    return [float(len(ids)) - len(text) for ids, text in zip(completion_ids, answer)]
+"""
+
+
+def scored(folder, rules, answer="no", source="here", **changed):
+    """Return a trainer whose reward is written in `rules.py` and reads the column `answer`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "rules.py").write_text(rules)
+    rows = prompts(6, answer=[answer] * 6, source=[source] * 6)
+    reward = resolve_reward(f"{folder}/rules.py:kind")
+    return make_trainer(folder / "out", dataset=rows, reward=reward, **{**SHAPE, **changed})
+
+
+def test_a_changed_reward_file_or_column_is_refused_unless_it_is_meant_and_other_columns_may_change(tmp_path, caplog):
+    scored(tmp_path / "one", RULES, callbacks=[StopAt(4)]).train()
+    checkpoint = str(tmp_path / "one/out/checkpoint-4")
+    digests = "rules.py, sha256 [0-9a-f]{16} -> rules.py, sha256 [0-9a-f]{16}"
+    with pytest.raises(ValueError, match=f"changed since: reward_funcs.kind: {digests}; set them back, or set allow"):
+        scored(tmp_path / "two", RULES + "# twice\n").train(checkpoint)
+    rows = "6 rows, sha256 [0-9a-f]{16}"
+    with pytest.raises(ValueError, match=f"changed since: reward_columns.answer: {rows} -> {rows}; set"):
+        scored(tmp_path / "three", RULES, answer="yes").train(checkpoint)
+    caplog.clear()
+    scored(tmp_path / "four", RULES, source="there").train(checkpoint)
+    assert "changed since" not in caplog.text
+    scored(tmp_path / "five", RULES + "# twice\n", answer="yes", allow_config_change=True).train(checkpoint)
+    assert "reward_funcs.kind" in caplog.text and "reward_columns.answer" in caplog.text
+
+
+def test_another_reward_model_under_the_same_name_is_refused(tmp_path):
+    def reward_model(seed):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
+            num_labels=1, pad_token_id=0,
+        )  # fmt: skip
+        LlamaForSequenceClassification(config).save_pretrained(tmp_path / "rm")
+        tiny_tokenizer().save_pretrained(tmp_path / "rm")
+        return str(tmp_path / "rm")
+
+    rows = prompts(6)
+    make_trainer(tmp_path / "out", dataset=rows, reward=reward_model(0), callbacks=[StopAt(4)], **SHAPE).train()
+    checkpoint = str(tmp_path / "out/checkpoint-4")
+    same = make_trainer(tmp_path / "same", dataset=rows, reward=reward_model(0), **SHAPE)
+    same.train(checkpoint)
+    other = make_trainer(tmp_path / "other", dataset=rows, reward=reward_model(1), **SHAPE)
+    with pytest.raises(ValueError, match="changed since: reward_funcs.rm: llama, sha256 .* -> llama, sha256"):
+        other.train(checkpoint)
 
 
 def test_the_optimizer_s_own_settings_are_said_to_stay(tmp_path, checkpoint, caplog):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,19 +22,41 @@ PASSING = frozenset(
 )
 
 
-@torch.no_grad()
 def base_fingerprint(base: PreTrainedModel) -> str:
     """Return the line for a base model, with or without adapters in its layers, which do not count.
 
     Args:
         base: transformers' model; of each parameter at most SAMPLES numbers are read, evenly spread.
     """
+    return _fingerprint(base, without=".lora_")
+
+
+def scorer_fingerprint(model: PreTrainedModel) -> str:
+    """Return the line for a reward model, adapters included; a head that the adapter's stands in for does not count.
+
+    Args:
+        model: as for `base_fingerprint`.
+    """
+    return _fingerprint(model, without=".original_module.")
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of all that is in some tensors, by their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def _fingerprint(base: PreTrainedModel, without: str) -> str:
     # Only what differs from the defaults of the class: a later version of transformers may add fields.
     config = {k: v for k, v in base.config.to_diff_dict().items() if k not in PASSING}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     parts: list[Tensor] = []
     for name, parameter in base.named_parameters():
-        if ".lora_" in name:
+        if without in name:
             continue
         # PEFT puts a layer that it adapts into `base_layer`.
         digest.update(f"{name.replace('.base_layer.', '.')} {parameter.dtype} {list(parameter.shape)}".encode())

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, resolve_reward, unique_names
+from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.trunk import TrunkReward
 from onetrunk.types import Prompt
 
@@ -65,6 +66,14 @@ class RewardSet:
                 " can be a branch of it: merge the others into their base model and give those folders"
             )
         self.trunk_reward = on_trunk[0] if on_trunk else None
+        # Now, near to when files were read: one may be edited while a run goes on.
+        self.contents = {n: content_of(f) for n, f in zip(self.names, self.functions, strict=True)}
+
+    def columns_read(self, columns: Iterable[str]) -> list[str]:
+        """Return those of the dataset's columns that any of the functions reads, or may read."""
+        given = [name for name in columns if name not in OWN_COLUMNS]
+        read = {name for function in self.functions for name in columns_read(function, given)}
+        return [name for name in given if name in read]
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Refuse now what a call with these dataset columns would refuse: a function that lacks or rejects a keyword.

@@ -103,7 +103,7 @@ class ExperienceStream:
         )
         self.kl_controller = kl_controller(config.beta, config.kl_target, config.kl_horizon)
         self.score_moments = RunningMoments()
-        self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards.functions)
+        self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras: Callable[[], dict[str, Any]] = dict

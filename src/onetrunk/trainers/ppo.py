@@ -168,8 +168,8 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
 
     def settings_of_run(self) -> dict[str, Any]:
         """Return what a checkpoint of this run is compared with."""
-        model, rewards = self.accelerator.unwrap_model(self.model), self.sampler.rewards.functions
-        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, rewards)
+        model = self.accelerator.unwrap_model(self.model)
+        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, self.sampler.rewards)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of training prompts."""

@@ -1,6 +1,6 @@
 """What a run is made of, as far as a checkpoint must know it: what may not change on resuming, and what is told.
 
-Knows settings, prompts, the base and the names of reward functions; no state and no files.
+Knows settings, rows, the base and what reward functions are computed from; no state.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from onetrunk.models.adapters import POLICY
 from onetrunk.models.fingerprint import base_fingerprint
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.rewards.base import reward_name
+from onetrunk.rewards.combine import RewardSet
 from onetrunk.trainers.config_changes import (
     allow_steering,
     is_free,
@@ -54,10 +56,11 @@ KEPT_SETTINGS = (
 ADAPTER_SETTINGS = ("lora_alpha", "use_rslora")
 # Free in PPO, whose batch arithmetic does not rest on them.
 FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def run_settings(
-    config: PPOConfig, dataset: Dataset, num_processes: int, model: TrunkModel, rewards: Sequence[Callable[..., Any]]
+    config: PPOConfig, dataset: Dataset, num_processes: int, model: TrunkModel, rewards: RewardSet
 ) -> dict[str, Any]:
     """Return what `check_settings` compares, in terms of JSON.
 
@@ -74,7 +77,10 @@ def run_settings(
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
     settings |= {name: getattr(adapter, name) for name in ADAPTER_SETTINGS}
-    told = {"reward_funcs": [reward_path(function) for function in rewards]}
+    told: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
+    told |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
+    columns = rewards.columns_read(dataset.column_names)
+    told |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
     for name, value in config.to_dict().items():
         if name not in settings and name not in FREE_IN_PPO and not is_free(name):
             told[name] = value
@@ -93,6 +99,16 @@ def reward_path(function: Callable[..., Any]) -> str:
     if code is not None and module.startswith("onetrunk_reward_"):
         return f"{Path(code.co_filename).name}:{function.__qualname__}"
     return f"{module}.{function.__qualname__}".lstrip(".")
+
+
+def column_digest(dataset: Dataset, name: str) -> str:
+    """Return how many rows a column has and a digest of what is in them."""
+    digest = hashlib.sha256()
+    for batch in dataset.select_columns([name]).with_format(None).iter(batch_size=1000):
+        # Dates and the like as text; of an object without one its address must not count.
+        text = json.dumps(batch[name], sort_keys=True, default=lambda value: ADDRESS.sub("", str(value)))
+        digest.update(text.encode())
+    return f"{len(dataset)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
 def _fingerprint(rows: Sequence[list[int]]) -> str:

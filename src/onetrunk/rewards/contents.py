@@ -1,0 +1,190 @@
+"""What a reward is computed from, as a short text: a resumed run compares it, so that no reward changes unnoticed.
+
+A function is known by a digest of the file that it is written in (of a script that is run itself by its own text and
+that of the functions it calls there, for the script holds the settings too), a model by its weights and tokenizer, a
+server by its address and the model's name. What a file imports in its turn is not followed. Values of settings go
+into digests only: some are secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from onetrunk.judges.base import digest
+from onetrunk.judges.rubric import source_identity
+from onetrunk.judges.urls import shown
+from onetrunk.models.fingerprint import scorer_fingerprint, tensors_digest
+from onetrunk.models.score_adapter import ScoreAdapter
+from onetrunk.rewards.ensemble import EnsembleReward
+from onetrunk.rewards.judge import JudgeReward
+from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.pairwise import COLUMN, PairwiseReward
+from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.trunk import SAMPLE_TEXTS, TrunkReward
+
+PLAIN = (str, int, float, bool, type(None))
+OURS = (ModelReward, EnsembleReward, TrunkReward, RemoteReward, JudgeReward, PairwiseReward)
+# Says nothing of what an adapter computes.
+PASSING_IN_ADAPTERS = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
+
+
+def content_of(reward: Callable[..., Any]) -> str:
+    """Return what a reward function is computed from: the same text for the same scores, in any process."""
+    if isinstance(reward, ModelReward):
+        return f"{scorer_fingerprint(reward.model)}, {_reading(reward)}"
+    if isinstance(reward, EnsembleReward):
+        scales = [[scale.mean, scale.std] for scale in reward.scales]
+        members = [content_of(member) for member in reward.members]
+        return f"ensemble, sha256 {_short([members, scales, reward.penalty])}"
+    if isinstance(reward, TrunkReward):
+        return f"adapter, sha256 {_adapter_digest(reward.adapter)}"
+    if isinstance(reward, RemoteReward):
+        return f"server {shown(reward.url)}, model {reward.model or 'not named'}"
+    if isinstance(reward, (JudgeReward, PairwiseReward)):
+        numbers = {name: getattr(reward, name) for name in ("beta", "floor") if hasattr(reward, name)}
+        judged = _short([reward.judge.identity, numbers])
+        return f"judge, sha256 {judged}, constitution {reward.constitution.version[:16]}"
+    return _function(reward)
+
+
+def columns_read(reward: Callable[..., Any], columns: Sequence[str]) -> list[str]:
+    """Return those of the dataset's columns that a reward function reads, or may read.
+
+    A parameter of a column's name is read; all columns are where the function uses its `**kwargs`.
+    """
+    if isinstance(reward, PairwiseReward):
+        return [name for name in columns if name == COLUMN]
+    if isinstance(reward, OURS):
+        return []
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):
+        return list(columns)
+    rest = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    code = getattr(_written(reward), "__code__", None)
+    if rest is not None and (code is None or _reads(code, rest)):
+        return list(columns)
+    return [name for name in columns if name in parameters]
+
+
+def _reading(reward: ModelReward) -> str:
+    tokenizer = reward.tokenizer
+    about = [tokenizer(list(SAMPLE_TEXTS))["input_ids"], tokenizer.chat_template, tokenizer.pad_token_id]
+    return f"tokenizer sha256 {_short(about)}, max_length {reward.max_length}"
+
+
+def _adapter_digest(adapter: ScoreAdapter) -> str:
+    config = {name: value for name, value in adapter.config.to_dict().items() if name not in PASSING_IN_ADAPTERS}
+    ordered = {name: sorted(value) if isinstance(value, set) else str(value) for name, value in config.items()}
+    weights = tensors_digest({**adapter.weights, **{f"head.{key}": t for key, t in adapter.head.items()}})
+    return _short([ordered, weights, adapter.pad_token_id])
+
+
+def _function(reward: Callable[..., Any], seen: set[int] | None = None) -> str:
+    seen = {id(reward)} if seen is None else seen
+    written = _written(reward)
+    # What an object counts or keeps for itself has an underscore before its name.
+    settings = {k: value for k, value in source_identity(reward)["settings"].items() if not k.startswith("_")}
+    settings |= _carried(written, seen)
+    about = f", settings sha256 {_short(settings)}" if settings else ""
+    # A decorator may stand in another file.
+    sources = [source_identity(each)["source"] for each in (written, reward)]
+    if None in sources or written.__module__ == "__main__":
+        return f"{written.__qualname__}, sha256 {_short(list(_texts(reward, written)))}{about}"
+    source = sources[0] if sources[0] == sources[1] else _short(sources)
+    return f"{Path(inspect.getsourcefile(written)).name}, sha256 {source}{about}"
+
+
+def _written(reward: Callable[..., Any]) -> Any:
+    """Return the function that somebody wrote: behind partials, decorators and methods; of an object its `__call__`,
+    or its class where that is not written in Python."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    if not inspect.isroutine(reward):
+        call = type(reward).__call__
+        reward = call if inspect.isfunction(call) else type(reward)
+    reward = inspect.unwrap(reward)
+    return getattr(reward, "__func__", reward)
+
+
+def _carried(function: Any, seen: set[int]) -> dict[str, Any]:
+    """Return what a function carries beside its text, in its closure and its defaults: plain values and rewards."""
+    if not inspect.isfunction(function):
+        return {}
+    values: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # Not assigned yet.
+            values[name] = cell.cell_contents
+    values |= {f"default {index}": value for index, value in enumerate(function.__defaults__ or ())}
+    values |= {f"default {name}": value for name, value in (function.__kwdefaults__ or {}).items()}
+    carried: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, PLAIN):
+            carried[name] = repr(value)
+        elif isinstance(value, OURS):
+            carried[name] = content_of(value)
+        elif inspect.isfunction(value) and id(value) not in seen:
+            seen.add(id(value))
+            carried[name] = _function(value, seen)
+    return carried
+
+
+def _texts(reward: Callable[..., Any], written: Any) -> Iterator[str]:
+    """Yield the text of a function, of the object's class, and of what it reads where it was written."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    if not inspect.isroutine(reward) and not inspect.isclass(written):
+        with contextlib.suppress(OSError, TypeError):
+            yield inspect.getsource(type(reward))
+    yield from _own_texts(written, set())
+
+
+def _own_texts(written: Any, seen: set[Any]) -> Iterator[str]:
+    """Yield the text of a function, and of what it reads in the script or session that it was written in."""
+    seen.add(written)
+    code = getattr(written, "__code__", None)
+    try:
+        yield inspect.getsource(written)
+    except (OSError, TypeError):
+        yield written.__qualname__ if code is None else repr(_code(code))
+    if code is None:
+        return
+    for name in sorted(_names(code)):
+        value = written.__globals__.get(name)
+        if isinstance(value, PLAIN) and name in written.__globals__:
+            yield f"{name} = {value!r}"
+        elif inspect.isfunction(value) and value.__module__ == written.__module__ and value not in seen:
+            yield from _own_texts(value, seen)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def _code(value: Any) -> Any:
+    """Return what a function does in terms whose text is the same in every process."""
+    if isinstance(value, types.CodeType):
+        return [value.co_code.hex(), value.co_names, [_code(constant) for constant in value.co_consts]]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+def _reads(code: types.CodeType, name: str) -> bool:
+    """Say whether a function does anything with one of its parameters but delete it."""
+    if name in code.co_cellvars:
+        return True
+    for instruction in dis.get_instructions(code):
+        given = instruction.argval
+        if instruction.opname.startswith("LOAD") and (given == name or isinstance(given, tuple) and name in given):
+            return True
+    return False
+
+
+def _short(value: Any) -> str:
+    return digest(value)[:16]
