@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from onetrunk import cli
-from onetrunk.stages.pipeline import load_pipeline
+from onetrunk.stages.pipeline import free_settings, load_pipeline
 from onetrunk.stages.pipeline_state import PipelineState, files_of
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
@@ -280,6 +281,39 @@ def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_bes
     assert [file.name for file in files_of(Path("model"))] == ["weights"]
 
 
+@pytest.mark.parametrize(
+    ("verb", "free", "not_free"),
+    [
+        (
+            "sft",
+            "logging_steps save_steps report_to max_steps",
+            "learning_rate eval_size model_init_kwargs max_length",
+        ),
+        ("ppo", "microbatch_tokens num_rollouts alarm_kl checkpoint_mirror", "gamma eval_dataset_name output_dir"),
+        ("prefs", "num_samples_to_print prompts_per_chunk", "dataset_name num_generations critic_model shard"),
+        ("eval", "", "max_completion_length seed"),
+    ],
+)
+def test_a_stage_s_free_settings_are_those_of_its_trainer_that_no_file_or_model_rests_on(verb, free, not_free):
+    words = [
+        "--model_name_or_path",
+        "base",
+        "--dataset_name",
+        "rows.jsonl",
+        "--output_dir",
+        "out",
+        "--use_cpu",
+        "true",
+    ]
+    words += {
+        "ppo": ["--reward_funcs", "a.b"],
+        "eval": ["--reward_funcs", "a.b"],
+        "prefs": ["--judge", "rubric", "--constitution", "c.yaml"],
+    }.get(verb, [])
+    found = free_settings(verb, getattr(import_module(f"onetrunk.stages.{verb}"), f"parse_{verb}")(words))
+    assert set(free.split()) <= found and not set(not_free.split()) & found
+
+
 GRAMMAR = """
 def long(completions, **columns):
     return [len(text) for text in completions]
@@ -364,7 +398,9 @@ def test_a_changed_free_setting_leaves_a_finished_training_done_and_as_it_is(tra
     Path("mirror").mkdir()
     change(logging_steps=1, save_total_limit=3, run_name="again", checkpoint_mirror="mirror")
     assert run() == 0
-    assert "skipped" in capfd.readouterr().out and bytes_of() == before
+    told = capfd.readouterr().out
+    assert all(words in told for words in ("skipped", "only free settings", "logging_steps")), told
+    assert bytes_of() == before
 
 
 @pytest.mark.parametrize(
@@ -384,7 +420,7 @@ def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training
     told = capfd.readouterr().err
     assert f"stage sft would start anew ({reason}" in told
     assert "delete out/checkpoint-1; out/checkpoint-2; out/adapter_config.json" in told
-    assert "repeat the command with --overwrite" in told
+    assert "to delete it: onetrunk run pipeline.yaml --overwrite" in told
     assert bytes_of() == before
     assert "needs--overwrite" in dry_run(capfd) and "needs--overwrite" not in dry_run(capfd, "--overwrite")
 
@@ -455,3 +491,9 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     assert Path("out/prefs/ledger/ledger.jsonl").read_text().count("\n") > ledger
     assert Path("out/reward/model.safetensors").read_bytes() != before
     assert run("--dry-run") == 0 and capfd.readouterr().out.count("nothing has changed") == 3
+    # Rows that are gone come from the ledger again.
+    [rows] = Path("out/prefs/data").iterdir()
+    written = rows.read_bytes()
+    rows.unlink()
+    assert run("--until", "prefs") == 0
+    assert f"prefs: {rows} is gone" in capfd.readouterr().out and rows.read_bytes() == written

@@ -29,6 +29,7 @@ CONFIG = "its config"
 BESIDE = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*")
 # Specs that name a path behind a word, or before one: "reward:folder", "rewards.py:polite".
 PREFIXES = ("reward:",)
+UNCHANGED = "nothing has changed"
 # How long a training is: it goes on to the new end.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
 # Where `prefs` writes its rows, which it replaces where other settings decide them.
@@ -104,7 +105,7 @@ class PipelineState:
             return Plan(stage, "resume", f"was {record.get('status')}", inputs)
         reason = _damage(stage, record) or _other_length(stage, record)
         if reason is None:
-            return Plan(stage, "done", "nothing has changed", inputs)
+            return Plan(stage, "done", _free_changes(stage, record) or UNCHANGED, inputs)
         if is_resumable:
             return Plan(stage, "resume", reason, inputs)
         # The rows of `prefs` are made again from its ledger.
@@ -196,6 +197,13 @@ def _other_length(stage: Stage, record: dict[str, Any]) -> str | None:
     then, now = record.get("settings"), _compared(stage)
     names = [name for name in LENGTHS if then and name in stage.free and then.get(name) != now.get(name)]
     return f"another length: {', '.join(_change(name, then, now) for name in names)}" if names else None
+
+
+def _free_changes(stage: Stage, record: dict[str, Any]) -> str | None:
+    """Return which free settings have changed since a stage ended, as a phrase; None where none has."""
+    then, now = record.get("settings", {}), _compared(stage)
+    names = sorted(name for name in stage.free if then and then.get(name) != now.get(name))
+    return f"only free settings have changed: {', '.join(names)}" if names else None
 
 
 def _change(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:

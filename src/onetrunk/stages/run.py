@@ -11,12 +11,13 @@ and with it all that rest on what it writes. What would be deleted then is named
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from onetrunk.locks import WriterLock
 from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
-from onetrunk.stages.pipeline_state import PipelineState, Plan
+from onetrunk.stages.pipeline_state import UNCHANGED, PipelineState, Plan
 from onetrunk.stages.resuming import has_result
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
 
@@ -143,17 +144,17 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
         SystemExit: with the exit code of a stage that failed.
         ValueError: a stage would delete what it has left, and nobody has said that it may.
     """
-    results: dict[str, str] = {}
-    code = 0
+    results: dict[str, tuple[str, str]] = {}
+    has_run, code = False, 0
     plans = plans_of(args, state, stages)
     for plan in plans:
         require_may_delete(args, plan)
     for number, (stage, plan) in enumerate(zip(stages, plans, strict=True), 1):
-        if "done" in results.values():
+        if has_run:
             # What has just been written may change what this stage rests on.
             plan = state.plan(stage, is_forced=stage.name in args.forced)
         if plan.action == "done":
-            results[stage.name] = "skipped"
+            results[stage.name] = ("skipped", "" if plan.reason == UNCHANGED else plan.reason)
             continue
         words = way_in(plan, state)
         print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {redact(stage.shown(*words))}", flush=True)
@@ -165,7 +166,7 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
             raise
         if code:
             break
-        results[stage.name] = "done"
+        results[stage.name], has_run = ("done", ""), True
     show(pipeline, state, stages, results, args)
     if code:
         say_how_to_go_on(args, stages[number - 1 :], f"{stage.name} ended with exit code {code}")
@@ -196,10 +197,23 @@ def require_may_delete(args: RunArguments, plan: Plan) -> None:
         if plan.stage.verb in RESUMING_VERBS:
             to_keep += ", or set allow_config_change: true in its config to go on from the last checkpoint"
         to_keep += "; "
+    forced = [stage for stage in args.forced if stage != plan.stage.name]
     raise ValueError(
-        f"stage {plan.stage.name} would start anew ({plan.reason}) and delete {what}; {to_keep}to delete it, repeat"
-        " the command with --overwrite"
+        f"stage {plan.stage.name} would start anew ({plan.reason}) and delete {what}; {to_keep}to delete it:"
+        f" {command_again(replace(args, overwrites=True), forced)}"
     )
+
+
+def command_again(args: RunArguments, forced: Sequence[str]) -> str:
+    """Return the command of this run as it is to be repeated.
+
+    Args:
+        args: of this run.
+        forced: names of the stages that are still to start anew.
+    """
+    options = (("--from", args.first), ("--until", args.last), *(("--force", name) for name in forced))
+    words = [word for option, name in options if name for word in (option, name)]
+    return shlex.join(["onetrunk", "run", args.pipeline, *words, *(["--overwrite"] if args.overwrites else [])])
 
 
 def chosen(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
@@ -297,36 +311,36 @@ def say_how_to_go_on(args: RunArguments, left: Sequence[Stage], what: str) -> No
         left: that stage and those after it.
         what: happened.
     """
-    forced = [("--force", stage.name) for stage in left[1:] if stage.name in args.forced]
-    options = (("--from", args.first), ("--until", args.last), *forced)
-    words = [word for option, name in options if name for word in (option, name)]
-    again = " ".join(["onetrunk run", args.pipeline, *words, *(["--overwrite"] if args.overwrites else [])])
+    again = command_again(args, [stage.name for stage in left[1:] if stage.name in args.forced])
     print(f"run: {what}; `{again}` goes on there", file=sys.stderr, flush=True)
 
 
 def show(
-    pipeline: Pipeline, state: PipelineState, stages: Sequence[Stage], results: dict[str, str], args: RunArguments
+    pipeline: Pipeline,
+    state: PipelineState,
+    stages: Sequence[Stage],
+    results: dict[str, tuple[str, str]],
+    args: RunArguments,
 ) -> None:
     """Print how every stage stands, or what would be done with it."""
     table = Table(title=str(pipeline.path))
     for column in ("stage", "status", "why", "seconds", "output"):
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
-    open_stages = [stage for stage in stages if stage.name not in results]
-    plans = {plan.stage.name: plan for plan in plans_of(args, state, open_stages)}
+    plans = plans_of(args, state, [stage for stage in stages if stage.name not in results])
+    for plan in plans:
+        needs = "; needs --overwrite" if plan.deletes and not args.may_delete(plan.stage) else ""
+        results = {**results, plan.stage.name: (plan.action, f"{plan.reason}{needs}")}
     for stage in pipeline.stages:
         record: dict[str, Any] = state.stages.get(stage.name, {})
-        status, why = results.get(stage.name), ""
-        if stage not in stages:
-            status = "left out"
-        elif status is None:
-            plan = plans[stage.name]
-            needs = "; needs --overwrite" if plan.deletes and not args.may_delete(stage) else ""
-            status, why = plan.action, f"{plan.reason}{needs}"
+        status, why = results.get(stage.name, ("left out", ""))
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
         color = COLORS.get(status, "default")
         outputs = ", ".join(str(path) for path in _few(stage.outputs))
         table.add_row(stage.name, f"[{color}]{status}[/]", why, seconds, outputs)
     Console().print(table)
+    for plan in plans if args.is_dry else ():
+        if plan.action != "done":
+            print(f"$ {redact(plan.stage.shown(*way_in(plan, state)))}")
 
 
 def _few(paths: Sequence[Path]) -> list[Path | str]:
