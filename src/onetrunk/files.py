@@ -70,7 +70,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(Path(path).read_bytes())
     except OSError as error:
         raise RuntimeError(f"{path} cannot be read ({error.strerror}); check the folder's name") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RuntimeError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
 
 

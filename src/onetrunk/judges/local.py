@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
@@ -25,6 +24,7 @@ from onetrunk.judges.template import LABELS, MAX_CHARACTERS, RATINGS, nonce_of, 
 from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.base_marks import check_base_marks
 from onetrunk.models.fingerprint import base_fingerprint
+from onetrunk.models.loading import put_adapter_on
 from onetrunk.models.scorer import length_limit
 from onetrunk.models.sources import adapter_base, base_of
 from onetrunk.quiet import peft_calls
@@ -296,10 +296,12 @@ def load_causal_judge(
     if base is None:
         model = load_base(name, dtype=dtype, revision=revision)
     else:
-        with base_of(name), peft_calls():
-            model = PeftModel.from_pretrained(load_base(base, dtype=dtype), name, revision=revision)
-            check_base_marks(model.get_base_model(), name, revision)
-            model = model.merge_and_unload()
+        with base_of(name):
+            model = load_base(base, dtype=dtype)
+        adapted = put_adapter_on(model, name, revision)
+        check_base_marks(adapted.get_base_model(), name, revision)
+        with peft_calls():
+            model = adapted.merge_and_unload()
     model.requires_grad_(False)
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})
 

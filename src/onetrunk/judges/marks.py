@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.judges.template import sanitized
@@ -81,7 +80,7 @@ def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     for messages in (turns, [{"role": "system", "content": system}, *turns]):
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError, TypeError, KeyError):
+        except Exception:
             continue  # Some templates refuse system messages.
         for part in re.split("|".join(PLACES), text):
             yield from BRACKETED.findall(part)

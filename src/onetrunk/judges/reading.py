@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.chat_template import apply_chat_template
 from onetrunk.types import Message
 
 ANSWER, REASONS = "Answer:", "Reasons:"
@@ -45,9 +46,7 @@ class Reader:
         """
         if not self.tokenizer.chat_template:
             return "\n\n".join([*(message["content"] for message in messages), cue])
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **NO_THINKING
-        )
+        text = apply_chat_template(self.tokenizer, messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
         # A space at the end would be a token of its own, where models learned it as a part of their first word.
         return text.rstrip(" ")
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.rubric import logistic
 from onetrunk.models.fingerprint import base_fingerprint
+from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
 from onetrunk.models.score_rows import adapter_tokenizer, encode_rows
 from onetrunk.models.score_scale import ScoreScale, read_score_scale
@@ -168,12 +169,12 @@ def load_reward_judge(
         _forget_replaced_head(model)
         tokenizer = adapter_tokenizer(name)
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(read_score_adapter(name).base, trust_remote_code=False)
+            tokenizer = read_tokenizer(read_score_adapter(name).base)
         else:
             model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     else:
         model = load_scorer(name, device=device)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = read_tokenizer(source, "tokenizer of the reward model")
     scale = read_score_scale(source)
     return RewardModelJudge(model, tokenizer, scale=scale, batch_size=batch_size, name=Path(source).name)
 

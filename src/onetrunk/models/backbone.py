@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +18,17 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable, pinned_source
+from onetrunk.models.loading import check_finite, load_weights, read_config, read_tokenizer
+from onetrunk.models.sources import pinned_source
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = "tokenizer.json"
 
 _DROPOUT_MODULES = (
     nn.Dropout,
@@ -69,23 +65,20 @@ def load_base(
     """
     source = pinned_source(revision, trust_remote_code)
     name_or_path = str(name_or_path)
-    check_source(name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(name_or_path, **source)
-        if config.is_encoder_decoder:
-            raise ValueError(f"{name_or_path} is an encoder-decoder ({config.model_type}); give a decoder-only model")
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            dtype="auto" if dtype is None else dtype,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization_config,
-            device_map=device_map,
-            use_safetensors=True,
-            output_loading_info=True,
-            **source,
-        )
-    except OSError as error:
-        raise not_loadable("model", name_or_path, MODEL_FILES, error) from error
+    config = read_config("model", name_or_path, **source)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name_or_path} is an encoder-decoder ({config.model_type}); give a decoder-only model")
+    model, report = load_weights(
+        AutoModelForCausalLM,
+        "model",
+        name_or_path,
+        config,
+        dtype="auto" if dtype is None else dtype,
+        attn_implementation=attn_implementation,
+        quantization_config=quantization_config,
+        device_map=device_map,
+        **source,
+    )
     if report["missing_keys"]:
         raise ValueError(
             f"the checkpoint {name_or_path!r} lacks {len(report['missing_keys'])} weights of "
@@ -104,16 +97,7 @@ def load_tokenizer(
         ValueError: remote code without a pinned commit; no end-of-sequence token.
         RuntimeError: nothing loadable at `name_or_path`.
     """
-    source = pinned_source(revision, trust_remote_code)
-    name_or_path = str(name_or_path)
-    check_source(name_or_path, "tokenizer", TOKENIZER_FILES)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **source)
-    except (OSError, ValueError) as error:
-        # Of a folder transformers lists all the ways in which a tokenizer could have been made.
-        reason = "the folder holds no tokenizer that transformers can read" if Path(name_or_path).is_dir() else error
-        raise not_loadable("tokenizer", name_or_path, TOKENIZER_FILES, reason) from error
-    return repair_padding(tokenizer)
+    return repair_padding(read_tokenizer(str(name_or_path), **pinned_source(revision, trust_remote_code)))
 
 
 def repair_padding(
@@ -266,6 +250,7 @@ def verify_head(model: nn.Module) -> None:
 
     Raises:
         ValueError: the model's logits are not our formula of the body's last hidden state.
+        RuntimeError: its weights are NaN or infinite, so that no formula holds.
     """
     base, spec = _base(model), output_head(model)
     kept: list[Tensor] = []
@@ -281,6 +266,7 @@ def verify_head(model: nn.Module) -> None:
     if len(kept) == 1:
         error = (spec.logits(kept[0].to(spec.weight.device)) - logits.to(spec.weight.device)).abs().max().item()
     if not error <= tolerance:
+        check_finite(base)
         raise ValueError(
             f"the head of {type(base).__name__} computes something else than weight, bias, logit scale "
             f"{spec.logit_scale:g} and soft-cap {spec.softcap} (largest difference {error:.3g}); it is not supported"

@@ -94,6 +94,13 @@ def _read(source: str, revision: str | None) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(Path(path).read_bytes())
-        return content if isinstance(content["weights"], dict) and isinstance(content["name"], str | None) else None
-    except (ValueError, KeyError, TypeError) as error:
+        known = isinstance(content["weights"], dict) and isinstance(content["name"], str | None)
+        if known and not all(map(_is_sample, content["weights"].values())):
+            raise ValueError(f"expected {SAMPLES} numbers of each weight")
+        return content if known else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{source}/{BASE_FILE} is damaged ({error}); restore it, or delete it") from error
+
+
+def _is_sample(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == SAMPLES and all(type(number) is int for number in value)

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
+from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from onetrunk.models.adapter_files import ADAPTER_FILE, check_adapter_fits, read_adapter, set_adapter_weights
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, parse_adapter_layers
 from onetrunk.models.backbone import decoder_layers, load_base
 from onetrunk.models.base_marks import check_base_marks
+from onetrunk.models.loading import put_adapter_on, read_adapter_weights
 from onetrunk.models.scorer import load_scorer
 from onetrunk.models.sources import adapter_base, base_of, is_adapter
 from onetrunk.models.trunk_model import TrunkModel
-from onetrunk.quiet import peft_calls
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +158,9 @@ def _load(
         base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
         base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
     # PEFT lists every tensor of another shape; here all that does not fit is one sentence.
-    with peft_calls():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
-        model = PeftModel.from_pretrained(base, name, revision=revision, ignore_mismatched_sizes=True)
-    check_adapter_fits(model, load_peft_weights(name, device="cpu", revision=revision), POLICY, name)
+        model = put_adapter_on(base, name, revision, ignore_mismatched_sizes=True)
+    check_adapter_fits(model, read_adapter_weights(name, revision), POLICY, name)
     check_base_marks(model.get_base_model(), name, revision)
     return model

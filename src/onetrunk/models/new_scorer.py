@@ -13,14 +13,13 @@ from typing import Any
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.models.backbone import TOKENIZER_FILES
+from onetrunk.models.loading import load_weights, read_config, read_tokenizer
 from onetrunk.models.scorer import not_scalar, score_layer
-from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable, pinned_source
+from onetrunk.models.sources import pinned_source
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +41,15 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
         ValueError: several labels, weights below the head that the checkpoint lacks, or remote code without a pinned
             commit.
     """
-    check_source(name, "model")
     source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
     settings.pop("code_revision", None)
-    try:
-        config = AutoConfig.from_pretrained(name, **source)
-    except OSError as error:
-        raise not_loadable("model", name, MODEL_FILES, error) from error
+    config = read_config("model", name, **source)
     has_head = "ForSequenceClassification" in "".join(config.architectures or [])
     if has_head and config.num_labels != 1:
         raise not_scalar(name, config.num_labels)
     with quiet_load():
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, use_safetensors=True, output_loading_info=True, **source, **settings
+        model, loading = load_weights(
+            AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings
         )
     head = [n for n, module in model.named_modules() if module is score_layer(model)][0].split(".")[0]
     # BERT's relatives also lack a pooler, which trains with the head.
@@ -92,12 +87,7 @@ def load_reward_tokenizer(name: str, revision: str | None = None, trust_remote_c
         RuntimeError: nothing loadable at `name`.
         ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
     """
-    source = pinned_source(revision, trust_remote_code)
-    check_source(name, "tokenizer", TOKENIZER_FILES)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    except (OSError, ValueError) as error:
-        raise not_loadable("tokenizer", name, TOKENIZER_FILES, error) from error
+    tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(

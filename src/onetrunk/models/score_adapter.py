@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
@@ -29,10 +29,20 @@ from onetrunk.models.adapters import (
 )
 from onetrunk.models.backbone import decoder_layers, output_head
 from onetrunk.models.base_marks import check_base_marks
+from onetrunk.models.loading import (
+    ADAPTER_FILES,
+    can_be_on_hub,
+    damaged,
+    put_adapter_on,
+    read_adapter_config,
+    read_adapter_weights,
+    reading,
+)
 from onetrunk.models.narrow import Positions
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
-from onetrunk.models.sources import adapter_base, can_be_on_hub
+from onetrunk.models.sources import adapter_base
+from onetrunk.models.trials import check_patterns
 from onetrunk.quiet import peft_calls
 from onetrunk.types import Pack
 
@@ -84,9 +94,9 @@ def read_score_adapter(name: str) -> ScoreAdapter:
     """
     folder = Path(name).expanduser()
     source = str(folder) if folder.exists() else name
-    base, config = adapter_base(source), PeftConfig.from_pretrained(source)
+    base, config = adapter_base(source), read_adapter_config(source)
     config = _checked_config(name, config)
-    weights = load_peft_weights(source, device="cpu")
+    weights = read_adapter_weights(source)
     head = {key.rsplit(".", 1)[-1]: weights.pop(key) for key in _HEAD_KEYS if key in weights}
     if "weight" not in head:
         raise ValueError(
@@ -123,9 +133,8 @@ def load_adapter_scorer(
     source = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     settings = {} if dtype is None else {"dtype": dtype}
     base = load_with_new_head(adapter.base, **settings)
-    with peft_calls():
-        # The model that PEFT wraps: its layers carry the adapter, its head is the adapter's.
-        model = PeftModel.from_pretrained(base, source).get_base_model()
+    # The model that PEFT wraps: its layers carry the adapter, its head is the adapter's.
+    model = put_adapter_on(base, source).get_base_model()
     check_base_marks(model, source)
     model.config.update({READS_END: True, "name_or_path": source})
     model.requires_grad_(False)
@@ -228,7 +237,12 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)
-    with peft_calls():
+    path = f"adapter_config.json in {adapter.name}"
+    try:
+        check_patterns(adapter.config, [name for name, _ in trunk.get_base_model().named_modules()])
+    except ValueError as error:
+        raise damaged("adapter", adapter.name, path, str(error)) from error
+    with peft_calls(), reading("adapter", adapter.name, ADAPTER_FILES, path):
         trunk.add_adapter(REWARD, copy.deepcopy(adapter.config))
     set_adapter_weights(trunk, adapter.weights, REWARD, adapter.name)
     for parameter in adapter_parameters(trunk, REWARD).values():

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import has_file
 
+from onetrunk.chat_template import apply_chat_template
+from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.scorer import encode_texts
 from onetrunk.types import Conversation, Message, Prompt
 
@@ -51,7 +53,7 @@ def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     else:
         has_own = has_file(name, "tokenizer_config.json")
     source = str(folder) if folder.is_dir() else name
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_own else None
+    return read_tokenizer(source, "tokenizer of the reward adapter") if has_own else None
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], name: str) -> str:
@@ -66,4 +68,4 @@ def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion
         opened = messages[len(prompt) - 1]
         joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
         messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
-    return tokenizer.apply_chat_template(messages, tokenize=False)
+    return apply_chat_template(tokenizer, messages, tokenize=False)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.models.sources import MODEL_FILES, check_source, not_loadable
+from onetrunk.models.loading import check_source, load_weights, read_config
 
 # Tokenizers that know no limit report a number beyond any text.
 NO_LIMIT = 10**9
@@ -62,24 +62,22 @@ def load_scorer(
         ValueError: an adapter, several labels, or weights that the checkpoint lacks.
     """
     name = scorer_source(path)
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except OSError as error:
-        raise not_loadable("reward model", name, MODEL_FILES, error) from error
+    config = read_config("reward model", name, revision=revision)
     settings = {} if dtype is None else {"dtype": dtype}
     if "ForSequenceClassification" not in "".join(config.architectures or []):
         settings["num_labels"] = 1  # Its head is missing; load far enough to name the missing weights.
     elif config.num_labels != 1:
         raise not_scalar(name, config.num_labels)
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
+    model, loading = load_weights(
+        AutoModelForSequenceClassification,
+        "reward model",
         name,
+        config,
         revision=revision,
         trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
         **settings,
     )
-    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind])
+    absent = sorted(map(str, loading["missing_keys"]))
     if absent:
         raise ValueError(
             f"reward model {name}: its checkpoint lacks {', '.join(absent)}, which would be newly initialised and "

@@ -1,6 +1,6 @@
-"""What the name of a model means: a folder here or a repository on the Hub; one sentence for a name that is neither.
+"""What the name of a model means: a base model or an adapter, and which base an adapter was trained on.
 
-Knows names, folders, configs and PEFT's adapter_config.json; loads no weights.
+Loads no weights; what lies at a name is read by `loading.py`.
 """
 
 from __future__ import annotations
@@ -11,54 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-from peft import PeftConfig
-from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
-MODEL_FILES = "config.json and *.safetensors"
-_CONFIGS = ("config.json", "adapter_config.json")
-
-
-def not_loadable(kind: str, name: str, files: str, reason: str | Exception) -> RuntimeError:
-    """Return the error for a name at which there is no `kind`: model or tokenizer.
-
-    Args:
-        files: what a folder must hold.
-        reason: a clause, or the loader's error, of which the first line is told.
-    """
-    if isinstance(reason, Exception):
-        reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0].rstrip(".")
-        if not Path(name).exists():
-            reason = f"there is no folder {name} in {Path.cwd()}, and the Hub says: {reason}"
-    return RuntimeError(
-        f"the {kind} {name!r} cannot be loaded: {reason}. Give a folder that holds {files}, or a name on the Hub; for"
-        " a private one set HF_TOKEN, and without a network load it once beforehand"
-    )
-
-
-def check_source(name: str, kind: str = "model", files: str = MODEL_FILES) -> None:
-    """Refuse a name at which nothing can lie, before the Hub is asked.
-
-    Args:
-        kind: "model", "reward model" or "tokenizer".
-        files: what a folder must hold.
-
-    Raises:
-        RuntimeError: a path that leads nowhere, a file, or a folder without a model.
-    """
-    path = Path(name)
-    if path.is_file():
-        raise not_loadable(kind, name, files, "it is a file")
-    if not path.is_dir():
-        if not can_be_on_hub(name):
-            where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            raise not_loadable(kind, name, files, f"there is no such folder{where}")
-    elif kind != "tokenizer" and not any((path / config).is_file() for config in _CONFIGS):
-        inside = sorted(config.parent.name for pattern in _CONFIGS for config in path.glob(f"*/{pattern}"))
-        hint = f", but its folder {inside[-1]} does: name that" if inside else ""
-        raise not_loadable(kind, name, files, f"the folder holds neither {' nor '.join(_CONFIGS)}{hint}")
+from onetrunk.models.loading import check_source, read_adapter_config, read_config
 
 
 def pinned_source(revision: str | None, trust_remote_code: bool | None) -> dict[str, Any]:
@@ -83,15 +38,6 @@ def pinned_source(revision: str | None, trust_remote_code: bool | None) -> dict[
         )
     # Code that a config borrows from another repository is pinned too: it is not found there at this commit.
     return {"revision": revision, "code_revision": revision, "trust_remote_code": True}
-
-
-def can_be_on_hub(name: str) -> bool:
-    """Say whether a repository on the Hub could have this name."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
 
 
 def is_same_source(one: str, other: str) -> bool:
@@ -120,14 +66,15 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
     """
     if not is_adapter(name, revision):
         return None
-    base = PeftConfig.from_pretrained(name, revision=revision).base_model_name_or_path
+    base = read_adapter_config(name, revision).base_model_name_or_path
     if not base:
         raise ValueError(
             f"the adapter {name!r} does not say what its base model is; set base_model_name_or_path in its"
             " adapter_config.json"
         )
     with base_of(name):
-        check_source(base)
+        if is_adapter(base):
+            raise RuntimeError(f"{base!r} is an adapter itself; name the model that it was trained on")
     return base
 
 
@@ -158,8 +105,4 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
 
 
 def _config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> Any:
-    source = pinned_source(revision, trust_remote_code)
-    try:
-        return AutoConfig.from_pretrained(name, **source).get_text_config()
-    except OSError as error:
-        raise not_loadable("model", name, MODEL_FILES, error) from error
+    return read_config("model", name, **pinned_source(revision, trust_remote_code)).get_text_config()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.models.backbone import TOKENIZER_FILES
+from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.score_rows import encode_rows
 from onetrunk.models.scorer import (
     check_scorer,
@@ -22,7 +22,6 @@ from onetrunk.models.scorer import (
     score_token_ids,
     scorer_source,
 )
-from onetrunk.models.sources import check_source, not_loadable
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
 
@@ -122,9 +121,4 @@ def _own_tokenizer(
     if tokenizer is None and not source:
         raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
     name = str(source if tokenizer is None else tokenizer)
-    check_source(name, "tokenizer", TOKENIZER_FILES)
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = "the folder holds no tokenizer that transformers can read" if Path(name).is_dir() else error
-        raise not_loadable("tokenizer of the reward model", name, TOKENIZER_FILES, reason) from error
+    return read_tokenizer(name, "tokenizer of the reward model", revision=revision)

@@ -22,13 +22,13 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import httpx2
-from transformers import AutoTokenizer
 
 from onetrunk.judges.answers import is_same_model
 from onetrunk.judges.calls import CallRun, ask_patiently, run_async
 from onetrunk.judges.failures import failure_of, failure_of_response, is_html
 from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.urls import check_host, check_url, guarded_client, read_secret, shown
+from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.scorer import READS_END
 from onetrunk.models.sources import load_config
 from onetrunk.rewards.base import Completion
@@ -216,7 +216,7 @@ class _Encoder:
     """Token ids of rows, as the reward model itself was trained to read them."""
 
     def __init__(self, source: str):
-        self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        self.tokenizer = read_tokenizer(source)
         config = load_config(source)
         self.end_token = bool(config.to_dict().get(READS_END, False))
         limits = [getattr(config.get_text_config(), "max_position_embeddings", None), self.tokenizer.model_max_length]

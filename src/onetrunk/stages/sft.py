@@ -71,6 +71,8 @@ def check_room(rows: Any, tokenizer: Any, args: Any) -> None:
     Raises:
         ValueError: says how long the shortest prompt is.
     """
+    from onetrunk.chat_template import apply_chat_template
+
     if args.max_length is None or (args.packing and args.packing_strategy != "bfd"):
         return
     if args.max_length < 2:
@@ -83,7 +85,7 @@ def check_room(rows: Any, tokenizer: Any, args: Any) -> None:
     shortest = None
     for prompt in rows["prompt"]:
         if conversational:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+            ids = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
         else:
             ids = tokenizer(prompt)
         length = len(ids["input_ids"])
@@ -100,6 +102,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     """Return the trainer with its model loaded."""
     from trl import get_quantization_config
 
+    from onetrunk.chat_template import template_errors
     from onetrunk.models.backbone import load_base, load_tokenizer
     from onetrunk.models.sources import is_adapter, load_config
     from onetrunk.trainers.checks import check_tokenizer
@@ -132,11 +135,13 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         check_tokenizer(tokenizer, name, datasets, vocab_size)
     for rows in datasets:
         check_room(rows, tokenizer, args)
-    return ResumableSFTTrainer(
-        model=load_base(name, quantization_config=quantization, **kwargs),
-        args=args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        peft_config=model_args.peft_config() if model_args.use_peft else None,
-    )
+    model = load_base(name, quantization_config=quantization, **kwargs)
+    with template_errors(tokenizer):
+        return ResumableSFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=model_args.peft_config() if model_args.use_peft else None,
+        )

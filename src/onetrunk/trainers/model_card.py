@@ -16,7 +16,7 @@ from transformers import Trainer
 from onetrunk.files import atomic_write_text
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.backbone import decoder_layers
-from onetrunk.models.sources import can_be_on_hub
+from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk_model import TrunkModel
 from onetrunk.redaction import redact
 from onetrunk.trainers.ppo_config import PPOConfig

@@ -1,0 +1,67 @@
+"""Damaged model folders for the tests: a whole tiny model, and ways in which a file of another's can be broken."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Damage = Callable[[Path], None]
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+def truncated(name: str, share: float = 0.5) -> Damage:
+    """Cut a file off, as an interrupted download leaves it."""
+
+    def damage(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(share * len(data))])
+
+    return damage
+
+
+def written(name: str, data: bytes | str) -> Damage:
+    """Replace a file's content."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+
+    return damage
+
+
+def changed(name: str, **fields: Any) -> Damage:
+    """Set fields of a JSON file."""
+
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | fields))
+
+    return damage
+
+
+def tensor_changed(name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+    """Change the tensors of a safetensors file."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+
+    return damage
+
+
+def header(name: str, text: bytes, size: int | None = None) -> Damage:
+    """Replace a safetensors file by a header that says its length is `size`."""
+    return written(name, struct.pack("<Q", len(text) if size is None else size) + text)
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
