@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 
 Damage = Callable[[Path], None]
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+TEMPLATE = "chat_template.jinja"
+# Deeper than any parser goes.
+DEEP_ARRAY = "[" * 100_000 + "]" * 100_000
+DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
 def truncated(name: str, share: float = 0.5) -> Damage:
@@ -47,7 +51,7 @@ def changed(name: str, **fields: Any) -> Damage:
     return damage
 
 
-def tensor_changed(name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+def tensors_changed(name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
     """Change the tensors of a safetensors file."""
 
     def damage(folder: Path) -> None:
@@ -63,5 +67,16 @@ def header(name: str, text: bytes, size: int | None = None) -> Damage:
     return written(name, struct.pack("<Q", len(text) if size is None else size) + text)
 
 
-NESTED = "[" * 100_000 + "]" * 100_000
-DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
+def removed(name: str) -> Damage:
+    """Delete a file."""
+    return lambda folder: (folder / name).unlink()
+
+
+def both(*damages: Damage) -> Damage:
+    """Do several in turn."""
+
+    def damage(folder: Path) -> None:
+        for each in damages:
+            each(folder)
+
+    return damage

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-CPU_SECONDS, MEMORY_GIB = 5, 2
+CPU_SECONDS, MEMORY_GIB = 2, 2
 # Only where the child waits for something that never comes: far more than its processor time on a busy machine.
 WAIT_SECONDS = 300
 MOST_PATTERNS = 1000
