@@ -150,6 +150,18 @@ def test_a_card_may_not_name_files_outside_of_its_folder(tmp_path, card, entry):
         load_rows(rows)
 
 
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+def test_a_card_whose_aliases_stand_for_billions_of_values_is_refused(tmp_path, card):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    written(rows, "a.jsonl", '{"prompt": "a"}\n')
+    lines = ["configs: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"k{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    written(rows, card, "\n".join(["---", *lines, "---", ""] if card == "README.md" else lines))
+    with pytest.raises(ValueError, match="holds more than 100000 values"):
+        load_rows(str(rows))
+
+
 def test_a_card_that_names_files_of_its_folder_is_followed_links_included(tmp_path):
     rows, private = folder_and_a_file_beside_it(tmp_path)
     (rows / "b.jsonl").symlink_to(private)  # as in the Hub's cache

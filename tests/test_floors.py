@@ -19,6 +19,7 @@ FILES = sorted((SOURCE / "onetrunk").rglob("*.py"))
 FLOORS = {
     "types": 0,
     "files": 0,
+    "yaml_files": 0,
     "chat_template": 1,
     "locks": 0,
     "quiet": 0,

@@ -16,8 +16,10 @@ import datasets
 import yaml
 from datasets import Dataset, DatasetDict
 from huggingface_hub import DatasetCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from onetrunk.names import require_inside, require_relative
+from onetrunk.yaml_files import check_aliases
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -120,6 +122,7 @@ def _check_card(folder: Path) -> None:
         if not (folder / name).is_file():
             continue
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        check_aliases(_yaml_of(name, text), str(folder / name))
         try:
             about = DatasetCard(text).data.to_dict() if name.endswith(".md") else yaml.safe_load(text)
         except (ValueError, yaml.YAMLError):
@@ -128,6 +131,14 @@ def _check_card(folder: Path) -> None:
         for config in configs if isinstance(configs, list) else ():
             for pattern in _paths_in([config.get(key) for key in ("data_files", "data_dir") if key in config]):
                 require_relative(pattern, folder, f"a file that {folder / name} names")
+
+
+def _yaml_of(name: str, text: str) -> str:
+    """Return the YAML in a card: what stands between its lines of dashes, or all of a file of YAML."""
+    if not name.endswith(".md"):
+        return text
+    block = REGEX_YAML_BLOCK.search(text)
+    return block.group(2) if block else ""
 
 
 def _paths_in(value: Any) -> Iterator[str]:
@@ -145,7 +156,7 @@ def _paths_in(value: Any) -> Iterator[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
     return value if isinstance(value, dict) else {}
 

@@ -99,6 +99,12 @@ def test_an_abbreviated_option_is_not_guessed(capsys):
         ("eval_strategy: no\n", "line 1: eval_strategy is read as False by YAML; write the word in quotes"),
         ("dataset_name: [a, b]\n", "line 1: dataset_name is ['a', 'b'] (list); expected str"),
         ("env: 3\n", "line 1: env must map names to values"),
+        ("beta: 1\n<<: {lam: 0.9}\n", "line 2: a merge key (<<) is not supported here; write the keys out"),
+        ("beta: 1\n~: 3\n", "line 2: a key is null"),
+        ("yes: 3\n", "line 1: the key 'yes' is no text for YAML (bool)"),
+        ("0x10: 3\n", "line 1: the key '0x10' is no text for YAML (int)"),
+        ("model_init_kwargs: {null: 3}\n", "line 1: a key is null"),
+        ("beta: 9999-99-99\n", "holds a value that cannot be read"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_where(tmp_path, capsys, text, sentence):

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onetrunk.judges.base import Principle, digest
+from onetrunk.yaml_files import read_yaml
 
 KEYS = ("name", "principles")
 PRINCIPLE_KEYS = ("text", "weight", "tags")
@@ -59,14 +58,7 @@ def load_constitution(path: str | Path | None) -> Constitution:
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"the constitution {path} does not exist (working folder {Path.cwd()}); give a YAML file")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the constitution {path} is not UTF-8 text ({error.reason})") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise ValueError(f"the constitution {path}{where} is not YAML: {problem or error}") from error
+    content, _ = read_yaml(path, f"the constitution {path}")
     return parse_constitution(content, f"the constitution {path}")
 
 

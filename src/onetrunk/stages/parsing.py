@@ -22,12 +22,12 @@ from typing import Any
 # Before trl is imported: its trainers send a ping unless this is set.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-import yaml  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
 from onetrunk.names import require_name  # noqa: E402
 from onetrunk.stages.refused_secrets import refused_setting, refused_words  # noqa: E402
 from onetrunk.trainers.foreign_keys import explain_key  # noqa: E402
+from onetrunk.yaml_files import read_yaml  # noqa: E402
 
 # What becomes a part of a path, here or in a tracker.
 NAMES = ("run_name",)
@@ -193,25 +193,13 @@ def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str],
 def _read_yaml(path: Path) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the line of every top-level key, and the mapping itself."""
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, yaml.SafeLoader)
-        config = yaml.safe_load(text)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text ({error.reason}); give a YAML file") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{where} is not YAML: {problem or error}") from error
+        config, lines = read_yaml(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if not isinstance(config, dict):
         found = "is empty" if config is None else f"holds a {type(config).__name__}"
         raise UsageError(f"{path} {found}; expected lines of the form 'key: value'")
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if key.value in lines:
-            first, second = lines[key.value], key.start_mark.line + 1
-            raise UsageError(f"{path} line {second}: {key.value} stands there again after line {first}; keep one")
-        lines[key.value] = key.start_mark.line + 1
-    return lines, {str(key): value for key, value in config.items()}
+    return lines, config
 
 
 def _set_environment(value: Any, place: str) -> None:

@@ -22,11 +22,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onetrunk.names import require_name
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.refused_secrets import refused_words
+from onetrunk.yaml_files import read_yaml
 
 # In the order of the way: what a model goes through.
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
@@ -124,32 +123,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
         UsageError: the file is no YAML, no UTF-8, or no mapping.
     """
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text ({error.reason}); give a YAML file") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); give an existing YAML file") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{where} is not YAML: {problem or error}") from error
+        value, _ = read_yaml(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} holds {'nothing' if value is None else type(value).__name__}; expected 'key: value'")
     return value
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which would else keep the last of two equal keys without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} stands there twice; keep one", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place: str) -> None:
