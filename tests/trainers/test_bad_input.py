@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from onetrunk.trainers.ppo import PPOTrainer
+from onetrunk.trainers.setup import tokens_of
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.trainers.support import base_model, even_share, logged, lora, make_config, prompts, trained
 
@@ -211,6 +212,16 @@ def test_a_tokenizer_that_cannot_end_a_completion_is_refused(tmp_path):
 
 def test_a_stop_token_of_several_tokens_is_refused(tmp_path):
     refused(tmp_path, "stop_tokens: 'the cat' is 2 tokens", stop_tokens=["the cat"])
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused(tmp_path):
+    refused(
+        tmp_path, "stop_tokens: the tokenizer does not know '<|im_end|>' and reads it as", stop_tokens=["<|im_end|>"]
+    )
+
+
+def test_the_unknown_token_itself_may_end_a_completion():
+    assert tokens_of(["<unk>", "cat"], tiny_tokenizer()) == [3, tiny_tokenizer().convert_tokens_to_ids("cat")]
 
 
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path):

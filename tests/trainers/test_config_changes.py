@@ -40,6 +40,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 ALONG: dict[str, dict[str, Any]] = {
     "kl_in_loss": {"kl_estimator": "k2"},
+    "load_best_model_at_end": {"eval_strategy": "epoch", "save_strategy": "epoch"},
     "missing_eos_penalty": {"truncated_completions": "penalize"},
 }
 # Why no run here can have another value.

@@ -157,7 +157,7 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
     """Return the id of each stop token.
 
     Raises:
-        ValueError: a text that is not exactly one token.
+        ValueError: a text that is not exactly one token, or one that the tokenizer does not know.
     """
     found = []
     for text in stop_tokens:
@@ -165,6 +165,12 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
         if len(ids) != 1:
             raise ValueError(
                 f"stop_tokens: {text!r} is {len(ids)} tokens; a completion can only end at a single token"
+            )
+        # A tokenizer of whole words gives all that it does not know one id: the first unknown word would end a text.
+        if ids[0] == tokenizer.unk_token_id and text != tokenizer.unk_token:
+            raise ValueError(
+                f"stop_tokens: the tokenizer does not know {text!r} and reads it as {tokenizer.unk_token!r}; name a"
+                " token of its vocabulary"
             )
         found += ids
     return found
