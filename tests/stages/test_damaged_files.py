@@ -391,6 +391,13 @@ ADAPTER_FAULTS = {
     ),
     "ranks that are a list": (changed(ADAPTER_CONFIG, rank_pattern=[1]), ADAPTER_CONFIG, "rank_pattern [1]"),
     "a scale that is a text": (changed(ADAPTER_CONFIG, lora_alpha="x"), ADAPTER_CONFIG, "cannot be used"),
+    "an infinite scale": (changed(ADAPTER_CONFIG, lora_alpha=float("inf")), ADAPTER_CONFIG, "lora_alpha"),
+    "a billion copies of layers": (
+        changed(ADAPTER_CONFIG, layer_replication=[[0, 10**9]]),
+        ADAPTER_CONFIG,
+        "makes 1000000000 layers",
+    ),
+    "copies of layers that are numbers": (changed(ADAPTER_CONFIG, layer_replication=[3]), ADAPTER_CONFIG, "cannot be"),
     "a target that is a number": (changed(ADAPTER_CONFIG, target_modules=3), ADAPTER_CONFIG, "cannot be used"),
     "targets that are not there": (changed(ADAPTER_CONFIG, target_modules=["nope"]), ADAPTER_CONFIG, "nope"),
     "a pattern that is none": (changed(ADAPTER_CONFIG, target_modules="((("), ADAPTER_CONFIG, "no regular expression"),

@@ -151,17 +151,23 @@ def reading(kind: str, name: str, files: str, path: str | Path) -> Iterator[None
 
 
 def source_file(name: str, file: str, revision: str | None = None) -> Path | None:
-    """Return where a file of a folder or a Hub repository lies on this machine; None where there is none."""
+    """Return where a file of a folder or a Hub repository lies on this machine; None where there is none.
+
+    None also for a repository that is not there or may not be read: the loaders say so.
+    """
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.is_file() else None
-    found = cached_file(
-        name,
-        file,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    try:
+        found = cached_file(
+            name,
+            file,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return None
     return None if found is None else Path(found)
 
 
@@ -208,16 +214,17 @@ def check_config_file(kind: str, name: str, revision: str | None = None) -> dict
 
 
 def _numbers(content: Any) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers of nested objects with their keys. The depth is bounded, for JSON's reader has a limit."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield key, value
-            else:
-                yield from _numbers(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _numbers(value)
+    """Yield the numbers of nested objects with their keys."""
+    waiting = [content]
+    while waiting:  # No recursion: the file decides how deep it is.
+        value = waiting.pop()
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+                    yield key, entry
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def read_config(kind: str, name: str, **source: Any) -> Any:
@@ -431,10 +438,10 @@ def read_tokenizer(name: str, kind: str = "tokenizer", **source: Any) -> PreTrai
             tokenizer("a", verbose=False)
     except RuntimeError as error:
         raise _tokenizer_fault(kind, name, revision) or error from error.__cause__
-    template = source_file(name, "chat_template.jinja", revision) or _shown(name, "tokenizer_config.json")
     try:
         check_chat_template(tokenizer)
     except ValueError as error:
+        template = source_file(name, "chat_template.jinja", revision) or _shown(name, "tokenizer_config.json")
         raise damaged(kind, name, template, f"has a chat template that {error}") from error
     return tokenizer
 
@@ -489,8 +496,24 @@ def read_adapter_config(name: str, revision: str | None = None) -> PeftConfig:
     base = config.base_model_name_or_path
     if base is not None and not isinstance(base, str):
         raise damaged("adapter", name, path, f"says base_model_name_or_path {base!r}, expected a name or path")
+    _check_copies(name, path, config)
     _check_ranks(name, path, config, revision)
     return config
+
+
+def _check_copies(name: str, path: Path, config: PeftConfig) -> None:
+    """Refuse an adapter that would copy the layers of its base without a bound, or scale its update by infinity."""
+    ranges = getattr(config, "layer_replication", None) or []
+    try:
+        copies = sum(len(range(start, end)) for start, end in ranges)
+        scales = [getattr(config, "lora_alpha", 1), *(getattr(config, "alpha_pattern", None) or {}).values()]
+        is_finite_scale = all(scale is None or math.isfinite(scale) for scale in scales)
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise damaged("adapter", name, path, error) from error
+    if copies > MOST_LAYERS:
+        raise damaged("adapter", name, path, f"makes {copies} layers (layer_replication), at most {MOST_LAYERS}")
+    if not is_finite_scale:
+        raise damaged("adapter", name, path, f"scales its update by {scales} (lora_alpha), expected finite numbers")
 
 
 def _check_ranks(name: str, path: Path, config: PeftConfig, revision: str | None) -> None:
