@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, TaskType, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk import cli
@@ -426,6 +426,19 @@ def test_a_pattern_of_modules_that_matches_for_ever_is_named(tmp_path, capsys, f
     folder = damaged(tmp_path, "adapter", changed(ADAPTER_CONFIG, **field))
     message = refused(capsys, "eval", "--model_name_or_path", folder, names=folder / ADAPTER_CONFIG)
     assert "take more than 2 s to match" in message
+
+
+@pytest.mark.parametrize("option", ["--model_name_or_path", "--judge"])
+def test_an_adapter_of_a_kind_without_weights_of_layers_is_named(tmp_path, capsys, option):
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    peft = get_peft_model(tiny_model("llama", num_hidden_layers=2), config)
+    peft.peft_config["default"].base_model_name_or_path = "base"
+    peft.save_pretrained(tmp_path / "prompt")
+    tiny_tokenizer().save_pretrained(tmp_path / "prompt")
+    refused(capsys, "prefs", option, tmp_path / "prompt", names="prompt" if option == "--judge" else "")
+    changed(ADAPTER_CONFIG, num_virtual_tokens=10**9)(tmp_path / "prompt")
+    message = refused(capsys, "prefs", option, tmp_path / "prompt", names=tmp_path / "prompt" / ADAPTER_CONFIG)
+    assert "num_virtual_tokens 1000000000, and the weights" in message
 
 
 def test_an_adapter_on_an_adapter_is_named(tmp_path, capsys):

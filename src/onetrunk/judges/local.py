@@ -24,7 +24,7 @@ from onetrunk.judges.template import LABELS, MAX_CHARACTERS, RATINGS, nonce_of, 
 from onetrunk.models.backbone import load_base, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.base_marks import check_base_marks
 from onetrunk.models.fingerprint import base_fingerprint
-from onetrunk.models.loading import put_adapter_on
+from onetrunk.models.loading import ADAPTER_FILES, put_adapter_on, reading
 from onetrunk.models.scorer import length_limit
 from onetrunk.models.sources import adapter_base, base_of
 from onetrunk.quiet import peft_calls
@@ -300,7 +300,8 @@ def load_causal_judge(
             model = load_base(base, dtype=dtype)
         adapted = put_adapter_on(model, name, revision)
         check_base_marks(adapted.get_base_model(), name, revision)
-        with peft_calls():
+        # Not every kind of adapter can be merged.
+        with peft_calls(), reading("adapter", name, ADAPTER_FILES, f"adapter_config.json in {name}"):
             model = adapted.merge_and_unload()
     model.requires_grad_(False)
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})
