@@ -196,3 +196,30 @@ def test_the_limit_stops_at_a_share_or_at_fifty_in_a_row(limit, outcomes, stops_
             return
         failures.note("down" if outcome == "f" else None)
     assert stops_at is None
+
+
+def test_all_questions_on_a_few_prompts_may_be_refused_or_unread_and_on_several_they_stop_the_run():
+    failures = FailureLimit(0.1, "j")
+    for number in range(400):
+        failures.note("HTTP 400: blocked", "refused", prompt=f"prompt {number % 4}")
+    assert (failures.asked, failures.failed, failures.refused) == (400, 0, 400)
+    failures = FailureLimit(0.1, "j")
+    for number in range(100):
+        failures.note(None)
+        if number % 12 == 0:
+            failures.note("no label", "unread", prompt=f"prompt {number}")
+    # 9 of 109 so far; 11 of 111 are below a tenth, 12 of 112 are not.
+    failures.note("no label", "unread", prompt="p")
+    failures.note("no label", "unread", prompt="q")
+    with pytest.raises(
+        RuntimeError, match="refused 1 of 112 questions, and gave 11 of them a reply that is no verdict"
+    ):
+        failures.note("HTTP 400: blocked", "refused", prompt=[{"role": "user", "content": "p"}])
+
+
+def test_failures_of_the_judge_and_of_questions_do_not_add_up():
+    failures = FailureLimit(0.1, "j")
+    for number in range(5):
+        failures.note("down")
+        failures.note("HTTP 400: blocked", "refused", prompt=f"prompt {number}")
+    assert (failures.failed, failures.refused) == (5, 5)

@@ -83,6 +83,8 @@ class StubServer:
         self.latency_s = latency_s
         self.routes = routes or {}
         self.faulty = True
+        # Of a body: the reply in place of the usual one, or None.
+        self.replies_instead: Callable[[Any], Any] = lambda _body: None
         self.heals_after = math.inf
         self.asked: Counter[str] = Counter()
         self.sold: Counter[str] = Counter()
@@ -168,6 +170,9 @@ class StubServer:
             await send(writer, 404, {"detail": "Not Found"})
 
     def _complete(self, body: Any, fails: Any) -> tuple[int, Any]:
+        instead = self.replies_instead(body)
+        if instead is not None:
+            return 200, instead
         if body["model"] != self.model:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         if self.logprobs == "top5" and body.get("top_logprobs", 0) > 5:

@@ -12,6 +12,7 @@ from onetrunk.judges.answers import (
     opinion_of_probabilities,
     opinion_of_votes,
     read_label,
+    read_vote,
 )
 from onetrunk.judges.retries import CallError
 from tests.judges.stub_server import candidates, completion
@@ -183,4 +184,16 @@ def test_opinions_add_up_to_one_or_abstain():
     voted = opinion_of_votes(votes, LABELS)
     assert voted.shares == pytest.approx({"A": 2 / 3, "B": 1 / 3})
     assert voted.details == {"method": "votes", "votes": {"A": 2, "B": 1, "unread": 1}}
-    assert opinion_of_votes([Vote(None), Vote(None), Vote("A")], LABELS).shares is None
+    unread = opinion_of_votes([Vote(None, problem="it is empty"), Vote(None, problem="x"), Vote("A")], LABELS)
+    assert unread.shares is None and unread.reason == "2 of 3 replies are no label (one: it is empty)"
+
+
+def test_an_empty_reply_measures_nothing_unless_a_label_was_probable():
+    ends = [candidates("<|im_end|>", {"<|im_end|>": 0.8, "A": 0.1, "B": 0.05})]
+    vote = read_vote(reply("", ends), LABELS)
+    assert (vote.label, vote.probabilities, vote.problem) == (None, None, "it is empty")
+    labels = [candidates("<|im_end|>", {"<|im_end|>": 0.2, "A": 0.6, "B": 0.1})]
+    assert read_vote(reply("", labels), LABELS).probabilities == pytest.approx({"A": 0.6, "B": 0.1})
+    # A text that is no label is measured, and may be an abstention.
+    both = [candidates("Both", {"Both": 0.9, "A": 0.05})]
+    assert read_vote(reply("Both", both), LABELS).probabilities == pytest.approx({"A": 0.05, "B": 0.0})

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
-from huggingface_hub import AsyncInferenceClient
+from huggingface_hub import AsyncInferenceClient, ChatCompletionOutput, ChatCompletionOutputComplete
 from huggingface_hub.errors import HfHubHTTPError
 
 from onetrunk.judges.answers import Reply, checked_reply
@@ -97,7 +97,7 @@ class ChatServer:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             # The hub's parser meets a body of another form: a list, a text where an object should be, other bytes.
             raise CallError(f"a body of another form than a chat completion ({type(error).__name__})") from None
-        return checked_reply(output, self.model)
+        return checked_reply(_with_messages(output), self.model)
 
     async def served_models(self) -> list[str] | None:
         """Return the names of the models that the server lists; None where it keeps no such list, or fails to read it
@@ -121,3 +121,15 @@ class ChatServer:
             return None if listed is None else [str(entry["id"]) for entry in listed]
         except (ValueError, TypeError, KeyError):
             return None
+
+
+def _with_messages(output: ChatCompletionOutput) -> dict[str, Any]:
+    """Return a body with the messages as the server sent them.
+
+    The hub's objects are dicts too, but a dict inside another one has lost the keys that the hub does not know, such
+    as reasoning_content and refusal. The message itself still has them.
+    """
+    choices = output.choices if isinstance(output.choices, list) else []
+    if not all(isinstance(choice, ChatCompletionOutputComplete) for choice in choices):
+        return dict(output)
+    return {**output, "choices": [{**choice, "message": choice.message} for choice in choices]}

@@ -191,7 +191,11 @@ class _Ballot:
             self.undecided[key] = self.questions[key]
         else:
             in_order = [votes[number] for number in sorted(votes)]
-            self._decide(key, opinion_of_votes(in_order, self.questions[key].labels))
+            opinion = opinion_of_votes(in_order, self.questions[key].labels)
+            if opinion.shares is None:
+                # Those that were read count when the question is asked again.
+                self._votes[key] = {number: vote for number, vote in votes.items() if vote.label is not None}
+            self._decide(key, opinion if opinion.shares is not None else CallError(opinion.reason, "unread"))
 
 
 def _with_last(messages: Sequence[Message], text: str) -> list[Message]:

@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from onetrunk.judges.base import ErrorKind
+
 # Items that must have ended before their share of failures means anything, and how many of the last ones count.
 FEWEST_ENDED = 20
 LAST_ENDED = 100
@@ -22,7 +24,8 @@ class CallError(RuntimeError):
 
     Args:
         reason: why, without a secret.
-        kind: "again": the next call may succeed; "refused": this question never will; "stop": no question will.
+        kind: "again": the next call may succeed; "refused": this question never will; "stop": no question will;
+            "unread": there are replies, and they are no verdict.
         overloaded: the server asks for, or needs, fewer calls at once.
         retry_after_s: how long the server asks to be left alone.
     """
@@ -30,7 +33,7 @@ class CallError(RuntimeError):
     def __init__(
         self,
         reason: str,
-        kind: Literal["again", "refused", "stop"] = "again",
+        kind: Literal["again", "refused", "stop", "unread"] = "again",
         *,
         overloaded: bool = False,
         retry_after_s: float | None = None,
@@ -39,6 +42,11 @@ class CallError(RuntimeError):
         self.kind = kind
         self.overloaded = overloaded
         self.retry_after_s = retry_after_s
+
+    @property
+    def error_kind(self) -> ErrorKind:
+        """What a verdict says of the error."""
+        return self.kind if self.kind in ("refused", "unread") else "server"
 
 
 class ServerUnavailable(RuntimeError):

@@ -112,7 +112,7 @@ class ServerJudge:
 
         def finish(index: int, outcome: Opinion | CallError) -> None:
             if isinstance(outcome, CallError):
-                verdicts[index] = Verdict(None, error=str(outcome))
+                verdicts[index] = Verdict(None, error=str(outcome), error_kind=outcome.error_kind)
             else:
                 first = None if outcome.shares is None else outcome.shares[LABELS[0]]
                 verdicts[index] = Verdict(first, outcome.reason, details=outcome.details)
@@ -141,7 +141,7 @@ class ServerJudge:
 
         def finish(index: int, outcome: Opinion | CallError) -> None:
             if isinstance(outcome, CallError):
-                ratings[index] = Rating(None, error=str(outcome))
+                ratings[index] = Rating(None, error=str(outcome), error_kind=outcome.error_kind)
             else:
                 shares = outcome.shares
                 mean = None if shares is None else sum(RATINGS.index(mark) * share for mark, share in shares.items())

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.failures import FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair
+from onetrunk.judges.base import ErrorKind, Judge, Pair
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
@@ -27,6 +27,7 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval_arguments import EvalArguments
 from onetrunk.stages.eval_sides import Answers, named_opponent
+from onetrunk.types import Prompt
 
 LEDGER = "ledger/verdicts.jsonl"
 # Equal texts: neither is better, and no judge need say so.
@@ -77,10 +78,10 @@ class ShownLimit(FailureLimit):
         super().__init__(max_failed_fraction, judge)
         self.bar = bar
 
-    def note(self, error: str | None) -> None:
+    def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
         """Count one question in, as FailureLimit does, and show it."""
         self.bar.update(1)
-        super().note(error)
+        super().note(error, kind, prompt)
 
 
 def plan_comparison(

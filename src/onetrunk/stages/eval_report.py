@@ -17,6 +17,7 @@ from rich.table import Table
 from onetrunk.feedback.statistics import plain
 from onetrunk.files import atomic_write_text
 from onetrunk.judges.base import Pair
+from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.redaction import redact
 from onetrunk.stages.eval_judge import Contest
 from onetrunk.stages.eval_plots import draw
@@ -28,8 +29,6 @@ from onetrunk.trainers.sampling import ScoredRollout
 REPORT, PAIRS = "report.md", "pairs.jsonl"
 NUM_SAMPLES, NUM_LOSSES = 6, 3
 LONGEST_CELL = 400
-# A judge beyond these says more about slots than about completions.
-LEAST_CONSISTENCY, MOST_SLOT_BIAS = 0.6, 0.15
 # From which difference on the win rate at equal length is another finding than the plain one.
 NOTABLE_LENGTH_EFFECT = 0.1
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
@@ -150,14 +149,7 @@ def sentences(evaluation: Evaluation) -> list[str]:
             )
     if rates.is_extrapolated:
         found.append("no pair has two completions of equal length or the other order of lengths: that is extrapolated")
-    position = figures["position"]
-    agreed, slot = position["position_consistency"], position["first_slot_probability"]
-    if agreed is not None and agreed < LEAST_CONSISTENCY:
-        found.append(f"the judge contradicts itself in {1 - agreed:.0%} of the questions asked in both orders")
-    if slot is not None and abs(slot - 0.5) > MOST_SLOT_BIAS:
-        found.append(
-            f"the judge gives the completion that it reads first {slot:.0%} on average; both orders cancel it"
-        )
+    found += judge_warnings(figures["position"])
     if figures["unjudged"]:
         found.append(f"{figures['unjudged']} pairs have no verdict yet; the same command asks for them again")
     return found
