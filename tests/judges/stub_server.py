@@ -85,6 +85,11 @@ class StubServer:
         self.faulty = True
         # Of a body: the reply in place of the usual one, or None.
         self.replies_instead: Callable[[Any], Any] = lambda _body: None
+        # Of a body: the status of its answer.
+        self.status_instead: Callable[[Any], int] = lambda _body: 200
+        # Whether a body is one on which it hangs, or on which alone its fault shows.
+        self.hangs_on: Callable[[Any], bool] = lambda _body: False
+        self.fails_on: Callable[[Any], bool] = lambda _body: True
         self.heals_after = math.inf
         self.asked: Counter[str] = Counter()
         self.sold: Counter[str] = Counter()
@@ -154,7 +159,10 @@ class StubServer:
             self.bodies.append(body)
             question = json.dumps(body, sort_keys=True)
             self.asked[question] += 1
-            fails = self.fault and self.faulty and draw(self.fault, question, self.asked[question]) < self.rate
+            if self.hangs_on(body):
+                await _hang(self, writer, body)
+            is_due = self.fault and self.faulty and self.fails_on(body)
+            fails = is_due and draw(self.fault, question, self.asked[question]) < self.rate
             self.num_faults += bool(fails)
             if self.num_faults == self.heals_after:
                 self.faulty = False
@@ -170,6 +178,9 @@ class StubServer:
             await send(writer, 404, {"detail": "Not Found"})
 
     def _complete(self, body: Any, fails: Any) -> tuple[int, Any]:
+        status = self.status_instead(body)
+        if status != 200:
+            return status, {"error": {"message": "this prompt is blocked"}}
         instead = self.replies_instead(body)
         if instead is not None:
             return 200, instead

@@ -24,11 +24,8 @@ PATIENT = RetryPolicy(
     call_timeout_s=0.3,
     item_timeout_s=60.0,
     patience_s=30.0,
-    max_failed_fraction=1.0,
 )
-IMPATIENT = RetryPolicy(
-    max_calls=1000, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=0.2, patience_s=0.3, max_failed_fraction=1.0
-)
+IMPATIENT = RetryPolicy(max_calls=1000, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=0.2, patience_s=0.3)
 
 
 def classify(body):
@@ -159,7 +156,7 @@ def test_a_server_that_stays_away_is_given_up_in_time(fault):
 
 
 def test_rows_without_luck_are_none_and_said(caplog):
-    policy = RetryPolicy(max_calls=1, first_delay_s=0.004, max_failed_fraction=1.0)
+    policy = RetryPolicy(max_calls=1, first_delay_s=0.004)
     with StubServer(routes=ROUTES, fault="500", rate=0.5) as stub:
         with caplog.at_level(logging.WARNING):
             found = call(RemoteReward(f"{stub.root}/rate", batch_size=1, policy=policy), *rows(30))

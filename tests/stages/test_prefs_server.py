@@ -133,3 +133,30 @@ def test_a_judge_that_abstains_contradicts_itself_or_likes_a_slot_is_warned_of(p
     assert "The judge prefers the completion shown first in " in said
     card = (tmp_path / "out/README.md").read_text()
     assert "The judge contradicts itself in " in card
+
+
+@pytest.mark.parametrize("status", [400, 413, 422, 500])
+def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys, status):
+    # All pairs of the prompt are in one chunk: a quarter of the first questions.
+    with StubServer() as stub:
+        stub.status_instead = lambda body: status if PROMPT in str(body["messages"]) else 200
+        assert prefs(stub, "--judge_max_calls", 2, "--judge_patience_s", 30) == 0
+        said, statistics = capsys.readouterr().out, judged(tmp_path / "out")
+        # 3 pairs in both orders under two principles.
+        assert statistics["judge"]["refused"] == statistics["judge"]["errors"] == 12
+        assert statistics["counts"]["unjudged"] == 3 and statistics["counts"]["abstained"] == 0
+        assert "The judge refused 12 questions" in said and "3 pairs have no verdict yet" in said
+        stub.status_instead = lambda body: 200
+        assert prefs(stub) == 0
+    assert rows(tmp_path / "out") == rows(sound)
+
+
+def test_a_server_that_refuses_every_question_stops_the_run_and_max_failed_fraction_lets_it_pass(prefs, capsys):
+    with StubServer() as stub:
+        stub.status_instead = lambda body: 200 if "Say hello." in str(body["messages"]) else 400
+        assert prefs(stub) == 1
+        said = capsys.readouterr().err
+        assert "refused 13 of 13 questions" in said or "past max_failed_fraction 0.1" in said
+        assert "raise max_failed_fraction to leave these questions out" in said
+        assert prefs(stub, "--max_failed_fraction", 1) == 1
+        assert "no row came out" in capsys.readouterr().err

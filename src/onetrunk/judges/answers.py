@@ -27,6 +27,8 @@ LEAST_LABEL_MASS = 0.5
 # Rounding of the server: probabilities of a position may add up to a little more than 1.
 ROUNDING = 0.02
 LONGEST_EXCERPT = 60
+# Enough for a label in quotes or in JSON, too little for an essay.
+VERDICT_TOKENS = 16
 MORE_TOKENS = (
     "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
     " {enable_thinking: false}"

@@ -32,18 +32,27 @@ class ChatServer:
         model: its name on the server.
         api_key_env: environment variable that holds the key; None sends no credentials.
         allow_http: plain http also to hosts outside this machine and private networks.
+        extra_body: further entries of the body of every call.
 
     Raises:
         ValueError: a URL that may not be called, no model, or a variable that is not set.
     """
 
-    def __init__(self, url: str, model: str, api_key_env: str | None = None, allow_http: bool = False):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key_env: str | None = None,
+        allow_http: bool = False,
+        extra_body: dict[str, Any] | None = None,
+    ):
         self.url = check_url(url, allow_http=allow_http)
         if not model or not model.strip():
             raise ValueError(f"judge_model is not set; name the model that {shown(self.url)} should answer with")
         self.model = model
         self.api_key_env = api_key_env
         self.allow_http = allow_http
+        self.extra_body = extra_body or {}
         read_secret(api_key_env)
 
     def __str__(self) -> str:
@@ -88,7 +97,14 @@ class ChatServer:
         asked: dict[str, Any] = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
         try:
             output = await client.chat_completion(
-                messages, model=self.model, max_tokens=max_tokens, seed=seed, temperature=1.0, top_p=1.0, **asked
+                messages,
+                model=self.model,
+                max_tokens=max_tokens,
+                seed=seed,
+                temperature=1.0,
+                top_p=1.0,
+                extra_body=self.extra_body,
+                **asked,
             )
         except (httpx2.HTTPError, httpx2.InvalidURL, HfHubHTTPError) as error:
             raise failure_of(error, secret) from None

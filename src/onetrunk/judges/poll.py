@@ -20,8 +20,6 @@ from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.template import sanitized
 from onetrunk.types import Message
 
-# Enough for a label in quotes or in JSON, too little for an essay.
-VERDICT_TOKENS = 16
 REASON_FIRST = "\n\nFirst explain in a few sentences what speaks for and against; give no verdict yet."
 VERDICT_NOW = "Now give your verdict: {labels}, and nothing else."
 
@@ -47,11 +45,23 @@ class Poll:
         pace: how many calls at once.
         samples: votes for a question without log probabilities.
         reasoning_tokens: longest reasoning before each vote; 0 for none.
+        verdict_tokens: longest reply that is a vote, with the reasoning that a model does on its own.
+        control: a question that the server has answered, to tell a server that is down from questions that hang.
     """
 
-    def __init__(self, chat: ChatServer, policy: RetryPolicy, pace: Pace, samples: int, reasoning_tokens: int):
+    def __init__(
+        self,
+        chat: ChatServer,
+        policy: RetryPolicy,
+        pace: Pace,
+        samples: int,
+        reasoning_tokens: int,
+        verdict_tokens: int,
+        control: list[Message],
+    ):
         self.chat, self.policy, self.pace = chat, policy, pace
-        self.samples, self.reasoning_tokens = samples, reasoning_tokens
+        self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
+        self.control = control
         self._votes: dict[str, dict[int, Vote]] = {}
         self._reasoning: dict[tuple[str, int], str] = {}
 
@@ -101,6 +111,7 @@ class Poll:
             call,
             done=lambda index, outcome: ballot.take(*calls[index], outcome),
             key=lambda index: " ".join(map(str, calls[index])),
+            control=lambda: self.chat.reply(client, self.control, max_tokens=self.verdict_tokens, seed=1),
         )
         await run.answer_all(len(calls))
 
@@ -128,7 +139,7 @@ class Poll:
             said = [{"role": "assistant", "content": reasoning or "(no reasons)"}]
             messages = [*messages, *said, {"role": "user", "content": verdict_now}]
         reply = await self.chat.reply(
-            client, messages, max_tokens=VERDICT_TOKENS, seed=seed, top_logprobs=top_logprobs
+            client, messages, max_tokens=self.verdict_tokens, seed=seed, top_logprobs=top_logprobs
         )
         self._reasoning.pop(place, None)
         return read_vote(reply, question.labels, reasoning)

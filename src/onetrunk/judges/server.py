@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from onetrunk.judges.answers import Opinion
+from onetrunk.judges.answers import VERDICT_TOKENS, Opinion
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.chat import ChatServer
-from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW, VERDICT_TOKENS, ChatQuestion, Poll
+from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW, ChatQuestion, Poll
 from onetrunk.judges.probe import Abilities, Trial, probe
 from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
-from onetrunk.types import Prompt
+from onetrunk.types import Message, Prompt
 
 
 class ServerJudge:
@@ -43,6 +43,8 @@ class ServerJudge:
             server without them.
         allow_http: plain http also to hosts outside this machine and private networks.
         policy: waits, numbers of calls and deadlines; None for RetryPolicy's own, with `timeout_s`.
+        verdict_tokens: longest reply; a model that reasons on its own needs room for that too.
+        extra_body: further entries of the body of every call, such as {"chat_template_kwargs": {...}}.
 
     Raises:
         ValueError: a setting that is out of its range, a URL that may not be called, a variable that is not set.
@@ -61,18 +63,22 @@ class ServerJudge:
         method: Literal["auto", "logprobs", "votes"] = "auto",
         allow_http: bool = False,
         policy: RetryPolicy | None = None,
+        verdict_tokens: int = VERDICT_TOKENS,
+        extra_body: dict[str, Any] | None = None,
     ):
         if method not in ("auto", "logprobs", "votes"):
             raise ValueError(f"method is {method!r}; expected auto, logprobs or votes")
-        if samples < 1 or reasoning_tokens < 0:
+        if samples < 1 or reasoning_tokens < 0 or verdict_tokens < 1:
             raise ValueError(
-                f"samples is {samples} and reasoning_tokens {reasoning_tokens}; expected at least 1 and at least 0"
+                f"samples is {samples}, reasoning_tokens {reasoning_tokens} and verdict_tokens {verdict_tokens};"
+                " expected at least 1, 0 and 1"
             )
-        self.chat = ChatServer(url, model, api_key_env, allow_http)
+        self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
         self.samples, self.reasoning_tokens, self.method = samples, reasoning_tokens, method
         self.policy = policy or replace(RetryPolicy(), call_timeout_s=timeout_s)
         self.name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rpartition("/")[2])[:96]
-        # Not the address: a server that moves is still the same judge. Not what a server was seen to do either.
+        # Not the address: a server that moves is still the same judge. Not what a server was seen to do either, nor
+        # the length of a reply: one that is cut is asked again, and no answer.
         self.identity: dict[str, Any] = {
             "kind": "server",
             "model": model,
@@ -81,8 +87,15 @@ class ServerJudge:
             "reasoning_tokens": reasoning_tokens,
             "template": _template_digest(),
         }
+        if extra_body:
+            # Left out where there is none: ledgers of earlier versions stay valid.
+            self.identity["extra_body"] = extra_body
         self._abilities: Abilities | None = None
-        self._poll = Poll(self.chat, self.policy, Pace(max_concurrency), samples, reasoning_tokens)
+        self._trial = Trial(_trial_messages(), LABELS, verdict_tokens, method, samples)
+        pace = Pace(max_concurrency)
+        self._poll = Poll(
+            self.chat, self.policy, pace, samples, reasoning_tokens, verdict_tokens, self._trial.messages
+        )
 
     def check(self) -> Abilities:
         """Ask a small question and return what the server can do; done once, and by the first comparison at latest.
@@ -162,11 +175,14 @@ class ServerJudge:
             run_async(self._poll.ask(questions, self.check(), finish))
 
     async def _check(self) -> Abilities:
-        pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
-        messages = pairwise_messages(pair, principle, nonce_of(pair, principle))
-        trial = Trial(messages, LABELS, VERDICT_TOKENS, self.method, self.samples)
         async with self.chat.session(1) as client:
-            return await probe(self.chat, client, self.policy, trial)
+            return await probe(self.chat, client, self.policy, self._trial)
+
+
+def _trial_messages() -> list[Message]:
+    """Return a small question that is like those to come."""
+    pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
+    return pairwise_messages(pair, principle, nonce_of(pair, principle))
 
 
 def _template_digest() -> str:

@@ -95,7 +95,7 @@ class RemoteReward:
         self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
         self.batch_size = batch_size
         # Unscored rows are the trainer's to count; here a run ends where no call is answered at all.
-        self.policy = policy or RetryPolicy(call_timeout_s=timeout_s, patience_s=300.0, max_failed_fraction=1.0)
+        self.policy = policy or RetryPolicy(call_timeout_s=timeout_s, patience_s=300.0)
         self.pace = Pace(max_concurrency)
         self._encoder = None if tokenizer is None else _Encoder(tokenizer)
         self.__name__ = re.sub(r"[^A-Za-z0-9._-]+", "-", name or (model or self.url).rstrip("/").rpartition("/")[2])
