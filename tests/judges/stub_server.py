@@ -38,6 +38,7 @@ NOT_SOLD = (
     "redirect",
     "other_model",
 )
+THOUGHT_TOKENS = 100
 SOLD = ("fenced", "wrong_label", "no_logprobs")
 FAULTS = NOT_SOLD + SOLD
 
@@ -61,6 +62,8 @@ class StubServer:
         key: bearer token that it insists on.
         bias: added to the probability of the first label.
         latency_s: how long an answer takes.
+        thinks: where its model's reasoning comes back, which takes THOUGHT_TOKENS and is turned off by the template's
+            enable_thinking: "reasoning", "reasoning_content", or "inline" for the text itself; None: it has none.
         routes: path -> function(body) -> (status, JSON value), for servers of other kinds.
     """
 
@@ -76,11 +79,12 @@ class StubServer:
         key: str | None = None,
         bias: float = 0.0,
         latency_s: float = 0.0,
+        thinks: str | None = None,
         routes: dict[str, Callable[[Any], tuple[int, Any]]] | None = None,
     ):
         self.model, self.fault, self.rate = model, fault, rate
         self.logprobs, self.samples, self.redirect_to, self.key, self.bias = logprobs, samples, redirect_to, key, bias
-        self.latency_s = latency_s
+        self.latency_s, self.thinks = latency_s, thinks
         self.routes = routes or {}
         self.faulty = True
         # Of a body: the reply in place of the usual one, or None.
@@ -189,6 +193,8 @@ class StubServer:
         if self.logprobs == "top5" and body.get("top_logprobs", 0) > 5:
             return 422, {"error": "top_logprobs must be at most 5"}
         seed = body.get("seed") if self.samples else None
+        if self.thinks and body.get("chat_template_kwargs", {}).get("enable_thinking", True):
+            return 200, self._think(body, seed)
         if "random" in body["messages"][-1]["content"]:
             return 200, completion(self.model, f"words {draw('open', seed)}")
         p = first_probability(body["messages"], self.bias)
@@ -200,6 +206,24 @@ class StubServer:
         asked = body.get("logprobs") and self.logprobs and not fails
         shares = {"A": 0.9 * p, "B": 0.9 * (1 - p), " A": 0.08 * p, " B": 0.08 * (1 - p), "The": 0.01}
         return 200, completion(self.model, label, [candidates(label, shares)] if asked else None)
+
+    def _think(self, body: Any, seed: Any) -> Any:
+        """Return a reply of a model that reasons first, in the forms of vLLM with a parser for reasoning and without.
+
+        The log probabilities are those of all its tokens, the reasoning's first.
+        """
+        thought = f"A and B, let me see {draw('thought', body['messages'], seed)}"
+        is_whole = body["max_tokens"] > THOUGHT_TOKENS
+        label = "A" if draw("label", body["messages"], seed) < first_probability(body["messages"], self.bias) else "B"
+        positions = [candidates("A", {"A": 0.99, "B": 0.001})] if body.get("logprobs") else None
+        if self.thinks == "inline":
+            text = f"<think>{thought}</think>\n\n{label}" if is_whole else f"<think>{thought}"
+            reply = completion(self.model, text, positions)
+        else:
+            reply = completion(self.model, label if is_whole else None, positions)
+            reply["choices"][0]["message"][self.thinks] = thought
+        reply["choices"][0]["finish_reason"] = "stop" if is_whole else "length"
+        return reply
 
 
 def first_probability(messages: Any, bias: float = 0.0) -> float:

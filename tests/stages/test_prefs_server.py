@@ -7,7 +7,7 @@ import pytest
 from onetrunk import cli
 from onetrunk.feedback.ledger import Ledger
 from tests.feedback import runs
-from tests.judges.stub_server import StubServer, completion
+from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,16 @@ def test_a_judge_that_abstains_contradicts_itself_or_likes_a_slot_is_warned_of(p
     assert "The judge prefers the completion shown first in " in said
     card = (tmp_path / "out/README.md").read_text()
     assert "The judge contradicts itself in " in card
+
+
+def test_a_model_that_reasons_judges_with_room_for_it_or_with_its_reasoning_off(prefs, sound, tmp_path, capsys):
+    with StubServer(thinks="reasoning_content") as stub:
+        assert prefs(stub) == 1
+        assert "raise judge_verdict_tokens" in capsys.readouterr().err
+        assert prefs(stub, "--judge_verdict_tokens", 2 * THOUGHT_TOKENS) == 0
+        assert judged(tmp_path / "out")["judge"]["errors"] == 0
+        assert prefs(stub, "--judge_chat_template_kwargs", '{"enable_thinking": false}', out="off") == 0
+    assert rows(tmp_path / "off") == rows(sound)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 500])

@@ -86,8 +86,8 @@ def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
         text = ""
     verdict = _after_thinking(text)
     # After reasoning the first token is not the verdict's.
-    positions = _positions(choices[0].get("logprobs"), text) if verdict == text else None
     thought = str(thought) or text.removesuffix(verdict)
+    positions = None if thought else _positions(choices[0].get("logprobs"), text)
     return Reply(verdict, ending != "length", positions, thought, None if refusal is None else str(refusal))
 
 
