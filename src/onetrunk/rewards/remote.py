@@ -17,7 +17,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -184,7 +184,10 @@ class RemoteReward:
             for row, score in zip(batches[index], outcome, strict=True):
                 scores[row] = score
 
-        await CallRun(str(self), self.policy, self.pace, call, done).answer_all(len(batches))
+        def control() -> Awaitable[list[float | None]]:
+            return self._call(client, [TRIAL_PROMPT] * 2, TRIAL_COMPLETIONS)
+
+        await CallRun(str(self), self.policy, self.pace, call, done, control=control).answer_all(len(batches))
         return failed
 
     async def _call(
