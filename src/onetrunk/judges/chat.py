@@ -94,7 +94,7 @@ class ChatServer:
             raise failure_of(error, secret) from None
         except json.JSONDecodeError as error:
             raise CallError(AN_HTML_PAGE if is_html("", error.doc) else "a body that is not whole JSON") from None
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             # The hub's parser meets a body of another form: a list, a text where an object should be, other bytes.
             raise CallError(f"a body of another form than a chat completion ({type(error).__name__})") from None
         return checked_reply(output, self.model)
