@@ -66,6 +66,11 @@ class JudgeSettings:
     # servers
     judge_model: str | None = _option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = _option(None, "Environment variable that holds the server's key; None: no key.")
+    judge_tokenizer: str | None = _option(
+        None,
+        "Folder or Hub name of the tokenizer of a server's model: its control tokens are taken out of what is judged."
+        " None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
+    )
     judge_max_concurrency: int = _option(8, "Calls of a server at once, at most.")
     judge_timeout_s: float = _option(60.0, "Deadline of one call of a server, seconds.")
     judge_samples: int = _option(5, "Votes on a question where the server returns no log probabilities.")
@@ -202,7 +207,19 @@ def _server(spec: str, settings: JudgeSettings) -> Judge:
         reasoning_tokens=settings.judge_reasoning_tokens,
         method=settings.judge_method,
         allow_http=settings.judge_allow_http,
+        tokenizer=_tokenizer(settings.judge_tokenizer),
     )
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from onetrunk.models.backbone import load_tokenizer
+
+    try:
+        return load_tokenizer(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise type(error)(f"judge_tokenizer: {error}") from error
 
 
 def judge_device(name: str | None) -> torch.device:
