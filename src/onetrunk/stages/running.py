@@ -71,6 +71,8 @@ def run_stage(
     except SystemExit as stop:
         if hasattr(stop, "checkpoint"):  # trainers.stopping.Stopped, which needs torch
             say(str(stop), after_bar=True)
+        elif isinstance(stop.code, str):
+            say(f"error: {stop.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         say(f"interrupted{way_on(parsed)}", after_bar=True)
