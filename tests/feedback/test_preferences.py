@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from datasets import Dataset
 
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.failures import FailureLimit
@@ -14,6 +15,7 @@ from onetrunk.feedback.shards import prompt_key
 from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.preference_rows import validate_preferences
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"
 
@@ -146,6 +148,16 @@ def test_prompts_whose_completions_are_alike_have_no_pair(make):
         "completions": 4, "blank_completions": 1, "repeated_completions": 2, "prompts_without_pair": 1
     }  # fmt: skip
     assert judge.asked == []
+
+
+@pytest.mark.parametrize("prompt", ["Why?", [{"role": "user", "content": "Why?"}]])
+def test_every_row_that_is_written_is_one_that_reward_takes(make, prompt):
+    texts = ["a", "b\0", "\0", " ", "", "a ", "b", "\u00a0"]
+    answers = {(p, x, y): 0.9 if x == "a" else 0.1 for p in ("heavy", "light") for x, y in (("a", "b"), ("b", "a"))}
+    _, maker = make(answers)
+    rows = maker.rows([item(prompt)], [texts])
+    assert len(rows) == 1 and maker.counts["blank_completions"] == 5 and maker.counts["repeated_completions"] == 1
+    assert validate_preferences(Dataset.from_list(rows)) == isinstance(prompt, list)
 
 
 def test_the_logit_stays_finite():

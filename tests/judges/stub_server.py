@@ -6,6 +6,7 @@ Which calls fail is derived from (kind, question, how often it was asked): the s
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
@@ -41,6 +43,8 @@ NOT_SOLD = (
 THOUGHT_TOKENS = 100
 SOLD = ("fenced", "wrong_label", "no_logprobs")
 FAULTS = NOT_SOLD + SOLD
+# Answers that are read in part; each costs many megabytes.
+OUT_OF_BOUNDS = ("endless", "gzip_bomb", "too_deep")
 
 
 def draw(*parts: Any) -> float:
@@ -297,6 +301,26 @@ async def _cut_body(stub: StubServer, writer: asyncio.StreamWriter, body: Any) -
     writer.close()
 
 
+async def _endless(stub: StubServer, writer: asyncio.StreamWriter, body: Any) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+        await writer.drain()
+
+
+async def _gzip_bomb(stub: StubServer, writer: asyncio.StreamWriter, body: Any) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n")
+    writer.write(b"Content-Length: %d\r\n\r\n" % len(bomb()) + bomb())
+    await writer.drain()
+
+
+@functools.cache
+def bomb() -> bytes:
+    """Return 256 MiB of spaces, packed."""
+    packer = zlib.compressobj(1, wbits=zlib.MAX_WBITS | 16)
+    return b"".join(packer.compress(b" " * 2**20) for _ in range(256)) + packer.flush()
+
+
 FAULTY = {
     "429_seconds": _status(429, {"error": {"message": "slow down"}}, lambda _stub: {"Retry-After": "0.02"}),
     # A date has no parts of a second; the server's own clock says that it is now.
@@ -319,5 +343,8 @@ FAULTY = {
     "error_in_200": _status(200, {"error": {"message": "upstream is gone"}}),
     "html_in_200": _status(200, HTML),
     "redirect": _status(307, {}, lambda stub: {"Location": stub.redirect_to}),
+    "endless": _endless,
+    "gzip_bomb": _gzip_bomb,
+    "too_deep": _status(200, "[" * 100_000 + "]" * 100_000),
     "other_model": _status(200, completion("another-model", "A")),
 }

@@ -126,6 +126,47 @@ def test_log_probabilities_that_are_none_are_not_taken_for_some(positions):
     assert label_probabilities(reply("A", positions), LABELS) is None
 
 
+SURE = {"A": 0.99, "B": 0.005}
+PAST_THE_END = [
+    # What vLLM answers where the server knows no stop token: the text without control tokens, the tokens with them.
+    (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
+    (["A", "</s>", "\n", "B"], "A\nB"),
+    (["<|turn>", "A", "<turn|>", "\n"], "A\n"),
+    (["A", "[|endofturn|]"], "A"),
+    (["A", "]~b]", "user"], "Auser"),
+    # A server that shows them.
+    (["A", "<|im_end|>", "B"], "A<|im_end|>B"),
+    # An end mark without brackets, the last token of all.
+    (["A", "EndOfText"], "A"),
+    # A letter in two tokens, of which each alone is none.
+    (["A", ".", " Ma", "\ufffd", "\ufffd", "il"], "A. Ma\u00ebil"),
+    # Log probabilities of the beginning alone.
+    (["\u2581A"], "A is better."),
+]
+
+
+@pytest.mark.parametrize(("tokens", "text"), PAST_THE_END)
+def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_end_mark(tokens, text):
+    positions = [candidates(token, {token: 0.9, "B": 0.01} if "A" not in token else SURE) for token in tokens[1:]]
+    first = candidates(tokens[0], {tokens[0]: 0.99, "B": 0.005})
+    found = label_probabilities(reply(text, [first, *positions]), LABELS)
+    assert found == pytest.approx({"A": 0.99, "B": 0.005})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        # Those of reasoning that the server has hidden.
+        (["A", " was", " longer", ".", "A"], "A"),
+        (["<think>", "B", "</think>", "A"], "A"),
+        (["Both", " are", " fine"], "A"),
+    ],
+)
+def test_log_probabilities_of_another_text_are_not_taken(tokens, text):
+    positions = [candidates(token, {token: 0.99, "C": 0.005}) for token in tokens]
+    assert label_probabilities(reply(text, positions), LABELS) is None
+
+
 def test_after_reasoning_in_the_text_the_first_token_is_not_the_verdict():
     positions = [candidates("<think>", {"<think>": 0.9, "A": 0.05})]
     thought = reply("<think>B was longer.</think>\n\nA", positions)

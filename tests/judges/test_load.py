@@ -230,3 +230,9 @@ def test_a_loaded_judge_answers(reward_folder):
     judge = load_judge(JudgeSettings(judge=["rubric", "reward:reward"], rubric={"short": short}, judge_device="cpu"))
     (verdict,) = judge.compare([Pair("the cat ", "sings .", "no")], Principle("Which is shorter?", tags=("short",)))
     assert 0 < verdict.probability < 1 and set(verdict.details["members"]) == {"rubric", "reward"}
+
+
+def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_sentence():
+    with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
+        load_judge(JudgeSettings(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
+    assert "\n" not in str(caught.value)

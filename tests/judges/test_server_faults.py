@@ -4,14 +4,16 @@ import os
 import signal
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.bounds import MAX_BYTES
 from onetrunk.judges.retries import RetryPolicy, ServerUnavailable
 from onetrunk.judges.server import ServerJudge
-from tests.judges.stub_server import FAULTS, NOT_SOLD, StubServer
+from tests.judges.stub_server import FAULTS, NOT_SOLD, OUT_OF_BOUNDS, StubServer
 
 KIND = Principle("Which completion is kinder?")
 PATIENT = RetryPolicy(
@@ -113,6 +115,24 @@ def test_a_server_that_fails_every_call_is_given_up_in_time_and_the_rest_is_boug
     assert sold_before == len(told) or (fault in SLOW and sold_before > len(told))
     assert sum(bought(stub).values()) - sold_before >= len(left)
     assert fault in SLOW or sum(bought(stub).values()) == 20
+
+
+@pytest.mark.parametrize("fault", OUT_OF_BOUNDS)
+def test_an_answer_out_of_bounds_fails_its_call_and_is_read_no_further(fault):
+    policy = replace(PATIENT, call_timeout_s=60.0)
+    with StubServer(fault=fault, rate=0.5) as stub:
+        judge = ready_judge(stub, policy, max_concurrency=1)
+        tracemalloc.start()
+        verdicts = judge.compare(pairs(4), KIND)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert stub.num_faults > 0 and sum(stub.sold.values()) == 4
+    assert all(verdict.probability is not None for verdict in verdicts)
+    # The parts that were read, what the stub sends, and a little more; 256 MiB and more were on their way.
+    assert peak < 2 * MAX_BYTES + 2**24
+    with StubServer(fault=fault) as stub:
+        with pytest.raises(RuntimeError, match="cannot be used: an answer (of more than 16 MiB|that nests more)"):
+            ServerJudge(stub.url, "judge-1", policy=replace(policy, max_calls=1)).check()
 
 
 @pytest.mark.parametrize("fault", NOT_SOLD)

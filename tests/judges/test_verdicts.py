@@ -70,6 +70,33 @@ def test_a_label_by_hand():
     assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
 
 
+SEVEN = parse_constitution(
+    {"name": "seven", "principles": [{"text": "Which is longer?", "weight": 3}, *(f"Idle {i}?" for i in range(6))]}
+)
+
+
+def test_a_principle_that_ties_does_not_count():
+    told = {Question(0, 0, False): Verdict(0.8), Question(0, 0, True): Verdict(0.4)}
+    # The second sees no difference in either order, the others neither.
+    idle = {Question(0, number, flipped): Verdict(0.5) for number in range(1, 7) for flipped in (False, True)}
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=told | idle)
+    # .7 as without them; with six halves of weight 1 it would be (3 * .7 + 6 * .5) / 9 = .567.
+    assert label.probability == pytest.approx((0.8 + 0.6) / 2) and label.consistent
+    assert len(label.votes) == 7
+
+    # Orders that contradict each other saw a difference: (3 * .7 + 1 * .5) / 4.
+    torn = {Question(0, 1, False): Verdict(0.9), Question(0, 1, True): Verdict(0.9)}
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=told | idle | torn)
+    assert label.probability == pytest.approx((3 * 0.7 + 0.5) / 4)
+
+    # Where all tie the label is a tie, and no abstention.
+    nothing = {Question(0, 0, False): Verdict(0.5), Question(0, 0, True): Verdict(0.5)}
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=nothing | idle)
+    assert (label.probability, label.consistent, label.abstentions) == (0.5, True, 0)
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, both_orders=False, known=told | idle)
+    assert label.probability == pytest.approx(0.8)
+
+
 def test_an_order_without_answer_leaves_its_principle_out():
     silent = {"b": Verdict(None, "cannot say"), "c": Verdict(None, error="server down")}
     judge = SlotJudge(silent=silent)

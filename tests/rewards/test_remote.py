@@ -13,7 +13,7 @@ from onetrunk.rewards import ModelReward, RemoteReward, RewardSet, resolve_rewar
 from onetrunk.rewards.base import is_async
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.rewards.wire import kind_of
-from tests.judges.stub_server import NOT_SOLD, StubServer, draw
+from tests.judges.stub_server import NOT_SOLD, OUT_OF_BOUNDS, StubServer, draw
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainers.support import logged, make_trainer, trained
 
@@ -156,6 +156,16 @@ def test_a_server_that_stays_away_is_given_up_in_time(fault):
             call(reward, *rows(40))
         stub.faulty = False
         assert all(isinstance(s, float) for s in call(reward, *rows(40)))
+
+
+@pytest.mark.parametrize("fault", OUT_OF_BOUNDS)
+def test_an_answer_out_of_bounds_fails_its_call_like_any_other(fault):
+    prompts, completions = rows(4)
+    with StubServer(routes=ROUTES, fault=fault, rate=0.5) as stub:
+        policy = replace(PATIENT, call_timeout_s=60.0)
+        reward = RemoteReward(f"{stub.root}/rate", batch_size=1, max_concurrency=1, policy=policy)
+        assert call(reward, prompts, completions) == [draw(p, c) for p, c in zip(prompts, completions, strict=True)]
+        assert stub.num_faults > 0
 
 
 def test_rows_without_luck_are_none_and_said(caplog):

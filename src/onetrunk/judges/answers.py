@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.judges.retries import CallError
+from onetrunk.judges.template import is_mark
 
 # A label may stand in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
@@ -234,10 +235,31 @@ def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], 
         if candidates is None:
             return None
         positions.append((token, candidates))
-    # They must be those of this very text, as far as text can tell: its first word begins with their first word.
-    written = _bare("".join(token for token, _ in positions[:4]))
-    ours = _bare(text)
-    return tuple(positions) if ours.startswith(written) or written.startswith(ours) else None
+    return _of_text(positions, text)
+
+
+def _of_text(
+    positions: Sequence[tuple[str, dict[str, float]]], text: str
+) -> tuple[tuple[str, dict[str, float]], ...] | None:
+    """Return the positions whose tokens spell the text, token by token; None where they are another text's.
+
+    Servers leave control tokens out of the text, the end mark that a reply ran past among them; so they are passed
+    over, and so is one last token, by which a reply ended. Blanks, and characters that a token holds a part of, are
+    not compared. The tokens may end before the text does.
+    """
+    left, kept = _comparable(text), []
+    for number, (token, candidates) in enumerate(positions):
+        part = _comparable(token)
+        if left.startswith(part):
+            left = left[len(part) :]
+            kept.append((token, candidates))
+        elif not is_mark(token.strip()) and (left or number < len(positions) - 1):
+            return None
+    return tuple(kept)
+
+
+def _comparable(text: str) -> str:
+    return "".join(character for character in text if character.isascii() and not character.isspace())
 
 
 def _candidates(entries: Any) -> dict[str, float] | None:

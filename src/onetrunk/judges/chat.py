@@ -21,6 +21,7 @@ from onetrunk.judges.urls import check_host, check_url, guarded_client, read_sec
 from onetrunk.types import Message
 
 CHAT_PATH = "/chat/completions"
+NO_JSON_OF_THAT_FORM = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 AN_HTML_PAGE = "an HTML page where JSON was expected"
 
 
@@ -110,7 +111,7 @@ class ChatServer:
             raise failure_of(error, secret) from None
         except json.JSONDecodeError as error:
             raise CallError(AN_HTML_PAGE if is_html("", error.doc) else "a body that is not whole JSON") from None
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except NO_JSON_OF_THAT_FORM as error:
             # The hub's parser meets a body of another form: a list, a text where an object should be, other bytes.
             raise CallError(f"a body of another form than a chat completion ({type(error).__name__})") from None
         return checked_reply(_with_messages(output), self.model)
@@ -137,6 +138,25 @@ class ChatServer:
             return None if listed is None else [str(entry["id"]) for entry in listed]
         except (ValueError, TypeError, KeyError):
             return None
+
+    async def rendered(self, messages: list[Message]) -> tuple[str, list[str]] | None:
+        """Return a conversation as the server's chat template renders it, and its tokens as the tokenizer names them,
+        by `/tokenize` and `/detokenize` of vLLM; None from a server that lacks them, or whose template does not take
+        the conversation."""
+        root = self.url.removesuffix(CHAT_PATH).removesuffix("/v1")
+        asked = {"messages": messages, "add_generation_prompt": True, "return_token_strs": True}
+        try:
+            async with guarded_client(self.url, read_secret(self.api_key_env), 1) as client:
+                response = await client.post(f"{root}/tokenize", json={"model": self.model, **asked})
+                found = response.json() if response.is_success else {}
+                tokens = {"model": self.model, "tokens": found["tokens"]}
+                response = await client.post(f"{root}/detokenize", json=tokens)
+                text = response.json()["prompt"] if response.is_success else None
+                names = found.get("token_strs")
+        except (CallError, httpx2.HTTPError, httpx2.InvalidURL, *NO_JSON_OF_THAT_FORM):
+            return None
+        names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        return (text, names) if isinstance(text, str) else None
 
 
 def _with_messages(output: ChatCompletionOutput) -> dict[str, Any]:

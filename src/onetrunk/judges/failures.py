@@ -97,7 +97,7 @@ def excerpt(response: httpx2.Response, secret: str | None) -> str:
         return "an HTML page"
     try:
         text = _message(json.loads(text)) or text
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return _one_line(redact(text, secret)) or "an empty answer"
 

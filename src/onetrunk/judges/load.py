@@ -79,6 +79,11 @@ class JudgeSettings:
     # servers
     judge_model: str | None = _option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = _option(None, "Environment variable that holds the server's key; None: no key.")
+    judge_tokenizer: str | None = _option(
+        None,
+        "Folder or Hub name of the tokenizer of a server's model: its control tokens are taken out of what is judged."
+        " None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
+    )
     judge_max_concurrency: int = _option(8, "Calls of a server at once, at most.")
     judge_timeout_s: float = _option(60.0, "Deadline of one call of a server, seconds.")
     judge_max_calls: int = _option(8, "Calls of a server for one question, the first included, when calls fail.")
@@ -270,7 +275,19 @@ def _server(spec: str, settings: JudgeSettings) -> Judge:
         ),
         verdict_tokens=settings.judge_verdict_tokens,
         extra_body=settings.extra_body,
+        tokenizer=_tokenizer(settings.judge_tokenizer),
     )
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from onetrunk.models.backbone import load_tokenizer
+
+    try:
+        return load_tokenizer(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise type(error)(f"judge_tokenizer: {error}") from error
 
 
 def judge_device(name: str | None) -> torch.device:

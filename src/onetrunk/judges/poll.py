@@ -62,6 +62,8 @@ class Poll:
         self.chat, self.policy, self.pace = chat, policy, pace
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.control = control
+        # Words that no text may bring along beside those of the general rule (see `ServerJudge.marks`).
+        self.marks: tuple[str, ...] = ()
         self._votes: dict[str, dict[int, Vote]] = {}
         self._reasoning: dict[tuple[str, int], str] = {}
 
@@ -132,7 +134,7 @@ class Poll:
             if place not in self._reasoning:
                 reply = await self.chat.reply(client, messages, max_tokens=self.reasoning_tokens, seed=seed)
                 # What the material made the model write comes before it once more: marks of turns are taken out.
-                self._reasoning[place] = sanitized(reply.text).strip()
+                self._reasoning[place] = sanitized(reply.text, self.marks).strip()
             reasoning = self._reasoning[place]
             verdict_now = VERDICT_NOW.format(labels=" or ".join(question.labels))
             # Empty where the model thought and wrote nothing; templates refuse an empty message.

@@ -7,20 +7,26 @@ Knows nothing of orders, of labels of pairs, or of ledgers.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from onetrunk.judges.answers import VERDICT_TOKENS, Opinion
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.chat import ChatServer
+from onetrunk.judges.marks import PLACES, Marks, ShownMarks, turns_of_places
 from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW, ChatQuestion, Poll
 from onetrunk.judges.probe import Abilities, Trial, probe
 from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
 from onetrunk.types import Message, Prompt
+
+T = TypeVar("T")
 
 
 class ServerJudge:
@@ -45,6 +51,9 @@ class ServerJudge:
         policy: waits, numbers of calls and deadlines; None for RetryPolicy's own, with `timeout_s`.
         verdict_tokens: longest reply; a model that reasons on its own needs room for that too.
         extra_body: further entries of the body of every call, such as {"chat_template_kwargs": {...}}.
+        tokenizer: of the model on the server: its control tokens, and what its chat template writes, are taken out of
+            what is judged. None: what a vLLM server shows of its template. In either case the general rule of
+            `template.py` holds too.
 
     Raises:
         ValueError: a setting that is out of its range, a URL that may not be called, a variable that is not set.
@@ -65,6 +74,7 @@ class ServerJudge:
         policy: RetryPolicy | None = None,
         verdict_tokens: int = VERDICT_TOKENS,
         extra_body: dict[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         if method not in ("auto", "logprobs", "votes"):
             raise ValueError(f"method is {method!r}; expected auto, logprobs or votes")
@@ -90,6 +100,9 @@ class ServerJudge:
         if extra_body:
             # Left out where there is none: ledgers of earlier versions stay valid.
             self.identity["extra_body"] = extra_body
+        self.marks: Marks | ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
+        if tokenizer is not None:
+            self.identity["marks"] = digest(self.marks.words)[:16]
         self._abilities: Abilities | None = None
         self._trial = Trial(_trial_messages(), LABELS, verdict_tokens, method, samples)
         pace = Pace(max_concurrency)
@@ -107,6 +120,9 @@ class ServerJudge:
         if self._abilities is None:
             self.chat.check_host()
             self._abilities = run_async(self._check())
+            if isinstance(self.marks, ShownMarks):
+                self.marks = run_async(self._shown_marks())
+            self._poll.marks = self.marks.words
         return self._abilities
 
     def compare(
@@ -132,10 +148,7 @@ class ServerJudge:
             if done is not None:
                 done(index, verdicts[index])
 
-        questions = [
-            ChatQuestion(pairwise_messages(pair, principle, nonce_of(pair, principle)), LABELS) for pair in pairs
-        ]
-        self._ask(questions, finish)
+        self._ask([self._pair(pair, principle) for pair in self._checked(pairs)], finish)
         return verdicts
 
     def rate(
@@ -164,11 +177,23 @@ class ServerJudge:
                 done(index, ratings[index])
 
         asked = zip(prompts, completions, strict=True)
-        questions = [
-            ChatQuestion(rating_messages(p, c, principle, nonce_of((p, c), principle)), RATINGS) for p, c in asked
-        ]
-        self._ask(questions, finish)
+        self._ask([self._single(p, c, principle) for p, c in self._checked(list(asked))], finish)
         return ratings
+
+    def _checked(self, asked: Sequence[T]) -> Sequence[T]:
+        """Return what is asked, after the check: by then the marks are known."""
+        if asked:
+            self.check()
+        return asked
+
+    def _pair(self, pair: Pair, principle: Principle) -> ChatQuestion:
+        shown = self.marks.cleaned_pair(pair)
+        return ChatQuestion(pairwise_messages(shown, principle, nonce_of(pair, principle), self.marks.words), LABELS)
+
+    def _single(self, prompt: Prompt, completion: str, principle: Principle) -> ChatQuestion:
+        shown, nonce = self.marks.cleaned_prompt(prompt), nonce_of((prompt, completion), principle)
+        messages = rating_messages(shown, self.marks.cleaned(completion), principle, nonce, self.marks.words)
+        return ChatQuestion(messages, RATINGS)
 
     def _ask(self, questions: Sequence[ChatQuestion], finish: Callable[[int, Opinion | CallError], None]) -> None:
         if questions:
@@ -177,6 +202,16 @@ class ServerJudge:
     async def _check(self) -> Abilities:
         async with self.chat.session(1) as client:
             return await probe(self.chat, client, self.policy, self._trial)
+
+    async def _shown_marks(self) -> ShownMarks:
+        seconds = self.policy.call_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                rendered = [await self.chat.rendered(turns) for turns in turns_of_places()]
+        except TimeoutError:
+            rendered = []
+        # Whatever else a server answers there is no template of these turns.
+        return ShownMarks(shown for shown in rendered if shown is not None and all(p in shown[0] for p in PLACES[:3]))
 
 
 def _trial_messages() -> list[Message]:

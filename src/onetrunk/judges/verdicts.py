@@ -34,7 +34,8 @@ class PairLabel:
 
     Args:
         probability: that the pair's first completion is the better one: the mean over orders and, by weight, over the
-            principles that were answered in every order asked; None where there is none.
+            principles that were answered in every order asked and did not tie; 1/2 where all of those tie, None where
+            there is none.
         consistent: True where both orders were asked and neither contradicts the other; a tie contradicts nothing.
         votes: a principle's text, and the probability of `first` in each order that was asked, as given and flipped
             (None: no answer).
@@ -199,7 +200,7 @@ def _label(
 ) -> PairLabel:
     votes, abstentions = [], 0
     errors: list[ErrorKind] = []
-    sums, weights = [0.0] * len(orders), 0.0
+    answered: list[tuple[float, list[float]]] = []
     for number, principle in enumerate(constitution.principles):
         given: list[float | None] = []
         for flipped in orders:
@@ -211,9 +212,12 @@ def _label(
         votes.append((principle.text, tuple(given)))
         # An answer in one order alone would bring the slot's bias into the mean.
         if None not in given:
-            sums = [total + principle.weight * p for total, p in zip(sums, given, strict=True)]
-            weights += principle.weight
-    means = [total / weights for total in sums] if weights else []
+            answered.append((principle.weight, given))
+    # A principle that sees no difference says nothing of the pair: counted as 1/2 it would only dilute the others. Two
+    # orders that contradict each other do count: there the judge saw a difference, and is not to be trusted with it.
+    decided = [(weight, given) for weight, given in answered if any(p != TIE for p in given)] or answered
+    weights = sum(weight for weight, _ in decided)
+    means = [sum(weight * given[i] for weight, given in decided) / weights for i in range(len(orders)) if decided]
     probability = sum(means) / len(means) if means else None
     kinds = len(errors), errors.count("refused"), errors.count("unread")
     return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, *kinds)

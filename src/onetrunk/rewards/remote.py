@@ -204,7 +204,7 @@ class RemoteReward:
             raise failure_of_response(response, secret)
         try:
             answer = response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
             html = is_html(response.headers.get("content-type", ""), response.text)
             raise CallError(
                 "an HTML page where JSON was expected" if html else "a body that is not whole JSON"

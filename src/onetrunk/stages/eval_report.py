@@ -130,17 +130,15 @@ def sentences(evaluation: Evaluation) -> list[str]:
     if evaluation.contest is None:
         return []
     figures, rates = evaluation.contest.figures, evaluation.contest.rates
-    won, level, soft = rates.win_rate, evaluation.contest.level, rates.soft_win_rate
+    won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
     found = [
-        f"wins {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
-        f" prompts by the judge {figures['judge']}: {rates.wins} wins, {rates.ties} ties, {rates.losses} losses"
+        f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
+        f" prompts by the judge {figures['judge']}: its mean probability of being the better one; counted,"
+        f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
+        f" {rates.losses} losses"
     ]
     if math.isfinite(level.value):
-        found.append(
-            f"at equal length it would win {level.value:.1%} ({level.low:.1%} to {level.high:.1%}); the mean"
-            f" probability of being the better one is {soft.value:.1%}, at equal length"
-            f" {rates.length_controlled.value:.1%}"
-        )
+        found.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
         if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
             more = rates.mean_length_difference
             found.append(
@@ -148,7 +146,10 @@ def sentences(evaluation: Evaluation) -> list[str]:
                 f" {'longer' if more > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
             )
     if rates.is_extrapolated:
-        found.append("no pair has two completions of equal length or the other order of lengths: that is extrapolated")
+        found.append(
+            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
+            " and mostly too high for the shorter side"
+        )
     found += judge_warnings(figures["position"])
     if figures["unjudged"]:
         found.append(f"{figures['unjudged']} pairs have no verdict yet; the same command asks for them again")
