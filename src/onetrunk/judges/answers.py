@@ -161,10 +161,9 @@ class Opinion:
 
 def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None) -> Vote:
     """Return the vote that a reply is."""
-    label, probabilities = read_label(reply.text, labels), label_probabilities(reply, labels)
-    if not reply.text.strip() and probabilities is not None and sum(probabilities.values()) < LEAST_LABEL_MASS:
-        # Nothing was written, so nothing was measured but the end of the reply.
-        probabilities = None
+    label = read_label(reply.text, labels)
+    # Where nothing was written, nothing was measured but the end of the reply.
+    probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
     return Vote(label, probabilities, reasoning, problem_of(reply) if label is None else None)
 
 
