@@ -131,7 +131,7 @@ PAST_THE_END = [
     # What vLLM answers where the server knows no stop token: the text without control tokens, the tokens with them.
     (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
     (["A", "</s>", "\n", "B"], "A\nB"),
-    (["<|turn>", "A", "<turn|>", "\n"], "A\n"),
+    (["A", "<turn|>", "\n", "<|turn>", "user"], "A\nuser"),
     (["A", "[|endofturn|]"], "A"),
     (["A", "]~b]", "user"], "Auser"),
     # A server that shows them.
@@ -151,6 +151,13 @@ def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_
     first = candidates(tokens[0], {tokens[0]: 0.99, "B": 0.005})
     found = label_probabilities(reply(text, [first, *positions]), LABELS)
     assert found == pytest.approx({"A": 0.99, "B": 0.005})
+
+
+def test_a_reply_that_begins_with_a_mark_is_measured_there():
+    # As in process: what counts is where the answer begins, whatever was drawn there.
+    begins = candidates("<|im_end|>", {"<|im_end|>": 0.7, "A": 0.2, "B": 0.05})
+    found = label_probabilities(reply("\nA", [begins, candidates("\n", SURE | {"\n": 0.001})]), LABELS)
+    assert found == pytest.approx({"A": 0.2, "B": 0.05})
 
 
 @pytest.mark.parametrize(

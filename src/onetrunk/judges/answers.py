@@ -234,27 +234,24 @@ def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], 
         if candidates is None:
             return None
         positions.append((token, candidates))
-    return _of_text(positions, text)
+    return tuple(positions) if _spell([token for token, _ in positions], text) else None
 
 
-def _of_text(
-    positions: Sequence[tuple[str, dict[str, float]]], text: str
-) -> tuple[tuple[str, dict[str, float]], ...] | None:
-    """Return the positions whose tokens spell the text, token by token; None where they are another text's.
+def _spell(tokens: Sequence[str], text: str) -> bool:
+    """Say whether tokens are those of a text, one by one.
 
     Servers leave control tokens out of the text, the end mark that a reply ran past among them; so they are passed
     over, and so is one last token, by which a reply ended. Blanks, and characters that a token holds a part of, are
     not compared. The tokens may end before the text does.
     """
-    left, kept = _comparable(text), []
-    for number, (token, candidates) in enumerate(positions):
+    left = _comparable(text)
+    for number, token in enumerate(tokens):
         part = _comparable(token)
         if left.startswith(part):
             left = left[len(part) :]
-            kept.append((token, candidates))
-        elif not is_mark(token.strip()) and (left or number < len(positions) - 1):
-            return None
-    return tuple(kept)
+        elif not is_mark(token.strip()) and (left or number < len(tokens) - 1):
+            return False
+    return True
 
 
 def _comparable(text: str) -> str:
