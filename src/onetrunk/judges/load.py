@@ -91,7 +91,7 @@ class JudgeSettings:
         900.0, "Deadline of one question to a server over all its calls and the waits between them, seconds."
     )
     judge_patience_s: float = _option(
-        180.0, "A server is given up when every call has failed for so many seconds, and so has one that it knows."
+        180.0, "Give a server up when it has answered no call for so many seconds, a control question included."
     )
     judge_verdict_tokens: int = _option(
         VERDICT_TOKENS,
