@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import time
+import traceback
 from unittest import mock
 from urllib.parse import quote
 
@@ -123,6 +124,18 @@ def test_a_change_of_the_environment_counts_at_once_and_a_newline_at_its_end_doe
         assert redact("first-secret second-secret") == "<redacted MY_API_KEY> second-secret"
     with environment({"MY_API_KEY": "second-secret"}):
         assert redact("first-secret second-secret") == "first-secret <redacted MY_API_KEY>"
+
+
+def test_a_key_of_several_lines_is_found_where_a_stack_trace_indents_it(monkeypatch):
+    key = "-----BEGIN KEY-----\nabcdefgh\n  ijklmnop\n-----END KEY-----"
+    monkeypatch.setenv("APP_PRIVATE_KEY", key + "\n")
+    inner = ExceptionGroup("in", [KeyError("x"), OSError(key)])
+    group = ExceptionGroup("several", [ValueError(f"not {key} taken"), inner])
+    text = "".join(traceback.format_exception(group))
+    assert "abcdefgh" in text and key not in text
+    clean = redact(text)
+    assert clean.count("<redacted APP_PRIVATE_KEY>") == 2 and "abcdefgh" not in clean and "ijklmnop" not in clean
+    assert redact(clean) == clean and redact(key) == "<redacted APP_PRIVATE_KEY>"
 
 
 def test_the_longer_of_two_secrets_is_taken_whole():

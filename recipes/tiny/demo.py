@@ -53,15 +53,17 @@ def results() -> tuple[Table, list[str]]:
     fidelity, cost = distill["fidelity"], distill["cost"]["teacher_over_student"]
     policy, reference = evaluation["policy"], evaluation["reference"]
     wins = evaluation["win_rate"]
-    low, high = wins["interval"]
+    low, high = wins["discrete_win_rate_interval"]
+    won = f"{wins['discrete_win_rate']:.1%}, {low:.1%} to {high:.1%}"
     rows = [
         ("reward model", "held-out pairs ordered as the judge does", f"{reward['held_out']['accuracy']:.1%}"),
         ("student", "held-out pairs ordered as its teacher does", f"{fidelity['agreement']:.1%}"),
         ("student", "times faster than its teacher", f"{cost['speed']:.1f}x"),
         ("policy", "rubric score before -> after", f"{reference['score/mean']:.3f} -> {policy['score/mean']:.3f}"),
         ("policy", "KL to the fine-tuned model, nats per reply", f"{policy['kl/ref']:.1f}"),
-        ("policy", "win rate over it by the judge, 95% interval", f"{wins['win_rate']:.1%}, {low:.1%} to {high:.1%}"),
-        ("policy", "the same, lengths controlled", f"{wins['length_controlled_win_rate']:.1%}"),
+        ("policy", "pairs won against it by the judge, 95% interval", won),
+        ("policy", "win rate: mean probability of being better", f"{wins['win_rate']:.1%}"),
+        ("policy", "win rate at equal length", f"{wins['length_controlled_win_rate']:.1%}"),
     ]
     table = Table(title="what the chain reached, on requests that no stage has seen")
     for column in ("what", "figure", "value"):
@@ -70,7 +72,7 @@ def results() -> tuple[Table, list[str]]:
         table.add_row(*row)
     short = []
     if low <= LEAST_WIN_RATE:
-        short.append(f"the interval of the win rate begins at {low:.1%}, not above {LEAST_WIN_RATE:.0%}")
+        short.append(f"the interval of the share of pairs won begins at {low:.1%}, not above {LEAST_WIN_RATE:.0%}")
     if fidelity["agreement"] < LEAST_AGREEMENT:
         short.append(f"the student agrees with its teacher on {fidelity['agreement']:.1%}, not {LEAST_AGREEMENT:.0%}")
     if policy["kl/ref"] > MOST_KL:

@@ -38,6 +38,8 @@ _SHAPES = re.compile(
     r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>]+"
     r"|(?P<header>Bearer\s+|(?i:authorization)\W{1,6}(?i:basic|bearer|token)\s+)[A-Za-z0-9._~+/=-]{8,}"
 )
+# The stack trace of an exception group indents every line, those of a key too.
+_INDENTED = r"\n[ |]*"
 _SHAPE_NAMES = ("key", "password", "query value", "authorization")
 
 _added: dict[str, str] = {}
@@ -78,7 +80,7 @@ def redact(text: str) -> str:
     before = None
     while before != text:
         before = text
-        for pattern, mark in ((values, lambda found: _mark(names[found[0]])), (_SHAPES, _mark_of_shape)):
+        for pattern, mark in ((values, lambda found: _mark(names[_flush(found[0])])), (_SHAPES, _mark_of_shape)):
             text = _between(marks, text, pattern, mark)
     return text
 
@@ -133,12 +135,18 @@ def _patterns(known: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.P
     names: dict[str, str] = {}
     for value, name in known:
         if len(value) >= LEAST_LENGTH:
-            names |= dict.fromkeys(_forms(value), name)
+            names |= dict.fromkeys({form for written in _forms(value) for form in (written, _flush(written))}, name)
     # The longest first: one secret may begin as another does.
-    forms = sorted(names, key=lambda form: (-len(form), form))
-    values = "|".join(map(re.escape, forms)) or r"(?!)"
+    forms = sorted((f for f in names if len(f) >= LEAST_LENGTH), key=lambda form: (-len(form), form))
+    # re.escape writes a newline as a backslash and a newline.
+    values = "|".join(re.escape(form).replace("\\\n", _INDENTED) for form in forms) or r"(?!)"
     in_marks = "|".join(map(re.escape, sorted({*names.values(), *_SHAPE_NAMES, *SECRET_KEYWORDS})))
     return re.compile(f"(<redacted (?:{in_marks})>)"), re.compile(values), names
+
+
+def _flush(text: str) -> str:
+    """Return a text of several lines without what stands before each but the first."""
+    return re.sub(_INDENTED, "\n", text)
 
 
 def _forms(value: str) -> set[str]:

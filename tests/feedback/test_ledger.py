@@ -231,3 +231,17 @@ ledger.put("c" * 64, "small again")
     assert (run.stdout.strip(), run.returncode) == ("File too large", 0), run.stderr
     with Ledger(tmp_path / "l") as ledger:
         assert list(ledger.keys()) == ["a" * 64, "c" * 64] and ledger.repaired_bytes == 0
+
+
+def test_a_value_that_is_replaced_stays_replaced_when_the_file_is_opened_again(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.put(key(0), "first")
+        ledger.put(key(1), "other")
+        assert ledger.replace(key(0), "second") == "second" == ledger.get(key(0))
+    with Ledger(path) as ledger:
+        assert ledger.get(key(0)) == "second" and ledger.get(key(1)) == "other" and len(ledger) == 2
+    # A kill that tears the replacing line leaves the value before it.
+    path.write_bytes(path.read_bytes()[:-5])
+    with Ledger(path) as ledger:
+        assert ledger.get(key(0)) == "first"

@@ -50,8 +50,8 @@ def test_best_and_worst_are_the_extremes_among_the_rated(completions, ratings, w
     assert completions[pair[0]].strip() != completions[pair[1]].strip()
 
 
-def test_distinct_keeps_the_first_of_each_text_and_no_blank_one():
-    assert distinct(["b", " a", "", "a ", "b", "c"]) == [0, 1, 5]
+def test_distinct_keeps_the_first_of_each_text_and_none_that_no_training_row_may_hold():
+    assert distinct(["b", " a", "", "a ", "b", "c", "d\0"]) == [0, 1, 5]
 
 
 @pytest.mark.parametrize(

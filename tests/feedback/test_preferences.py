@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from datasets import Dataset
 
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.failures import FailureLimit
@@ -14,6 +15,7 @@ from onetrunk.feedback.shards import prompt_key
 from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.preference_rows import validate_preferences
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"
 
@@ -148,6 +150,16 @@ def test_prompts_whose_completions_are_alike_have_no_pair(make):
     assert judge.asked == []
 
 
+@pytest.mark.parametrize("prompt", ["Why?", [{"role": "user", "content": "Why?"}]])
+def test_every_row_that_is_written_is_one_that_reward_takes(make, prompt):
+    texts = ["a", "b\0", "\0", " ", "", "a ", "b", "\u00a0"]
+    answers = {(p, x, y): 0.9 if x == "a" else 0.1 for p in ("heavy", "light") for x, y in (("a", "b"), ("b", "a"))}
+    _, maker = make(answers)
+    rows = maker.rows([item(prompt)], [texts])
+    assert len(rows) == 1 and maker.counts["blank_completions"] == 5 and maker.counts["repeated_completions"] == 1
+    assert validate_preferences(Dataset.from_list(rows)) == isinstance(prompt, list)
+
+
 def test_the_logit_stays_finite():
     assert logit(0.5) == 0 and logit(1.0) == pytest.approx(math.log(9999))
 
@@ -196,3 +208,30 @@ def test_the_limit_stops_at_a_share_or_at_fifty_in_a_row(limit, outcomes, stops_
             return
         failures.note("down" if outcome == "f" else None)
     assert stops_at is None
+
+
+def test_all_questions_on_a_few_prompts_may_be_refused_or_unread_and_on_several_they_stop_the_run():
+    failures = FailureLimit(0.1, "j")
+    for number in range(400):
+        failures.note("HTTP 400: blocked", "refused", prompt=f"prompt {number % 4}")
+    assert (failures.asked, failures.failed, failures.refused) == (400, 0, 400)
+    failures = FailureLimit(0.1, "j")
+    for number in range(100):
+        failures.note(None)
+        if number % 12 == 0:
+            failures.note("no label", "unread", prompt=f"prompt {number}")
+    # 9 of 109 so far; 11 of 111 are below a tenth, 12 of 112 are not.
+    failures.note("no label", "unread", prompt="p")
+    failures.note("no label", "unread", prompt="q")
+    with pytest.raises(
+        RuntimeError, match="refused 1 of 112 questions, and gave 11 of them a reply that is no verdict"
+    ):
+        failures.note("HTTP 400: blocked", "refused", prompt=[{"role": "user", "content": "p"}])
+
+
+def test_failures_of_the_judge_and_of_questions_do_not_add_up():
+    failures = FailureLimit(0.1, "j")
+    for number in range(5):
+        failures.note("down")
+        failures.note("HTTP 400: blocked", "refused", prompt=f"prompt {number}")
+    assert (failures.failed, failures.refused) == (5, 5)

@@ -6,6 +6,7 @@ Which calls fail is derived from (kind, question, how often it was asked): the s
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
@@ -38,8 +40,11 @@ NOT_SOLD = (
     "redirect",
     "other_model",
 )
+THOUGHT_TOKENS = 100
 SOLD = ("fenced", "wrong_label", "no_logprobs")
 FAULTS = NOT_SOLD + SOLD
+# Answers that are read in part; each costs many megabytes.
+OUT_OF_BOUNDS = ("endless", "gzip_bomb", "too_deep")
 
 
 def draw(*parts: Any) -> float:
@@ -61,6 +66,8 @@ class StubServer:
         key: bearer token that it insists on.
         bias: added to the probability of the first label.
         latency_s: how long an answer takes.
+        thinks: where its model's reasoning comes back, which takes THOUGHT_TOKENS and is turned off by the template's
+            enable_thinking: "reasoning", "reasoning_content", or "inline" for the text itself; None: it has none.
         routes: path -> function(body) -> (status, JSON value), for servers of other kinds.
     """
 
@@ -76,13 +83,21 @@ class StubServer:
         key: str | None = None,
         bias: float = 0.0,
         latency_s: float = 0.0,
+        thinks: str | None = None,
         routes: dict[str, Callable[[Any], tuple[int, Any]]] | None = None,
     ):
         self.model, self.fault, self.rate = model, fault, rate
         self.logprobs, self.samples, self.redirect_to, self.key, self.bias = logprobs, samples, redirect_to, key, bias
-        self.latency_s = latency_s
+        self.latency_s, self.thinks = latency_s, thinks
         self.routes = routes or {}
         self.faulty = True
+        # Of a body: the reply in place of the usual one, or None.
+        self.replies_instead: Callable[[Any], Any] = lambda _body: None
+        # Of a body: the status of its answer.
+        self.status_instead: Callable[[Any], int] = lambda _body: 200
+        # Whether a body is one on which it hangs, or on which alone its fault shows.
+        self.hangs_on: Callable[[Any], bool] = lambda _body: False
+        self.fails_on: Callable[[Any], bool] = lambda _body: True
         self.heals_after = math.inf
         self.asked: Counter[str] = Counter()
         self.sold: Counter[str] = Counter()
@@ -152,7 +167,10 @@ class StubServer:
             self.bodies.append(body)
             question = json.dumps(body, sort_keys=True)
             self.asked[question] += 1
-            fails = self.fault and self.faulty and draw(self.fault, question, self.asked[question]) < self.rate
+            if self.hangs_on(body):
+                await _hang(self, writer, body)
+            is_due = self.fault and self.faulty and self.fails_on(body)
+            fails = is_due and draw(self.fault, question, self.asked[question]) < self.rate
             self.num_faults += bool(fails)
             if self.num_faults == self.heals_after:
                 self.faulty = False
@@ -168,11 +186,19 @@ class StubServer:
             await send(writer, 404, {"detail": "Not Found"})
 
     def _complete(self, body: Any, fails: Any) -> tuple[int, Any]:
+        status = self.status_instead(body)
+        if status != 200:
+            return status, {"error": {"message": "this prompt is blocked"}}
+        instead = self.replies_instead(body)
+        if instead is not None:
+            return 200, instead
         if body["model"] != self.model:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         if self.logprobs == "top5" and body.get("top_logprobs", 0) > 5:
             return 422, {"error": "top_logprobs must be at most 5"}
         seed = body.get("seed") if self.samples else None
+        if self.thinks and body.get("chat_template_kwargs", {}).get("enable_thinking", True):
+            return 200, self._think(body, seed)
         if "random" in body["messages"][-1]["content"]:
             return 200, completion(self.model, f"words {draw('open', seed)}")
         p = first_probability(body["messages"], self.bias)
@@ -184,6 +210,24 @@ class StubServer:
         asked = body.get("logprobs") and self.logprobs and not fails
         shares = {"A": 0.9 * p, "B": 0.9 * (1 - p), " A": 0.08 * p, " B": 0.08 * (1 - p), "The": 0.01}
         return 200, completion(self.model, label, [candidates(label, shares)] if asked else None)
+
+    def _think(self, body: Any, seed: Any) -> Any:
+        """Return a reply of a model that reasons first, in the forms of vLLM with a parser for reasoning and without.
+
+        The log probabilities are those of all its tokens, the reasoning's first.
+        """
+        thought = f"A and B, let me see {draw('thought', body['messages'], seed)}"
+        is_whole = body["max_tokens"] > THOUGHT_TOKENS
+        label = "A" if draw("label", body["messages"], seed) < first_probability(body["messages"], self.bias) else "B"
+        positions = [candidates("A", {"A": 0.99, "B": 0.001})] if body.get("logprobs") else None
+        if self.thinks == "inline":
+            text = f"<think>{thought}</think>\n\n{label}" if is_whole else f"<think>{thought}"
+            reply = completion(self.model, text, positions)
+        else:
+            reply = completion(self.model, label if is_whole else None, positions)
+            reply["choices"][0]["message"][self.thinks] = thought
+        reply["choices"][0]["finish_reason"] = "stop" if is_whole else "length"
+        return reply
 
 
 def first_probability(messages: Any, bias: float = 0.0) -> float:
@@ -257,6 +301,26 @@ async def _cut_body(stub: StubServer, writer: asyncio.StreamWriter, body: Any) -
     writer.close()
 
 
+async def _endless(stub: StubServer, writer: asyncio.StreamWriter, body: Any) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+        await writer.drain()
+
+
+async def _gzip_bomb(stub: StubServer, writer: asyncio.StreamWriter, body: Any) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n")
+    writer.write(b"Content-Length: %d\r\n\r\n" % len(bomb()) + bomb())
+    await writer.drain()
+
+
+@functools.cache
+def bomb() -> bytes:
+    """Return 256 MiB of spaces, packed."""
+    packer = zlib.compressobj(1, wbits=zlib.MAX_WBITS | 16)
+    return b"".join(packer.compress(b" " * 2**20) for _ in range(256)) + packer.flush()
+
+
 FAULTY = {
     "429_seconds": _status(429, {"error": {"message": "slow down"}}, lambda _stub: {"Retry-After": "0.02"}),
     # A date has no parts of a second; the server's own clock says that it is now.
@@ -279,5 +343,8 @@ FAULTY = {
     "error_in_200": _status(200, {"error": {"message": "upstream is gone"}}),
     "html_in_200": _status(200, HTML),
     "redirect": _status(307, {}, lambda stub: {"Location": stub.redirect_to}),
+    "endless": _endless,
+    "gzip_bomb": _gzip_bomb,
+    "too_deep": _status(200, "[" * 100_000 + "]" * 100_000),
     "other_model": _status(200, completion("another-model", "A")),
 }

@@ -12,6 +12,7 @@ from onetrunk.judges.answers import (
     opinion_of_probabilities,
     opinion_of_votes,
     read_label,
+    read_vote,
 )
 from onetrunk.judges.retries import CallError
 from tests.judges.stub_server import candidates, completion
@@ -125,6 +126,54 @@ def test_log_probabilities_that_are_none_are_not_taken_for_some(positions):
     assert label_probabilities(reply("A", positions), LABELS) is None
 
 
+SURE = {"A": 0.99, "B": 0.005}
+PAST_THE_END = [
+    # What vLLM answers where the server knows no stop token: the text without control tokens, the tokens with them.
+    (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
+    (["A", "</s>", "\n", "B"], "A\nB"),
+    (["A", "<turn|>", "\n", "<|turn>", "user"], "A\nuser"),
+    (["A", "[|endofturn|]"], "A"),
+    (["A", "]~b]", "user"], "Auser"),
+    # A server that shows them.
+    (["A", "<|im_end|>", "B"], "A<|im_end|>B"),
+    # An end mark without brackets, the last token of all.
+    (["A", "EndOfText"], "A"),
+    # A letter in two tokens, of which each alone is none.
+    (["A", ".", " Ma", "\ufffd", "\ufffd", "il"], "A. Ma\u00ebil"),
+    # Log probabilities of the beginning alone.
+    (["\u2581A"], "A is better."),
+]
+
+
+@pytest.mark.parametrize(("tokens", "text"), PAST_THE_END)
+def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_end_mark(tokens, text):
+    positions = [candidates(token, {token: 0.9, "B": 0.01} if "A" not in token else SURE) for token in tokens[1:]]
+    first = candidates(tokens[0], {tokens[0]: 0.99, "B": 0.005})
+    found = label_probabilities(reply(text, [first, *positions]), LABELS)
+    assert found == pytest.approx({"A": 0.99, "B": 0.005})
+
+
+def test_a_reply_that_begins_with_a_mark_is_measured_there():
+    # As in process: what counts is where the answer begins, whatever was drawn there.
+    begins = candidates("<|im_end|>", {"<|im_end|>": 0.7, "A": 0.2, "B": 0.05})
+    found = label_probabilities(reply("\nA", [begins, candidates("\n", SURE | {"\n": 0.001})]), LABELS)
+    assert found == pytest.approx({"A": 0.2, "B": 0.05})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        # Those of reasoning that the server has hidden.
+        (["A", " was", " longer", ".", "A"], "A"),
+        (["<think>", "B", "</think>", "A"], "A"),
+        (["Both", " are", " fine"], "A"),
+    ],
+)
+def test_log_probabilities_of_another_text_are_not_taken(tokens, text):
+    positions = [candidates(token, {token: 0.99, "C": 0.005}) for token in tokens]
+    assert label_probabilities(reply(text, positions), LABELS) is None
+
+
 def test_after_reasoning_in_the_text_the_first_token_is_not_the_verdict():
     positions = [candidates("<think>", {"<think>": 0.9, "A": 0.05})]
     thought = reply("<think>B was longer.</think>\n\nA", positions)
@@ -183,4 +232,14 @@ def test_opinions_add_up_to_one_or_abstain():
     voted = opinion_of_votes(votes, LABELS)
     assert voted.shares == pytest.approx({"A": 2 / 3, "B": 1 / 3})
     assert voted.details == {"method": "votes", "votes": {"A": 2, "B": 1, "unread": 1}}
-    assert opinion_of_votes([Vote(None), Vote(None), Vote("A")], LABELS).shares is None
+    unread = opinion_of_votes([Vote(None, problem="it is empty"), Vote(None, problem="x"), Vote("A")], LABELS)
+    assert unread.shares is None and unread.reason == "2 of 3 replies are no label (one: it is empty)"
+
+
+def test_an_empty_reply_measures_nothing():
+    ends = [candidates("<|im_end|>", {"<|im_end|>": 0.8, "A": 0.1, "B": 0.05})]
+    vote = read_vote(reply("", ends), LABELS)
+    assert (vote.label, vote.probabilities, vote.problem) == (None, None, "it is empty")
+    # A text that is no label is measured, and may be an abstention.
+    both = [candidates("Both", {"Both": 0.9, "A": 0.05})]
+    assert read_vote(reply("Both", both), LABELS).probabilities == pytest.approx({"A": 0.05, "B": 0.0})

@@ -1,5 +1,7 @@
 """Several judges as one: mean, disagreement, abstentions and errors."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,3 +108,17 @@ def test_members_of_one_name_are_told_apart_and_every_member_counts_in_the_ident
     judge = EnsembleJudge([FixedJudge(0.5), FixedJudge(0.6), FixedJudge(0.7)])
     assert judge.names == ["fixed", "fixed_2", "fixed_3"]
     assert judge.identity != EnsembleJudge([FixedJudge(0.5), FixedJudge(0.6)]).identity
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [(("refused",), "refused"), (("unread", "server"), "server"), (("unread", "refused"), "unread")],
+)
+def test_the_error_of_an_ensemble_is_the_servers_if_one_of_its_members_failed(kinds, expected):
+    class Failing(FixedJudge):
+        def _told(self, answers, done):
+            return super()._told([replace(answer, error_kind=self.name) for answer in answers], done)
+
+    judge = EnsembleJudge([FixedJudge(0.5), *(Failing(None, kind, error="no") for kind in kinds)])
+    assert judge.compare([PAIR], PRINCIPLE)[0].error_kind == expected
+    assert judge.rate(["p"], ["a"], PRINCIPLE)[0].error_kind == expected

@@ -62,6 +62,35 @@ def test_a_server_is_known_by_its_address_and_asked_nothing_yet():
     assert named.chat.model == "owner/other" and named.chat.url == URL
 
 
+def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        f"judge: ['{URL}']\njudge_model: m\njudge_timeout_s: 5\njudge_max_calls: 2\njudge_item_timeout_s: 50\n"
+        "judge_patience_s: 20\njudge_verdict_tokens: 512\njudge_chat_template_kwargs: {enable_thinking: false}\n"
+        "judge_extra_body: {reasoning_effort: low}\n"
+    )
+    words = "--judge_timeout_s 5 --judge_max_calls 2 --judge_item_timeout_s 50 --judge_patience_s 20".split()
+    words += ["--judge", URL, "--judge_model", "m", "--judge_verdict_tokens", "512"]
+    words += ["--judge_chat_template_kwargs", '{"enable_thinking": false}']
+    words += ["--judge_extra_body", '{"reasoning_effort": "low"}']
+    for argv in (["--config", "c.yaml"], words):
+        (settings,) = parse(argv, (JudgeSettings,), "prefs", "Test.")
+        judge = load_judge(settings)
+        policy = judge.policy
+        assert (policy.call_timeout_s, policy.max_calls, policy.item_timeout_s, policy.patience_s) == (5, 2, 50, 20)
+        body = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+        assert judge.chat.extra_body == judge.identity["extra_body"] == body
+
+
+def test_an_answer_is_known_by_what_it_depends_on_and_limits_are_no_part_of_that():
+    plain = load_judge(JudgeSettings(judge=[URL], judge_model="m")).identity
+    # As earlier versions knew it: their ledgers stay valid.
+    assert set(plain) == {"kind", "model", "method", "samples", "reasoning_tokens", "template"}
+    limits = {"judge_timeout_s": 5, "judge_max_calls": 2, "judge_verdict_tokens": 512}
+    assert load_judge(JudgeSettings(judge=[URL], judge_model="m", **limits)).identity == plain
+    other = JudgeSettings(judge=[URL], judge_model="m", judge_extra_body={"reasoning_effort": "low"})
+    assert load_judge(other).identity != plain
+
+
 def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last(reward_folder):
     judge = load_judge(JudgeSettings(judge=["reward:reward"], judge_device="cpu", judge_batch_size=3))
     assert isinstance(judge, RewardModelJudge) and judge.batch_size == 3 and judge.name == "reward"
@@ -156,6 +185,16 @@ def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_
         ("judge_max_concurrency", -1, "judge_max_concurrency is -1"),
         ("judge_reasoning_tokens", -1, "judge_reasoning_tokens is -1; set it to 0 or more"),
         ("judge_timeout_s", 0.0, "judge_timeout_s is 0.0; set a finite number above 0"),
+        ("judge_item_timeout_s", -1.0, "judge_item_timeout_s is -1.0; set a finite number above 0"),
+        ("judge_patience_s", float("nan"), "judge_patience_s is nan; set a finite number above 0"),
+        ("judge_max_calls", 0, "judge_max_calls is 0; set it to 1 or more"),
+        ("judge_verdict_tokens", 0, "judge_verdict_tokens is 0; set it to 1 or more"),
+        ("judge_chat_template_kwargs", "x", "judge_chat_template_kwargs is 'x'; expected a mapping, as JSON"),
+        ("judge_extra_body", ["a"], "judge_extra_body is ['a']; expected a mapping, as JSON"),
+        ("judge_extra_body", {"max_tokens": 9}, "sets max_tokens, which the judge sets itself; set judge_verdict_tok"),
+        ("judge_extra_body", {"seed": 9}, "sets seed, which the judge sets itself; leave it out"),
+        ("judge_extra_body", {"chat_template_kwargs": {}}, "set judge_chat_template_kwargs instead"),
+        ("judge_extra_body", {"x": float("inf")}, "is not JSON"),
         ("rubric_temperature", float("inf"), "rubric_temperature is inf"),
         ("judge_min_label_mass", 1.5, "judge_min_label_mass is 1.5; set it from 0 to 1"),
         ("judge_method", "guess", "judge_method is 'guess'; expected one of auto, logprobs, votes"),
@@ -191,3 +230,9 @@ def test_a_loaded_judge_answers(reward_folder):
     judge = load_judge(JudgeSettings(judge=["rubric", "reward:reward"], rubric={"short": short}, judge_device="cpu"))
     (verdict,) = judge.compare([Pair("the cat ", "sings .", "no")], Principle("Which is shorter?", tags=("short",)))
     assert 0 < verdict.probability < 1 and set(verdict.details["members"]) == {"rubric", "reward"}
+
+
+def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_sentence():
+    with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
+        load_judge(JudgeSettings(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
+    assert "\n" not in str(caught.value)

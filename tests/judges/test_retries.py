@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import httpx2
 import pytest
 
 from onetrunk.judges.calls import CallRun, ask_patiently, run_async
 from onetrunk.judges.failures import failure_of, failure_of_response, retry_after_s
-from onetrunk.judges.retries import FEWEST_ENDED, CallError, Pace, RetryPolicy, ServerUnavailable
+from onetrunk.judges.retries import CallError, Pace, RetryPolicy, ServerUnavailable
 
 QUICK = RetryPolicy(
     max_calls=4,
@@ -17,14 +18,17 @@ QUICK = RetryPolicy(
     call_timeout_s=0.2,
     item_timeout_s=5.0,
     patience_s=5.0,
-    max_failed_fraction=0.5,
 )
 
 
-def answers(call, num_items, policy=QUICK, pace=None):
+def answers(call, num_items, policy=QUICK, pace=None, control=None):
     """Return what `done` was told, as index -> [outcomes], and the error that ended the run."""
     told = {}
-    run = CallRun("server x", policy, pace or Pace(4), call, lambda i, outcome: told.setdefault(i, []).append(outcome))
+
+    def done(index, outcome):
+        told.setdefault(index, []).append(outcome)
+
+    run = CallRun("server x", policy, pace or Pace(4), call, done, control=control)
     try:
         run_async(run.answer_all(num_items))
     except ServerUnavailable as error:
@@ -51,7 +55,7 @@ def test_a_wait_that_the_server_asks_for_is_never_cut_short():
         ({"max_calls": 0}, "at least 1 call"),
         ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0"),
         ({"patience_s": float("nan")}, "patience_s is nan"),
-        ({"max_failed_fraction": 1.5}, "share from 0 to 1"),
+        ({"max_timeouts": 0}, "at least 1 call"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(settings, sentence):
@@ -229,23 +233,84 @@ def test_a_server_that_answers_nothing_is_given_up_in_time_with_one_sentence():
     assert "0 of 1000 were answered" in str(error) and "\n" not in str(error)
 
 
-def test_past_the_share_of_failed_items_the_run_stops_and_what_is_in_flight_is_kept():
-    asked = []
+def kinds(told):
+    return {i: outcomes[0].kind for i, outcomes in told.items() if isinstance(outcomes[0], CallError)}
+
+
+def test_items_that_fail_while_others_are_answered_are_at_fault_and_stop_no_run():
+    async def call(index):
+        if index < 60:
+            raise CallError("HTTP 500: broken")
+        return index
+
+    async def control():
+        return "here"
+
+    told, error = answers(call, 100, replace(QUICK, patience_s=0.001), control=control)
+    assert error is None and kinds(told) == dict.fromkeys(range(60), "refused")
+    assert str(told[0][0]) == "HTTP 500: broken (4 times, while other calls were answered)"
+    assert all(told[i] == [i] for i in range(60, 100))
+
+
+def test_an_item_that_hangs_is_left_after_a_few_deadlines_and_holds_up_nobody_for_ever():
+    calls, controls = [], []
 
     async def call(index):
-        asked.append(index)
-        if index == 2:
-            await asyncio.sleep(0.1)
-            return "slow, and paid for"
-        raise CallError("too long", "refused") if index else CallError("x", "refused")
+        calls.append(index)
+        await asyncio.sleep(0 if index >= 6 else 3600)
+        return index
 
-    told, error = answers(call, 1000, pace=Pace(4))
-    assert "left 100% of the last items without an answer" in str(error) and "1 of 1000 were answered" in str(error)
-    assert told[2] == ["slow, and paid for"]
-    assert len(asked) <= FEWEST_ENDED + 4
+    async def control():
+        controls.append(len(calls))
+
+    policy = replace(QUICK, call_timeout_s=0.1, patience_s=0.01, max_calls=8)
+    told, error = answers(call, 20, policy, Pace(4), control=control)
+    assert error is None and kinds(told) == dict.fromkeys(range(6), "refused") and controls
+    assert [calls.count(i) for i in range(6)] == [policy.max_timeouts] * 6
+    assert "no answer within 0.1 s (2 times, while other calls were answered)" in str(told[0][0])
 
 
-def test_a_share_below_the_limit_goes_on():
+def test_a_server_that_fails_the_control_call_too_is_given_up():
+    controls = []
+
+    async def call(index):
+        await asyncio.sleep(3600)
+
+    async def control():
+        controls.append(1)
+        raise CallError("HTTP 500: broken")
+
+    told, error = answers(call, 20, replace(QUICK, call_timeout_s=0.05, patience_s=0.2), control=control)
+    assert told == {} and "has answered no call for" in str(error) and controls
+
+
+def test_items_that_fail_with_the_control_call_are_failures_of_the_server():
+    async def call(index):
+        raise CallError("HTTP 500: broken")
+
+    told, error = answers(call, 3, control=lambda: call(0))
+    assert error is None and kinds(told) == dict.fromkeys(range(3), "again")
+    # Without a control call nothing says that an item is at fault.
+    assert answers(call, 3)[0].keys() == told.keys()
+
+
+def test_an_answer_before_the_server_went_down_does_not_make_it_the_items_fault():
+    calls = []
+
+    async def call(index):
+        calls.append(index)
+        if index > 0:
+            raise CallError("the connection failed")
+        return index
+
+    async def control():
+        raise CallError("the connection failed")
+
+    told, error = answers(call, 3, replace(QUICK, max_calls=5), Pace(1), control=control)
+    assert error is None and kinds(told) == {1: "again", 2: "again"}
+
+
+def test_items_that_are_refused_stop_no_run():
     async def call(index):
         if index % 3 == 0:
             raise CallError("too long", "refused")
@@ -287,20 +352,6 @@ def test_waits_that_the_server_asks_for_do_not_use_up_patience():
     policy = RetryPolicy(first_delay_s=0.01, patience_s=0.3)
     told, error = answers(call, 1, policy)
     assert error is None and told == {0: [0]}
-
-
-def test_a_run_after_the_server_was_given_up_begins_anew():
-    pace, well = Pace(4), False
-
-    async def call(index):
-        if not well:
-            raise CallError("refused", "refused")
-        return index
-
-    assert answers(call, 100, pace=pace)[1] is not None
-    well = True
-    told, error = answers(call, 100, pace=pace)
-    assert error is None and len(told) == 100
 
 
 def test_an_error_of_the_caller_ends_the_run_and_leaves_no_call_behind():

@@ -81,6 +81,25 @@ def test_plain_text_stays_as_it_is():
     assert sanitized(text) == text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<div><p>a <b>bold</b> word<br/></p></div> <h1>x</h1>",
+        "if (a < b && c > d) return a[0] + rows[i][1]; // [note] [x] [1, 2]",
+        "x <- y; p -> q; 1 <= 2 >= 0; <=>; f <| g; a | b; x ~ y; [a~b]; ~/.bashrc",
+        "see [the page](https://example.com) and $\\left[0, 1\\right]$",
+    ],
+)
+def test_code_and_prose_with_brackets_stay_as_they_are(text):
+    assert sanitized(text) == text
+
+
+def test_what_only_has_the_shape_of_a_mark_stays_readable():
+    text = "Dear [NAME], a List<String> of <T>, see <https://example.com>; vector<size_t> v"
+    clean = "Dear [ NAME], a List< String> of < T>, see < https://example.com>; vector< size_t> v"
+    assert sanitized(text) == clean and sanitized(clean) == clean
+
+
 def test_of_a_long_text_the_middle_is_left_out():
     text = "a" * MAX_CHARACTERS + "b" * 100
     clean = sanitized(text)

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from onetrunk.judges.base import Pair, Verdict
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.verdicts import JudgeStatistics, Question, judge_pairs, questions, verdict_key
+from onetrunk.judges.verdicts import (
+    JudgeStatistics,
+    PairLabel,
+    Question,
+    judge_pairs,
+    judge_warnings,
+    questions,
+    verdict_key,
+)
 
 ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})
 TWO = parse_constitution(
@@ -60,6 +68,33 @@ def test_a_label_by_hand():
     assert label.probability == pytest.approx((3 * 0.7 + 0.6) / 4)
     assert label.consistent and label.errors == label.abstentions == 0
     assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
+
+
+SEVEN = parse_constitution(
+    {"name": "seven", "principles": [{"text": "Which is longer?", "weight": 3}, *(f"Idle {i}?" for i in range(6))]}
+)
+
+
+def test_a_principle_that_ties_does_not_count():
+    told = {Question(0, 0, False): Verdict(0.8), Question(0, 0, True): Verdict(0.4)}
+    # The second sees no difference in either order, the others neither.
+    idle = {Question(0, number, flipped): Verdict(0.5) for number in range(1, 7) for flipped in (False, True)}
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=told | idle)
+    # .7 as without them; with six halves of weight 1 it would be (3 * .7 + 6 * .5) / 9 = .567.
+    assert label.probability == pytest.approx((0.8 + 0.6) / 2) and label.consistent
+    assert len(label.votes) == 7
+
+    # Orders that contradict each other saw a difference: (3 * .7 + 1 * .5) / 4.
+    torn = {Question(0, 1, False): Verdict(0.9), Question(0, 1, True): Verdict(0.9)}
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=told | idle | torn)
+    assert label.probability == pytest.approx((3 * 0.7 + 0.5) / 4)
+
+    # Where all tie the label is a tie, and no abstention.
+    nothing = {Question(0, 0, False): Verdict(0.5), Question(0, 0, True): Verdict(0.5)}
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=nothing | idle)
+    assert (label.probability, label.consistent, label.abstentions) == (0.5, True, 0)
+    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, both_orders=False, known=told | idle)
+    assert label.probability == pytest.approx(0.8)
 
 
 def test_an_order_without_answer_leaves_its_principle_out():
@@ -118,3 +153,45 @@ def test_a_verdict_is_kept_under_all_that_it_depends_on():
     assert key == verdict_key(SlotJudge(), principle, Pair("p", "a", "b"))
     others = [(judge, principle, pair.flipped()), (judge, TWO.principles[1], pair), (SlotJudge(1.0), principle, pair)]
     assert len({key, *(verdict_key(*other) for other in others)}) == 4
+
+
+def counted(*votes, abstentions=0):
+    statistics = JudgeStatistics()
+    for vote in votes:
+        statistics.add(PairLabel(None, False, (("p", vote),), abstentions=abstentions))
+    return judge_warnings(statistics.as_dict())
+
+
+def test_warnings_say_when_a_judge_abstains_contradicts_itself_or_likes_a_slot():
+    assert counted(*[(0.9, 0.8), (0.2, 0.4)] * 10) == []
+    assert counted() == []
+    # Half of the pairs contradict themselves: not fewer than half agree.
+    assert counted(*[(0.6, 0.4), (0.6, 0.6), (0.4, 0.6), (0.4, 0.4)] * 5) == []
+    (slot, first) = counted(*[(0.9, 0.2)] * 10)
+    assert "contradicts itself in 100%" in slot and "in 100% of its answers, with a mean probability of 0.85" in first
+    assert "asking in both orders cancels this" in first
+    assert "prefers the completion shown first in 0% of its answers" in counted(*[(0.4, 0.6)] * 10)[1]
+    # With one order there is nothing to contradict, and few answers say nothing.
+    (first,) = counted(*[(0.55,)] * 20)
+    assert "with one order this is in the labels" in first
+    assert counted(*[(0.9,)] * 19) == []
+    (abstained,) = counted(*[(None, None)] * 4, abstentions=2)
+    assert "abstains from 100% of its questions" in abstained
+
+
+def test_questions_without_an_answer_are_counted_by_what_went_wrong():
+    kinds = iter(["refused", "unread", "server", "refused"])
+
+    class Failing:
+        name, identity = "failing", {}
+
+        def compare(self, pairs, principle, done=None):
+            return [Verdict(None, error="no", error_kind=next(kinds)) for _ in pairs]
+
+    (label,) = judge_pairs(Failing(), [Pair("p", "a", "b")], TWO)
+    assert (label.errors, label.refused, label.unread, label.abstentions) == (4, 2, 1, 0)
+    statistics = JudgeStatistics()
+    statistics.add(label)
+    assert "the judge refused 2 questions and gave 1 a reply that is no verdict" in judge_warnings(
+        statistics.as_dict()
+    )

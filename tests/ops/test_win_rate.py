@@ -1,6 +1,8 @@
 """Win rates by hand, against another implementation's numbers, and by what must hold of any of them."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +26,10 @@ def test_win_rates_by_hand():
     labels = torch.tensor([0.9, 0.5, 0.1, 0.7])
     figures = win_rate(labels, ["a", "b", "c", "d"], torch.zeros(4), num_resamples=50)
     assert (figures.wins, figures.ties, figures.losses, figures.pairs, figures.prompts) == (2, 1, 1, 4, 4)
-    assert figures.win_rate.value == (2 + 1 / 2) / 4
-    assert figures.soft_win_rate.value == pytest.approx((0.9 + 0.5 + 0.1 + 0.7) / 4)
+    assert figures.discrete_win_rate.value == (2 + 1 / 2) / 4
+    assert figures.win_rate.value == pytest.approx((0.9 + 0.5 + 0.1 + 0.7) / 4)
     # Of equal length already: nothing to control for, but for the ridge.
-    assert figures.length_controlled.value == pytest.approx(0.55, abs=1e-4)
+    assert figures.length_controlled_win_rate.value == pytest.approx(0.55, abs=1e-4)
     assert figures.length_fit.slope == 0.0 and not figures.is_extrapolated
 
 
@@ -42,8 +44,47 @@ def test_the_length_fit_is_that_of_another_implementation():
     figures = win_rate(LABELS, range(8), DIFFERENCES, num_resamples=10)
     assert figures.length_fit.scale == pytest.approx(scale)
     # The ridge moves it by less than anyone could measure on eight pairs.
-    assert figures.length_controlled.value == pytest.approx(0.5894196096439593, abs=3e-4)
-    assert figures.length_fit.probability(0.0) == figures.length_controlled.value
+    assert figures.length_controlled_win_rate.value == pytest.approx(0.5894196096439593, abs=3e-4)
+    assert figures.length_fit.probability(0.0) == figures.length_controlled_win_rate.value
+
+
+def test_each_figure_is_that_of_the_leaderboard_of_alpacaeval():
+    recorded = json.loads((Path(__file__).parent / "alpaca_eval_pairs.json").read_text())
+    theirs, pairs = recorded["leaderboard"], torch.tensor(recorded["pairs"], dtype=torch.float64)
+    ours = win_rate(pairs[:, 0], range(len(pairs)), pairs[:, 1], num_resamples=200)
+    assert 100 * ours.win_rate.value == pytest.approx(theirs["win_rate"], abs=1e-6)
+    assert 100 * ours.standard_error == pytest.approx(theirs["standard_error"], abs=1e-6)
+    assert 100 * ours.discrete_win_rate.value == pytest.approx(theirs["discrete_win_rate"], abs=1e-6)
+    counts = ours.wins, ours.losses, ours.ties, ours.pairs
+    assert counts == tuple(theirs[name] for name in ("n_wins", "n_wins_base", "n_draws", "n_total"))
+    level = 100 * ours.length_controlled_win_rate.value
+    # Here both sides are the longer one about as often, and what is theirs alone (the difficulty of their prompts, the
+    # rewritings of their baseline) hardly counts: 53.999. A fit of wins and losses would say 56.3.
+    assert not ours.is_extrapolated and level == pytest.approx(theirs["length_controlled_winrate"], abs=0.1)
+    # The same regression without these two by scikit-learn 1.9.1 LogisticRegression, each pair twice, weighted by the
+    # label and the rest to one: without a penalty, and with AlpacaEval's (l1, liblinear, C of ten by five folds).
+    assert level == pytest.approx(53.950138, abs=0.01) and level == pytest.approx(53.941086, abs=0.01)
+    slope, intercept = ours.length_fit.slope, ours.length_fit.intercept
+    assert (slope, intercept) == pytest.approx((0.98671909, 0.1583355), abs=2e-3)  # The ridge.
+    # An interval of 95% is about 3.92 standard errors wide.
+    width = ours.win_rate.high - ours.win_rate.low
+    assert width == pytest.approx(3.92 * ours.standard_error, rel=0.2)
+
+
+def test_the_standard_error_counts_pairs_of_a_prompt_once():
+    labels = torch.tensor([0.9, 0.5, 0.1, 0.7])
+    once = win_rate(labels, range(4), torch.zeros(4), num_resamples=10)
+    # Mean .55; deviations .35, -.05, -.45, .15 with squares that add up to .35: sqrt(.35 / 3) / sqrt(4).
+    assert once.standard_error == pytest.approx(math.sqrt(0.35 / 3) / 2)
+    twice = win_rate(labels.repeat(2), [0, 1, 2, 3] * 2, torch.zeros(8), num_resamples=10)
+    assert twice.standard_error == pytest.approx(once.standard_error)
+    assert math.isnan(win_rate(labels, [0] * 4, torch.zeros(4), num_resamples=10).standard_error)
+
+
+@pytest.mark.parametrize(("shorter", "is_extrapolated"), [(0, True), (19, True), (20, False), (81, True), (80, False)])
+def test_lengths_that_are_nearly_all_on_one_side_are_an_extrapolation(shorter, is_extrapolated):
+    differences = torch.cat([-1 - torch.arange(float(shorter)), 1 + torch.arange(100.0 - shorter)])
+    assert win_rate(torch.rand(100), range(100), differences, num_resamples=2).is_extrapolated == is_extrapolated
 
 
 def test_a_fit_has_no_gradient_left():
@@ -69,8 +110,8 @@ def length_lover(count, bias, seed=0):
 def test_a_win_rate_that_is_length_alone_is_found_out():
     labels, differences = length_lover(600, bias=60)
     figures = win_rate(labels, range(600), differences, num_resamples=400)
-    assert figures.win_rate.low > 0.7
-    assert figures.length_controlled.low < 0.5 < figures.length_controlled.high
+    assert figures.discrete_win_rate.low > 0.7
+    assert figures.length_controlled_win_rate.low < 0.5 < figures.length_controlled_win_rate.high
     assert figures.length_fit.slope > 1
 
 
@@ -78,7 +119,7 @@ def test_exchanging_the_sides_mirrors_every_figure():
     labels, differences = length_lover(200, bias=20)
     ours = win_rate(labels, range(200), differences, num_resamples=300)
     theirs = win_rate(1 - labels, range(200), -differences, num_resamples=300)
-    for name in ("win_rate", "soft_win_rate", "length_controlled"):
+    for name in ("discrete_win_rate", "win_rate", "length_controlled_win_rate"):
         one, other = getattr(ours, name), getattr(theirs, name)
         assert one.value == pytest.approx(1 - other.value, abs=1e-9)
         assert (one.low, one.high) == pytest.approx((1 - other.high, 1 - other.low), abs=1e-9)
@@ -88,8 +129,8 @@ def test_the_interval_has_the_width_of_the_binomial():
     labels = (torch.arange(400) % 5 < 3).double()  # 60% of 400
     figures = win_rate(labels, range(400), torch.zeros(400), num_resamples=4000)
     # 1.96 * sqrt(.6 * .4 / 400) = .048; a percentile of 4000 draws is good to 3% of that.
-    assert figures.win_rate.low == pytest.approx(0.6 - 0.048, abs=0.004)
-    assert figures.win_rate.high == pytest.approx(0.6 + 0.048, abs=0.004)
+    assert figures.discrete_win_rate.low == pytest.approx(0.6 - 0.048, abs=0.004)
+    assert figures.discrete_win_rate.high == pytest.approx(0.6 + 0.048, abs=0.004)
 
 
 def test_copies_of_a_pair_make_nothing_surer():
@@ -100,17 +141,18 @@ def test_copies_of_a_pair_make_nothing_surer():
     fourfold = win_rate(copies[0], prompts, copies[1], num_resamples=500)
     assert (fourfold.pairs, fourfold.prompts) == (400, 100)
     # Of means the very same draws; the scale of lengths divides by n - 1.
-    assert fourfold.win_rate == once.win_rate and fourfold.soft_win_rate == once.soft_win_rate
-    assert fourfold.length_controlled.low == pytest.approx(once.length_controlled.low, abs=0.005)
+    assert fourfold.discrete_win_rate == once.discrete_win_rate and fourfold.win_rate == once.win_rate
+    assert fourfold.length_controlled_win_rate.low == pytest.approx(once.length_controlled_win_rate.low, abs=0.005)
     apart = win_rate(copies[0], range(400), copies[1], num_resamples=500)
-    assert apart.win_rate.high - apart.win_rate.low < 0.6 * (once.win_rate.high - once.win_rate.low)
+    wide, narrow = once.discrete_win_rate, apart.discrete_win_rate
+    assert narrow.high - narrow.low < 0.6 * (wide.high - wide.low)
 
 
 def test_the_interval_covers_as_often_as_it_says():
     covered = 0
     for seed in range(200):
         labels = torch.bernoulli(torch.full((80,), 0.7), generator=torch.Generator().manual_seed(seed))
-        interval = win_rate(labels, range(80), torch.zeros(80), num_resamples=300, seed=seed).win_rate
+        interval = win_rate(labels, range(80), torch.zeros(80), num_resamples=300, seed=seed).discrete_win_rate
         covered += interval.low <= 0.7 <= interval.high
     # 95% of 200 is 190 +- 3; a percentile interval of 80 coins covers a little less.
     assert 178 <= covered <= 200
@@ -123,17 +165,17 @@ def test_the_same_seed_gives_the_same_bounds_whatever_fits_into_memory(monkeypat
     assert one != win_rate(labels, range(60), differences, num_resamples=100, seed=2)
     monkeypatch.setattr("onetrunk.ops.win_rate.CHUNK", 60 * 7)
     parts = win_rate(labels, range(60), differences, num_resamples=100, seed=1)
-    assert parts.win_rate == one.win_rate
-    assert parts.length_controlled.high == pytest.approx(one.length_controlled.high, abs=1e-9)
+    assert parts.discrete_win_rate == one.discrete_win_rate
+    assert parts.length_controlled_win_rate.high == pytest.approx(one.length_controlled_win_rate.high, abs=1e-9)
 
 
 def test_a_side_that_always_wins_has_no_certain_interval():
     figures = win_rate(torch.ones(40), range(40), torch.arange(40.0) - 10)
     # With 39 of 40 prompts won one could have seen 40: (.025) ** (1 / 40) = .912.
-    for estimate in (figures.win_rate, figures.soft_win_rate, figures.length_controlled):
+    for estimate in (figures.discrete_win_rate, figures.win_rate, figures.length_controlled_win_rate):
         assert estimate.low == pytest.approx(0.025 ** (1 / 40)) and estimate.high == 1.0
-    assert figures.length_controlled.value > 0.998
-    lost = win_rate(torch.zeros(40), range(40), torch.arange(40.0) - 10).win_rate
+    assert figures.length_controlled_win_rate.value > 0.998
+    lost = win_rate(torch.zeros(40), range(40), torch.arange(40.0) - 10).discrete_win_rate
     assert (lost.value, lost.low) == (0.0, 0.0) and lost.high == pytest.approx(1 - 0.025 ** (1 / 40))
 
 
@@ -141,14 +183,14 @@ def test_length_that_decides_every_pair_still_has_a_fit():
     differences = torch.arange(41.0) - 20
     figures = win_rate((differences > 0).double(), range(41), differences, num_resamples=50)
     assert math.isfinite(figures.length_fit.slope) and figures.length_fit.slope > 5
-    assert figures.length_controlled.value == pytest.approx(0.5, abs=0.2)
+    assert figures.length_controlled_win_rate.value == pytest.approx(0.5, abs=0.2)
 
 
 def test_what_cannot_be_told_is_not_a_number():
     always_longer = win_rate(torch.tensor([1.0, 0.0, 1.0]), range(3), torch.full((3,), 7.0), num_resamples=20)
-    assert math.isnan(always_longer.length_controlled.value) and always_longer.is_extrapolated
+    assert math.isnan(always_longer.length_controlled_win_rate.value) and always_longer.is_extrapolated
     one_prompt = win_rate(torch.tensor([1.0, 0.0]), ["a", "a"], torch.zeros(2))
-    assert one_prompt.win_rate.value == 0.5 and math.isnan(one_prompt.win_rate.low)
+    assert one_prompt.discrete_win_rate.value == 0.5 and math.isnan(one_prompt.discrete_win_rate.low)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,34 @@ def test_a_function_that_raises_is_named_and_its_error_is_the_cause():
         assert str(caught.value).endswith(f"({__file__}:{line})")
 
 
+class BareError(BaseException):
+    """As some timeout packages raise: no Exception, and no wish to end the process."""
+
+
+class UnreadableError(ValueError):
+    def __str__(self):
+        raise KeyError("nothing")
+
+
+@pytest.mark.parametrize(("error", "said"), [(BareError("gone"), "gone"), (UnreadableError(), "its message cannot")])
+def test_an_error_of_any_class_is_a_failure_of_its_function(error, said):
+    def raises(**kwargs):
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"'raises' raised {type(error).__name__}: .*{said}") as caught:
+        score(raises)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_passes_through_a_function(error):
+    def raises(**kwargs):
+        raise error
+
+    with pytest.raises(error):
+        score(raises)
+
+
 def test_an_error_in_what_a_function_calls_names_its_own_line_and_where_it_was_raised():
     def reads_json(completions, **kwargs):
         return [json.loads(completion) for completion in completions]

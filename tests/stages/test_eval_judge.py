@@ -116,8 +116,8 @@ def test_an_adapter_is_compared_with_what_it_started_from(evaluate, inputs, tmp_
         len(pairs) == wins["pairs"] == NUM_PROMPTS and wins["prompts"] == NUM_PROMPTS - 1
     )  # One prompt stands twice.
     assert (wins["wins"], wins["ties"], wins["losses"]) == (counted["win"], counted["tie"], counted["loss"])
-    assert wins["win_rate"] == pytest.approx((counted["win"] + counted["tie"] / 2) / NUM_PROMPTS)
-    assert wins["soft_win_rate"] == pytest.approx(sum(pair["probability"] for pair in pairs) / NUM_PROMPTS)
+    assert wins["discrete_win_rate"] == pytest.approx((counted["win"] + counted["tie"] / 2) / NUM_PROMPTS)
+    assert wins["win_rate"] == pytest.approx(sum(pair["probability"] for pair in pairs) / NUM_PROMPTS)
     assert wins["interval"][0] <= wins["win_rate"] <= wins["interval"][1]
     assert wins["opponent"] == "reference" and wins["unjudged"] == wins["abstained"] == 0
     assert wins["position"]["position_consistency"] == 1.0 and wins["position"]["first_slot_probability"] == 0.5
@@ -156,7 +156,7 @@ def test_another_adapter_is_an_opponent_and_the_sides_can_be_exchanged(evaluate,
     assert evaluate("--model_name_or_path", inputs / "adapter-2", "--opponent", inputs / "adapter", out="other") == 0
     ours, theirs = (metrics(tmp_path / name)["win_rate"] for name in ("out", "other"))
     assert (ours["wins"], ours["ties"], ours["losses"]) == (theirs["losses"], theirs["ties"], theirs["wins"])
-    assert ours["soft_win_rate"] == pytest.approx(1 - theirs["soft_win_rate"])
+    assert ours["win_rate"] == pytest.approx(1 - theirs["win_rate"])
     samples = {key: [row[key] for row in lines(tmp_path / "out/pairs.jsonl")] for key in ("policy", "opponent")}
     assert samples["opponent"] == [row["completion"] for row in lines(tmp_path / "other/samples-policy.jsonl")]
     # Checks by hand: the dataset's column `other` counts the rows.
@@ -296,7 +296,7 @@ def contest(inputs, tmp_path):
 def test_a_judge_that_likes_a_slot_is_found_and_decides_nothing(contest):
     found = contest(SlotJudge())
     assert (found.rates.wins, found.rates.ties, found.rates.losses) == (0, len(PAIRS), 0)
-    assert found.rates.soft_win_rate.value == pytest.approx(0.5)
+    assert found.rates.win_rate.value == pytest.approx(0.5)
     position = found.figures["position"]
     assert position["position_consistency"] == 0 and position["first_slot_probability"] == pytest.approx(0.8)
 
@@ -305,13 +305,12 @@ def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
     # Of six pairs the policy's completion is longer by 4 in four, as long in one, and shorter by 4 in one.
     pairs = [Pair(f"prompt {i}", "x" * (8, 8, 8, 8, 6, 4)[i % 6], "y" * (4, 4, 4, 4, 6, 8)[i % 6]) for i in range(60)]
     found = contest(LengthJudge(), pairs)
-    assert found.rates.win_rate.value == pytest.approx((4 + 1 / 2) / 6)
-    assert found.level.value == pytest.approx(0.5, abs=0.02)
+    assert found.rates.win_rate.value == found.rates.discrete_win_rate.value == pytest.approx((4 + 1 / 2) / 6)
+    level = found.rates.length_controlled_win_rate
+    assert level.value == pytest.approx(0.5, abs=0.02)
     evaluation = Evaluation("m", "reference", {"policy": {}}, found.pairs, found, {}, {})
     assert "the completions are 2 characters longer on average" in " ".join(sentences(evaluation))
-    # Labels of 0, 1/2 and 1 are outcomes: both fits are one.
-    assert found.level == found.rates.length_controlled
-    assert found.figures["length_controlled_win_rate"] == found.level.value
+    assert found.figures["length_controlled_win_rate"] == level.value
 
 
 def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, tmp_path):

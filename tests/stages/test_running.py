@@ -50,6 +50,14 @@ def test_only_what_nobody_foresaw_leaves_as_an_exception(capsys):
     assert "lower per_device_train_batch_size" in explain(torch.OutOfMemoryError("CUDA out of memory."))
 
 
+def test_an_exit_with_words_says_them_without_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary-of-an-exit")
+    assert ending_with(SystemExit("no access with canary-of-an-exit")) == 1
+    assert "error: no access with <redacted HF_TOKEN>" in capsys.readouterr().err
+    assert ending_with(SystemExit(None)) == 0 and ending_with(SystemExit(3)) == 3
+    assert capsys.readouterr().err == ""
+
+
 def test_ctrl_c_names_a_checkpoint_only_where_one_was_written_to_its_end(tmp_path, capsys):
     assert ending_with(KeyboardInterrupt(), tmp_path) == 130
     assert (

@@ -86,11 +86,16 @@ def test_a_warning_and_an_error_in_a_thread_are_redacted(capsys):
     assert CANARY not in text + err and "no access with <redacted HF_TOKEN>" in err
 
 
+def hooks():
+    shown = logging.getLogRecordFactory(), warnings.formatwarning
+    return *shown, threading.excepthook, sys.excepthook, sys.unraisablehook
+
+
 def test_everything_is_as_it_was_afterwards():
-    before = logging.getLogRecordFactory(), warnings.formatwarning, threading.excepthook, sys.excepthook
+    before = hooks()
     with pytest.raises(KeyError), secrets_kept():
         raise KeyError("x")
-    assert (logging.getLogRecordFactory(), warnings.formatwarning, threading.excepthook, sys.excepthook) == before
+    assert hooks() == before
 
 
 def test_a_sentence_and_an_error_are_said_without_secrets(capsys):
@@ -115,6 +120,41 @@ def test_a_stack_trace_that_ends_a_process_is_redacted(error, trace):
     assert run.returncode == 1
     assert "Traceback (most recent call last)" in run.stderr and "in work" in run.stderr
     assert CANARY not in run.stderr + run.stdout and "told <redacted HF_TOKEN>" in run.stderr
+
+
+OWN_CLASSES = """
+import os, sys
+from onetrunk.stages.running import run_stage
+token = os.environ["HF_TOKEN"]
+class Own(Exception): pass
+class Bare(BaseException): pass
+class Dying:
+    def __del__(self): raise Own("deleted " + token)
+def bare(): raise Bare("told " + token)
+def chained():
+    error = Own("second")
+    error.add_note("noted " + token)
+    try: raise KeyError(token)
+    except KeyError as cause: raise error from cause
+def context():
+    try: raise Own("first " + token)
+    except Own: raise Bare("second")
+def group(): raise BaseExceptionGroup("several " + token, [Bare("one " + token), ExceptionGroup("in", [Own(token)])])
+def deleted():
+    Dying()
+    raise Own("after it")
+def work(): {name}()
+sys.exit(run_stage("ppo", lambda argv: (), work, []))
+"""
+
+
+@pytest.mark.parametrize("name", ["bare", "chained", "context", "group", "deleted"])
+def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    code = OWN_CLASSES.replace("{name}", name)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode == 1 and f"in {name}" in run.stderr
+    assert CANARY not in run.stderr + run.stdout and "<redacted HF_TOKEN>" in run.stderr
 
 
 # --- secrets as settings --------------------------------------------------------------------------------------------

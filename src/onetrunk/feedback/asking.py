@@ -7,13 +7,12 @@ and a ledger; no pairs of indices and no rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from onetrunk.feedback.failures import FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.kept import rating_key
+from onetrunk.judges.kept import keep_answer, kept_answer, rating_key
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, Question, judge_pairs, questions, verdict_key
 from onetrunk.types import Prompt
 
@@ -48,12 +47,11 @@ class Asker:
             RuntimeError: too many got none.
         """
         keys = {q: self._key(pairs, q) for q in questions(pairs, self.constitution, self.both_orders)}
-        found = {question: self.ledger.get(key) for question, key in keys.items()}
+        found = {question: kept_answer(self.ledger, key, Verdict) for question, key in keys.items()}
 
         def keep(question: Question, verdict: Verdict) -> None:
-            if verdict.error is None:
-                self.ledger.put(keys[question], asdict(verdict))
-            self.limit.note(verdict.error)
+            keep_answer(self.ledger, keys[question], verdict)
+            self.limit.note(verdict.error, verdict.error_kind, pairs[question.pair].prompt)
 
         labels = judge_pairs(
             self.judge,
@@ -61,7 +59,7 @@ class Asker:
             self.constitution,
             both_orders=self.both_orders,
             on_verdict=keep,
-            known={question: Verdict(**value) for question, value in found.items() if value is not None},
+            known={question: verdict for question, verdict in found.items() if verdict is not None},
         )
         for label in labels:
             self.statistics.add(label)
@@ -92,19 +90,20 @@ class Asker:
 
     def _scores(self, flat: Sequence[tuple[Prompt, str]], principle: Principle) -> list[Rating]:
         keys = [rating_key(self.judge, principle, prompt, text) for prompt, text in flat]
-        found = {key: Rating(**value) for key in keys if (value := self.ledger.get(key)) is not None}
+        found = {key: rating for key in keys if (rating := kept_answer(self.ledger, key, Rating)) is not None}
         # The same text twice is one question.
         missing = list({key: row for key, row in zip(keys, flat, strict=True) if key not in found}.items())
 
         def keep(index: int, rating: Rating) -> None:
-            key = missing[index][0]
+            key, (prompt, _) = missing[index]
             found[key] = rating
-            if rating.error is None:
-                self.ledger.put(key, asdict(rating))
-            self.limit.note(rating.error)
+            keep_answer(self.ledger, key, rating)
+            self.limit.note(rating.error, rating.error_kind, prompt)
 
         if missing:
             self.judge.rate([row[0] for _, row in missing], [row[1] for _, row in missing], principle, keep)
+        for rating in found.values():
+            self.statistics.add_rating(rating)
         return [found[key] for key in keys]
 
 

@@ -100,12 +100,22 @@ class Ledger:
             RuntimeError: the ledger is closed.
             OSError: the disk is full, ...; the file is then as it was before.
         """
+        return self._put(key, value, replaces=False)
+
+    def replace(self, key: str, value: Any) -> Any:
+        """Append a value that stands in place of the one under `key`, if there is one; else as `put`.
+
+        The line of the old value stays in the file. Of several lines with a key the last one counts.
+        """
+        return self._put(key, value, replaces=True)
+
+    def _put(self, key: str, value: Any, *, replaces: bool) -> Any:
         if KEY.fullmatch(key) is None:
             raise ValueError(f"the key is {key!r}; expected a sha256 as 64 hexadecimal digits")
         line = _as_line(key, value)
         with self._mutex:
             self._require_open()
-            if bytes.fromhex(key) in self._places:
+            if bytes.fromhex(key) in self._places and not replaces:
                 return self.get(key)
             self._append(line)
             self._places[bytes.fromhex(key)] = (self._end, len(line) - 1)
@@ -171,7 +181,7 @@ class Ledger:
                     self.repaired_bytes = len(line)
                     os.ftruncate(self._descriptor, start)
                     break
-                self._places.setdefault(entry[0], (start, len(line.rstrip(b"\n"))))
+                self._places[entry[0]] = (start, len(line.rstrip(b"\n")))
                 start += len(line)
                 if not line.endswith(b"\n"):
                     os.pwrite(self._descriptor, b"\n", start)

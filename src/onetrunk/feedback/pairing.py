@@ -1,6 +1,7 @@
 """Which two completions of a prompt are compared: all pairs, the best with the worst, or some at random.
 
-Completions that say the same are one completion here, and blank ones are none: no pair ever holds two equal texts.
+Completions that say the same are one completion here, and those that `reward` would reject as training rows (blank
+ones, or with a NUL character) are none: no pair ever holds two equal texts.
 What is random is derived from (seed, prompt), so that a prompt's pairs depend on no other prompt. Knows texts and
 numbers; no judge.
 """
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
+
+from onetrunk.row_faults import text_fault
 
 PAIRINGS = ("all", "best_worst", "random")
 # Keeps these draws apart from those of other purposes under the same seed and prompt.
@@ -40,7 +43,7 @@ def distinct(completions: Sequence[str]) -> list[int]:
     """Return the indices of the completions that count: the first of each text, white space at the ends aside."""
     first: dict[str, int] = {}
     for index, text in enumerate(completions):
-        if text.strip():
+        if text_fault(text) is None:
             first.setdefault(text.strip(), index)
     return list(first.values())
 

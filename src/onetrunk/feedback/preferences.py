@@ -21,6 +21,7 @@ from onetrunk.feedback.shards import prompt_words
 from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import PairLabel
+from onetrunk.row_faults import text_fault
 from onetrunk.types import Prompt
 
 COLUMNS: dict[str, type] = {
@@ -104,7 +105,7 @@ class PreferenceMaker:
         return plans
 
     def _count(self, texts: Sequence[str], has_pair: bool) -> None:
-        blank = sum(not text.strip() for text in texts)
+        blank = sum(text_fault(text) is not None for text in texts)
         self.counts["completions"] += len(texts)
         self.counts["blank_completions"] += blank
         self.counts["repeated_completions"] += len(texts) - blank - len(distinct(texts))

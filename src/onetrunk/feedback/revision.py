@@ -16,6 +16,7 @@ import numpy as np
 from onetrunk.feedback.sampler import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
+from onetrunk.row_faults import text_fault
 from onetrunk.types import Prompt
 
 # Keeps these draws apart from those of other purposes under the same seed and prompt.
@@ -57,7 +58,8 @@ class Reviser:
     max_prompt_length: int | None = None
 
     def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[str]]) -> list[dict[str, Any] | None]:
-        """Return a row per completion, in order; None where the completion or its last revision is blank.
+        """Return a row per completion, in order; None where `reward` would reject the completion or its last revision
+        (blank, or with a NUL character).
 
         Args:
             items: prompts.
@@ -74,13 +76,13 @@ class Reviser:
         trails: list[list[dict[str, str]]] = [[] for _ in written]
         plans = [self.plan(item, index) for item, index, _ in written]
         for number in range(self.num_revisions):
-            live = [i for i, text in enumerate(texts) if text.strip()]
+            live = [i for i, text in enumerate(texts) if text_fault(text) is None]
             steps = [(written[i][0].prompt, texts[i], self.principles[plans[i][number]].text) for i in live]
             for i, step in zip(live, self._revised(steps), strict=True):
                 texts[i] = step["revision"]
                 trails[i].append(step)
         return [
-            _row(item.prompt, original, text, trail) if text.strip() else None
+            _row(item.prompt, original, text, trail) if text_fault(text) is None else None
             for (item, _, original), text, trail in zip(written, texts, trails, strict=True)
         ]
 

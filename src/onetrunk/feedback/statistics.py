@@ -19,7 +19,7 @@ COUNTS = (
     "repeated_prompts",
     "completions",
     "repeated_completions",
-    "blank_completions",
+    "blank_completions",  # Or with a NUL character: what no training row may hold.
     "prompts_without_pair",
     "pairs",
     "labelled",

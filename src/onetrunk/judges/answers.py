@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.judges.retries import CallError
+from onetrunk.judges.template import is_mark
 
 # A label may stand in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
@@ -26,6 +27,13 @@ SPACE_MARKS = "\u0120\u2581"
 LEAST_LABEL_MASS = 0.5
 # Rounding of the server: probabilities of a position may add up to a little more than 1.
 ROUNDING = 0.02
+LONGEST_EXCERPT = 60
+# Enough for a label in quotes or in JSON, too little for an essay.
+VERDICT_TOKENS = 16
+MORE_TOKENS = (
+    "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
+    " {enable_thinking: false}"
+)
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,20 @@ class Reply:
         text: what the model wrote, its hidden reasoning left out.
         is_whole: False where it was cut at the token limit.
         positions: per token of the reply (the token, {candidate: logprob}); None where the server sent none.
+        thought: the hidden reasoning, wherever the server puts it.
+        refusal: what the server sent in place of an answer; None: it refuses nothing.
     """
 
     text: str
     is_whole: bool
     positions: tuple[tuple[str, dict[str, float]], ...] | None
+    thought: str = ""
+    refusal: str | None = None
+
+    @property
+    def is_all_reasoning(self) -> bool:
+        """Whether the token limit was reached before the reasoning ended."""
+        return bool(self.thought) and not self.is_whole and not self.text.strip()
 
 
 def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
@@ -58,16 +75,21 @@ def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
     if not isinstance(choices, Sequence) or not choices or not isinstance(choices[0], Mapping):
         raise CallError("a reply without choices")
     message = choices[0].get("message")
-    text = message.get("content") if isinstance(message, Mapping) else None
+    message = message if isinstance(message, Mapping) else {}
+    text, ending = message.get("content"), choices[0].get("finish_reason")
+    # The two names under which servers send reasoning that they have taken out of the text.
+    thought = message.get("reasoning") or message.get("reasoning_content") or ""
+    refusal = message.get("refusal") or ("its content filter" if ending == "content_filter" else None)
     if not isinstance(text, str):
-        # A server with a parser for reasoning sends no content where the reasoning fills the whole reply.
-        if not isinstance(message, Mapping) or not (message.get("reasoning") or message.get("reasoning_content")):
+        # A server sends no text where the reasoning fills the whole reply, or where it refuses.
+        if text is not None or not (thought or refusal):
             raise CallError("a reply without text")
         text = ""
-    whole = choices[0].get("finish_reason") != "length"
     verdict = _after_thinking(text)
     # After reasoning the first token is not the verdict's.
-    return Reply(verdict, whole, _positions(choices[0].get("logprobs"), text) if verdict == text else None)
+    thought = str(thought) or text.removesuffix(verdict)
+    positions = None if thought else _positions(choices[0].get("logprobs"), text)
+    return Reply(verdict, ending != "length", positions, thought, None if refusal is None else str(refusal))
 
 
 def is_same_model(asked: str, reported: str) -> bool:
@@ -119,11 +141,13 @@ class Vote:
         label: what it says; None where it is no label.
         probabilities: per label, as `label_probabilities` gives them; None without log probabilities.
         reasoning: what the model wrote before.
+        problem: why the reply is no label; None where it is one.
     """
 
     label: str | None
     probabilities: dict[str, float] | None = None
     reasoning: str | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +161,24 @@ class Opinion:
 
 def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None) -> Vote:
     """Return the vote that a reply is."""
-    return Vote(read_label(reply.text, labels), label_probabilities(reply, labels), reasoning)
+    label = read_label(reply.text, labels)
+    # Where nothing was written, nothing was measured but the end of the reply.
+    probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
+    return Vote(label, probabilities, reasoning, problem_of(reply) if label is None else None)
+
+
+def problem_of(reply: Reply) -> str:
+    """Return why a reply that is no label is none, and what to change where that is known."""
+    begins = json.dumps(reply.text.strip()[:LONGEST_EXCERPT], ensure_ascii=True)
+    if reply.refusal is not None:
+        return f"the server refused to answer: {json.dumps(reply.refusal[:LONGEST_EXCERPT], ensure_ascii=True)}"
+    if reply.is_all_reasoning:
+        return f"all its tokens went to the model's reasoning; {MORE_TOKENS}"
+    if not reply.text.strip():
+        return "it is empty"
+    if not reply.is_whole:
+        return f"it reached the token limit and begins {begins}; if the model reasons first, {MORE_TOKENS}"
+    return f"it begins {begins}"
 
 
 def opinion_of_probabilities(vote: Vote) -> Opinion:
@@ -153,12 +194,16 @@ def opinion_of_probabilities(vote: Vote) -> Opinion:
 
 
 def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
-    """Return the share of each label among the votes that are labels; with fewer than half of them it abstains."""
+    """Return the share of each label among the votes that are labels; without shares where fewer than half are.
+
+    Such an opinion is no abstention: nothing was measured, and another reply may be a label.
+    """
     counts = {label: sum(vote.label == label for vote in votes) for label in labels}
     read = sum(counts.values())
     details = {"method": "votes", "votes": {**counts, "unread": len(votes) - read}}
     if 2 * read < len(votes):
-        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label", details)
+        problem = next(vote.problem for vote in votes if vote.label is None)
+        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
     return Opinion({label: count / read for label, count in counts.items()}, votes[0].reasoning, details)
 
 
@@ -189,10 +234,28 @@ def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], 
         if candidates is None:
             return None
         positions.append((token, candidates))
-    # They must be those of this very text, as far as text can tell: its first word begins with their first word.
-    written = _bare("".join(token for token, _ in positions[:4]))
-    ours = _bare(text)
-    return tuple(positions) if ours.startswith(written) or written.startswith(ours) else None
+    return tuple(positions) if _spell([token for token, _ in positions], text) else None
+
+
+def _spell(tokens: Sequence[str], text: str) -> bool:
+    """Say whether tokens are those of a text, one by one.
+
+    Servers leave control tokens out of the text, the end mark that a reply ran past among them; so they are passed
+    over, and so is one last token, by which a reply ended. Blanks, and characters that a token holds a part of, are
+    not compared. The tokens may end before the text does.
+    """
+    left = _comparable(text)
+    for number, token in enumerate(tokens):
+        part = _comparable(token)
+        if left.startswith(part):
+            left = left[len(part) :]
+        elif not is_mark(token.strip()) and (left or number < len(tokens) - 1):
+            return False
+    return True
+
+
+def _comparable(text: str) -> str:
+    return "".join(character for character in text if character.isascii() and not character.isspace())
 
 
 def _candidates(entries: Any) -> dict[str, float] | None:

@@ -10,9 +10,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from onetrunk.types import Prompt
+
+# Why a question has no answer yet. server: whatever judges has failed. refused: the server refuses this question or
+# never finishes it, and answers others. unread: it replied, and the reply is no verdict.
+ErrorKind = Literal["server", "refused", "unread"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,14 @@ class Verdict:
         reason: the reasoning, or why it abstained.
         error: why there is no answer yet (a server that is down, a deadline): to be asked again, never a label.
         details: votes, tokens, label mass and whatever else belongs into a report; JSON.
+        error_kind: what has gone wrong; says nothing where there is no error.
     """
 
     probability: float | None
     reason: str | None = None
     error: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    error_kind: ErrorKind = "server"
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Rating:
     reason: str | None = None
     error: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    error_kind: ErrorKind = "server"
 
 
 @runtime_checkable

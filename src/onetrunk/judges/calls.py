@@ -20,16 +20,27 @@ T = TypeVar("T")
 
 @dataclass(order=True)
 class _Again:
-    """An item that waits for its next call, the earliest first."""
+    """An item that waits for its next call, the earliest first.
+
+    Args:
+        timeouts: calls that reached their deadline while the server answered others.
+        answers_before: how many calls the server had answered when the item failed last, or began.
+    """
 
     not_before: float
     index: int
     started: float
-    failures: int
+    answers_before: int
+    failures: int = 0
+    timeouts: int = 0
 
 
 class CallRun(Generic[T]):
     """One run over n items: each is called until it is answered, refused, or out of calls or time.
+
+    Whether the server or an item is at fault when calls fail is seen from the other calls: an item that runs out of
+    calls or hangs while others are answered has "refused" as its error, like one that the server refuses. Where no
+    other call tells, the control call does; the server is not given up before that has failed too.
 
     When the server is given up, no further call begins, and those in flight are waited for: their answers may have
     been paid for. Items that have not ended by then are told to nobody.
@@ -41,6 +52,7 @@ class CallRun(Generic[T]):
         call: answers for an index, or raises CallError.
         done: told of each item once, as soon as it has ended, with the answer or the last error.
         key: of an index, for the jitter of its waits.
+        control: a call that the server is known to answer. None: failures are the server's, whatever else it answers.
     """
 
     def __init__(
@@ -51,14 +63,17 @@ class CallRun(Generic[T]):
         call: Callable[[int], Awaitable[T]],
         done: Callable[[int, T | CallError], None],
         key: Callable[[int], str] = str,
+        control: Callable[[], Awaitable[Any]] | None = None,
     ):
         self.server = server
         self.policy = policy
         self.pace = pace
         self.num_answered = 0
-        self._call, self._done, self._key = call, done, key
-        self._num_begun = 0
+        self._call, self._done, self._key, self._control = call, done, key, control
+        self._num_begun = self._num_answers = 0
         self._waiting: list[_Again] = []
+        # Items that wait for the control call, each with its last error.
+        self._unclear: list[tuple[_Again, CallError]] = []
         self._not_before = self._held_s = 0.0
         self._failing_since: float | None = None
         self._given_up: str | None = None
@@ -72,6 +87,8 @@ class CallRun(Generic[T]):
         in_flight: dict[asyncio.Task[T], tuple[_Again, float]] = {}
         try:
             while True:
+                if self._unclear and self._given_up is None:
+                    await self._ask_control()
                 while len(in_flight) < int(self.pace.limit) and (item := self._next_item(num_items)):
                     in_flight[asyncio.create_task(self._one_call(item.index))] = (item, _now())
                 has_more = self._given_up is None and (self._waiting or self._num_begun < num_items)
@@ -84,7 +101,6 @@ class CallRun(Generic[T]):
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
         if self._given_up is not None:
-            self.pace.forget_ended()
             raise ServerUnavailable(
                 f"{self.server} {self._given_up}; {self.num_answered} of {num_items} were answered, and what is"
                 " missing is asked when the same command runs again"
@@ -99,7 +115,7 @@ class CallRun(Generic[T]):
         if not self._begins_new(num_items):
             return None
         self._num_begun += 1
-        return _Again(now, self._num_begun - 1, started=now, failures=0)
+        return _Again(now, self._num_begun - 1, started=now, answers_before=self._num_answers)
 
     def _begins_new(self, num_items: int) -> bool:
         # A server in trouble is not asked ever new questions while so many old ones wait for their next call.
@@ -123,7 +139,28 @@ class CallRun(Generic[T]):
             async with asyncio.timeout(seconds):
                 return await self._call(index)
         except TimeoutError as error:
-            raise CallError(f"no answer within {seconds:g} s", overloaded=True) from error
+            raise CallError(f"no answer within {seconds:g} s", overloaded=True, timed_out=True) from error
+
+    async def _ask_control(self) -> None:
+        """Find out whether the server answers at all, and decide about the items that wait for that."""
+        unclear, self._unclear = self._unclear, []
+        began = _now()
+        try:
+            async with asyncio.timeout(self.policy.call_timeout_s):
+                await self._control()
+        except (TimeoutError, CallError):
+            pass
+        else:
+            self._note_answer()
+            if _now() - began < self.policy.call_timeout_s / 4:
+                # Calls that hang have slowed it down, and it is not overloaded.
+                self.pace.recover()
+        for item, error in unclear:
+            self._decide(item, error, is_checked=True)
+
+    def _note_answer(self) -> None:
+        self._num_answers += 1
+        self._failing_since = None
 
     def _take(self, task: asyncio.Task[T], item: _Again, began: float) -> None:
         try:
@@ -133,16 +170,15 @@ class CallRun(Generic[T]):
                 self.pace.slow_down(began, _now())
             if error.kind == "refused":
                 # The server is there and answers: it is this item that has failed.
-                self._failing_since = None
-                self._end_without_answer(item, error)
+                self._note_answer()
+                self._done(item.index, error)
             else:
                 self._take_failure(item, error)
             return
-        self._failing_since = None
+        self._note_answer()
         self._held_s = 0.0
         self.num_answered += 1
         self.pace.speed_up()
-        self.pace.note_end(answered=True)
         self._done(item.index, answer)
 
     def _take_failure(self, item: _Again, error: CallError) -> None:
@@ -150,28 +186,47 @@ class CallRun(Generic[T]):
         item.failures += 1
         if self._failing_since is None:
             self._failing_since = now
-        failing_s = now - self._failing_since
         item.not_before = now + policy.delay_s(self._key(item.index), item.failures, asked_s)
         if error.kind == "stop":
             self._give_up(str(error))
         elif asked_s is not None and asked_s > policy.item_timeout_s:
             self._give_up(f"asks to be left alone for {asked_s:.0f} s ({error})")
-        elif failing_s - self._held_s >= policy.patience_s or failing_s >= policy.item_timeout_s:
-            self._give_up(f"has answered no call for {failing_s:.0f} s (the last: {error})")
-        elif item.failures >= policy.max_calls or item.not_before > item.started + policy.item_timeout_s:
-            self._end_without_answer(item, error)
         else:
-            heapq.heappush(self._waiting, item)
+            self._decide(item, error)
         if asked_s is not None and self._given_up is None:
             until = now + asked_s
             self._held_s += max(0.0, until - max(now, self._not_before))
             self._not_before = max(self._not_before, until)
 
-    def _end_without_answer(self, item: _Again, error: CallError) -> None:
-        self.pace.note_end(answered=False)
-        self._done(item.index, error)
-        if self.pace.failed_fraction > self.policy.max_failed_fraction:
-            self._give_up(f"left {self.pace.failed_fraction:.0%} of the last items without an answer (one: {error})")
+    def _decide(self, item: _Again, error: CallError, is_checked: bool = False) -> None:
+        """Ask for an item again, end it, or give the server up.
+
+        Args:
+            is_checked: the control call was made after the error.
+        """
+        policy = self.policy
+        failing_s = 0.0 if self._failing_since is None else _now() - self._failing_since
+        is_out_of_patience = failing_s - self._held_s >= policy.patience_s or failing_s >= policy.item_timeout_s
+        is_spent = item.failures >= policy.max_calls or item.not_before > item.started + policy.item_timeout_s
+        # A server that asks for fewer calls may well answer others.
+        may_be_alone = self._control is not None and (error.timed_out or not error.overloaded)
+        # Another call was answered since the item failed the time before, or began.
+        is_alone = may_be_alone and self._num_answers > item.answers_before
+        is_unclear = is_out_of_patience or (may_be_alone and not is_alone and (is_spent or error.timed_out))
+        if is_unclear and self._control is not None and not is_checked:
+            self._unclear.append((item, error))
+            return
+        item.timeouts += is_alone and error.timed_out
+        if is_out_of_patience:
+            self._give_up(f"has answered no call for {failing_s:.0f} s (the last: {error})")
+        elif is_alone and (is_spent or item.timeouts >= policy.max_timeouts):
+            times = f"{item.failures} times, " if item.failures > 1 else ""
+            self._done(item.index, CallError(f"{error} ({times}while other calls were answered)", "refused"))
+        elif is_spent:
+            self._done(item.index, error)
+        else:
+            item.answers_before = self._num_answers
+            heapq.heappush(self._waiting, item)
 
     def _give_up(self, reason: str) -> None:
         self._given_up = self._given_up or reason
@@ -188,7 +243,7 @@ async def ask_patiently(call: Callable[[], Awaitable[T]], policy: RetryPolicy, m
             async with asyncio.timeout(policy.call_timeout_s):
                 return await call()
         except TimeoutError:
-            error = CallError(f"no answer within {policy.call_timeout_s:g} s", overloaded=True)
+            error = CallError(f"no answer within {policy.call_timeout_s:g} s", overloaded=True, timed_out=True)
         except CallError as raised:
             error = raised
         asked_s = error.retry_after_s

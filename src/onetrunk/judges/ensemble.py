@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict
 from onetrunk.types import Prompt
 
 # Questions that go through all members before the next ones do: what a kill can lose of all members but the last.
@@ -51,7 +51,7 @@ class EnsembleJudge:
             return judge.compare(part, principle, told)
 
         def joined(answers: Sequence[Verdict]) -> Verdict:
-            return Verdict(*self._joined([(a.probability, a.reason, a.error) for a in answers]))
+            return Verdict(*self._joined([(a.probability, a.reason, a.error) for a in answers]), _worst_kind(answers))
 
         return self._ask(pairs, ask, joined, done)
 
@@ -68,7 +68,7 @@ class EnsembleJudge:
             return judge.rate([prompt for prompt, _ in part], [text for _, text in part], principle, told)
 
         def joined(answers: Sequence[Rating]) -> Rating:
-            return Rating(*self._joined([(a.score, a.reason, a.error) for a in answers]))
+            return Rating(*self._joined([(a.score, a.reason, a.error) for a in answers]), _worst_kind(answers))
 
         return self._ask(list(zip(prompts, completions, strict=True)), ask, joined, done)
 
@@ -101,6 +101,12 @@ class EnsembleJudge:
         reasons = [f"{name}: {reason}" for name, (_, reason, _) in zip(self.names, answers, strict=True) if reason]
         details = {"members": members, "disagreement": pstdev(given) if given else None}
         return (fmean(given) if given else None), "\n".join(reasons) or None, None, details
+
+
+def _worst_kind(answers: Sequence[Verdict | Rating]) -> ErrorKind:
+    """Return the kind of the members' errors: "server" if one of them is, since all else is the question's own."""
+    kinds = [answer.error_kind for answer in answers if answer.error is not None]
+    return "server" if "server" in kinds else next(iter(kinds), "server")
 
 
 def _unique(names: Sequence[str]) -> list[str]:

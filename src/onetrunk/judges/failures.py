@@ -22,6 +22,8 @@ from onetrunk.judges.urls import redact
 # 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy's words for a server that does not answer.
 AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
 OVERLOADED = frozenset((408, 429, 503, 504, 529))
+# A deadline of the server's, or of a proxy before it.
+TIMED_OUT = frozenset((408, 504, 522, 524))
 # A key that is not taken, credit that is used up, a path or model that is not there: so it will be for every question.
 FOR_ALL = {
     401: "check the key in the variable that api_key_env names",
@@ -44,7 +46,7 @@ def failure_of(error: Exception, secret: str | None) -> CallError:
     if isinstance(error, (httpx2.HTTPStatusError, HfHubHTTPError)):
         return failure_of_response(error.response, secret)
     if isinstance(error, (InferenceTimeoutError, httpx2.TimeoutException)):
-        return CallError("no answer in time", overloaded=True)
+        return CallError("no answer in time", overloaded=True, timed_out=True)
     if isinstance(error, httpx2.TransportError):
         reason = redact(str(error), secret) or type(error).__name__
         return CallError(f"the connection failed ({_one_line(reason)})")
@@ -63,7 +65,7 @@ def failure_of_response(response: httpx2.Response, secret: str | None) -> CallEr
         return CallError(f"{reason}; {FOR_ALL[status]}", "stop")
     if status in AGAIN or status >= 500:
         after_s = retry_after_s(response.headers, time.time()) if status in (429, 503, 529) else None
-        return CallError(reason, overloaded=status in OVERLOADED, retry_after_s=after_s)
+        return CallError(reason, overloaded=status in OVERLOADED, retry_after_s=after_s, timed_out=status in TIMED_OUT)
     return CallError(reason, "refused")
 
 
@@ -95,7 +97,7 @@ def excerpt(response: httpx2.Response, secret: str | None) -> str:
         return "an HTML page"
     try:
         text = _message(json.loads(text)) or text
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return _one_line(redact(text, secret)) or "an empty answer"
 

@@ -6,14 +6,19 @@ for again. Knows judges; no file and no reward.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import PairLabel, Question, judge_pairs, questions, verdict_key
 from onetrunk.types import Prompt
+
+T = TypeVar("T", Verdict, Rating)
+# The reason under which earlier versions kept a member of an ensemble whose replies they could not read.
+UNREAD_MEMBER = re.compile(r"^[\w.-]+: \d+ of \d+ replies are no label$", re.MULTILINE)
 
 
 class Memory(Protocol):
@@ -27,6 +32,10 @@ class Memory(Protocol):
         """Keep a value."""
         ...
 
+    def replace(self, key: str, value: Any) -> Any:
+        """Keep a value in place of the one that is kept under the key."""
+        ...
+
 
 class Forgetful:
     """A memory that keeps nothing."""
@@ -36,6 +45,10 @@ class Forgetful:
         return None
 
     def put(self, key: str, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def replace(self, key: str, value: Any) -> Any:
         """Return the value."""
         return value
 
@@ -55,6 +68,28 @@ class RatingLabel:
     abstentions: int = 0
     errors: int = 0
     failure: str | None = None
+
+
+def kept_answer(memory: Memory, key: str, kind: type[T]) -> T | None:
+    """Return the answer that is kept under a key; None for a question that must be asked.
+
+    Args:
+        kind: Verdict or Rating.
+    """
+    value = memory.get(key)
+    return None if value is None or _is_unread(value) else kind(**value)
+
+
+def keep_answer(memory: Memory, key: str, answer: Verdict | Rating) -> None:
+    """Keep an answer, and nothing where there is an error instead: that question is asked again."""
+    if answer.error is not None:
+        return
+    value = asdict(answer)
+    del value["error_kind"]
+    if _is_unread(memory.get(key)):
+        memory.replace(key, value)
+    else:
+        memory.put(key, value)
 
 
 def kept_labels(
@@ -77,11 +112,10 @@ def kept_labels(
         return verdict_key(judge, constitution.principles[question.principle], shown)
 
     def keep(question: Question, verdict: Verdict) -> None:
-        if verdict.error is None:
-            memory.put(key(question), asdict(verdict))
+        keep_answer(memory, key(question), verdict)
 
-    found = {question: memory.get(key(question)) for question in questions(pairs, constitution)}
-    known = {question: Verdict(**value) for question, value in found.items() if value is not None}
+    found = {question: kept_answer(memory, key(question), Verdict) for question in questions(pairs, constitution)}
+    known = {question: verdict for question, verdict in found.items() if verdict is not None}
     return judge_pairs(judge, pairs, constitution, on_verdict=keep, known=known)
 
 
@@ -118,19 +152,29 @@ def _ratings(
     judge: Judge, prompts: Sequence[Prompt], completions: Sequence[str], principle: Principle, memory: Memory
 ) -> list[Rating]:
     keys = [rating_key(judge, principle, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-    found = {key: Rating(**value) for key in keys if (value := memory.get(key)) is not None}
+    found = {key: rating for key in keys if (rating := kept_answer(memory, key, Rating)) is not None}
     # The same text twice is one question.
     missing = {key: index for index, key in enumerate(keys) if key not in found}
     order = list(missing)
 
     def keep(index: int, rating: Rating) -> None:
-        if rating.error is None:
-            memory.put(order[index], asdict(rating))
+        keep_answer(memory, order[index], rating)
 
     if missing:
         asked = [prompts[index] for index in missing.values()], [completions[index] for index in missing.values()]
         found |= dict(zip(order, judge.rate(*asked, principle, keep), strict=True))
     return [found[key] for key in keys]
+
+
+def _is_unread(value: dict[str, Any] | None) -> bool:
+    """Say whether a kept value holds replies that could not be read, which earlier versions took for an abstention."""
+    if value is None:
+        return False
+    details = value.get("details", {})
+    if None in details.get("members", {}).values():
+        return UNREAD_MEMBER.search(value["reason"] or "") is not None
+    # Votes measure no label mass: a judge that writes no label has not abstained.
+    return details.get("method") == "votes" and value.get("probability", value.get("score")) is None
 
 
 def _rating_label(ratings: Sequence[Rating], weights: Sequence[float]) -> RatingLabel:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from onetrunk.judges.answers import VERDICT_TOKENS
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
@@ -28,6 +29,18 @@ RUBRIC, REWARD, SERVER = "rubric", "reward:", ("http://", "https://")
 KINDS = "rubric, reward:FOLDER, a server's address (http://host/v1), or a causal model's folder or Hub name"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 METHODS = ("auto", "logprobs", "votes")
+# Entries of a call's body that are the judge's own, and the settings of those that have one.
+SENT = frozenset(
+    "model messages max_tokens seed temperature top_p logprobs top_logprobs n stream chat_template_kwargs".split()
+)
+INSTEAD = {
+    "model": "judge_model",
+    "max_tokens": "judge_verdict_tokens",
+    "logprobs": "judge_method",
+    "top_logprobs": "judge_method",
+    "chat_template_kwargs": "judge_chat_template_kwargs",
+}
+EXAMPLES = {"rubric": '{"concise": "checks.py:concise"}'}
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -66,8 +79,35 @@ class JudgeSettings:
     # servers
     judge_model: str | None = _option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = _option(None, "Environment variable that holds the server's key; None: no key.")
+    judge_tokenizer: str | None = _option(
+        None,
+        "Folder or Hub name of the tokenizer of a server's model: its control tokens are taken out of what is judged."
+        " None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
+    )
     judge_max_concurrency: int = _option(8, "Calls of a server at once, at most.")
     judge_timeout_s: float = _option(60.0, "Deadline of one call of a server, seconds.")
+    judge_max_calls: int = _option(8, "Calls of a server for one question, the first included, when calls fail.")
+    judge_item_timeout_s: float = _option(
+        900.0, "Deadline of one question to a server over all its calls and the waits between them, seconds."
+    )
+    judge_patience_s: float = _option(
+        180.0, "Give a server up when it has answered no call for so many seconds, a control question included."
+    )
+    judge_verdict_tokens: int = _option(
+        VERDICT_TOKENS,
+        "Longest reply of a server, tokens. A model that reasons on its own before it answers needs room for that too,"
+        " such as 2048.",
+    )
+    judge_chat_template_kwargs: dict[str, Any] | None = _option(
+        None,
+        "Keywords for the chat template of a server's model, such as {enable_thinking: false}; sent as"
+        " chat_template_kwargs (vLLM, SGLang); as JSON on the command line.",
+    )
+    judge_extra_body: dict[str, Any] | None = _option(
+        None,
+        "Further entries of the body of every call of a server, such as {reasoning_effort: low}; as JSON on the"
+        " command line.",
+    )
     judge_samples: int = _option(5, "Votes on a question where the server returns no log probabilities.")
     judge_method: str = _option(
         "auto",
@@ -80,14 +120,17 @@ class JudgeSettings:
     def __post_init__(self) -> None:
         if isinstance(self.judge, str):
             self.judge = [self.judge]
-        if isinstance(self.rubric, str):
-            self.rubric = _mapping(self.rubric)
-        for name in ("judge_batch_size", "judge_max_concurrency", "judge_samples"):
+        for name in ("rubric", "judge_chat_template_kwargs", "judge_extra_body"):
+            setattr(self, name, _mapping(name, getattr(self, name)))
+        self._check_extra_body()
+        counts = "judge_batch_size judge_max_concurrency judge_samples judge_max_calls judge_verdict_tokens".split()
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
         if self.judge_reasoning_tokens < 0:
             raise ValueError(f"judge_reasoning_tokens is {self.judge_reasoning_tokens}; set it to 0 or more")
-        for name in ("judge_timeout_s", "rubric_temperature"):
+        seconds = ("judge_timeout_s", "judge_item_timeout_s", "judge_patience_s")
+        for name in (*seconds, "rubric_temperature"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name} is {getattr(self, name)}; set a finite number above 0")
         if not 0 <= self.judge_min_label_mass <= 1:
@@ -95,6 +138,28 @@ class JudgeSettings:
         for name, choices in (("judge_method", METHODS), ("judge_dtype", DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+
+    def _check_extra_body(self) -> None:
+        taken = sorted(SENT & set(self.judge_extra_body or {}))
+        if taken:
+            instead = INSTEAD.get(taken[0])
+            raise ValueError(
+                f"judge_extra_body sets {taken[0]}, which the judge sets itself;"
+                f" {f'set {instead} instead' if instead else 'leave it out'}"
+            )
+        try:
+            json.dumps(self.extra_body, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"judge_extra_body or judge_chat_template_kwargs is not JSON ({error}); use text, finite numbers,"
+                " true, false, lists and mappings"
+            ) from None
+
+    @property
+    def extra_body(self) -> dict[str, Any]:
+        """What goes into the body of every call of a server beside what the judge sets itself."""
+        kwargs = self.judge_chat_template_kwargs
+        return (self.judge_extra_body or {}) | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
 def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None = None) -> Judge:
@@ -183,6 +248,7 @@ def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> 
 
 def _server(spec: str, settings: JudgeSettings) -> Judge:
     # Not at the top: whoever judges with checks needs no HTTP.
+    from onetrunk.judges.retries import RetryPolicy
     from onetrunk.judges.server import ServerJudge
 
     url, model = _address(spec)
@@ -197,12 +263,31 @@ def _server(spec: str, settings: JudgeSettings) -> Judge:
         model,
         api_key_env=settings.judge_api_key_env,
         max_concurrency=settings.judge_max_concurrency,
-        timeout_s=settings.judge_timeout_s,
         samples=settings.judge_samples,
         reasoning_tokens=settings.judge_reasoning_tokens,
         method=settings.judge_method,
         allow_http=settings.judge_allow_http,
+        policy=RetryPolicy(
+            max_calls=settings.judge_max_calls,
+            call_timeout_s=settings.judge_timeout_s,
+            item_timeout_s=settings.judge_item_timeout_s,
+            patience_s=settings.judge_patience_s,
+        ),
+        verdict_tokens=settings.judge_verdict_tokens,
+        extra_body=settings.extra_body,
+        tokenizer=_tokenizer(settings.judge_tokenizer),
     )
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from onetrunk.models.backbone import load_tokenizer
+
+    try:
+        return load_tokenizer(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise type(error)(f"judge_tokenizer: {error}") from error
 
 
 def judge_device(name: str | None) -> torch.device:
@@ -242,13 +327,15 @@ def _address(spec: str) -> tuple[str, str | None]:
     return url, model
 
 
-def _mapping(text: str) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f'rubric is {text!r}; expected a mapping, as JSON such as \'{{"concise": "checks.py:concise"}}\''
-        )
+def _mapping(name: str, given: Any) -> dict[str, Any] | None:
+    """Return the mapping that a setting is, or that its JSON is."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given)
+        except json.JSONDecodeError:
+            pass
+    if value is not None and not isinstance(value, dict):
+        example = EXAMPLES.get(name, '{"enable_thinking": false}')
+        raise ValueError(f"{name} is {given!r}; expected a mapping, as JSON such as '{example}'")
     return value

@@ -171,8 +171,7 @@ class CausalJudge:
         return [ratings[index] for index in range(len(prompts))]
 
     def _pair(self, pair: Pair, principle: Principle) -> Asked:
-        clean = self.marks.cleaned
-        shown = Pair(self.marks.cleaned_prompt(pair.prompt), clean(pair.first), clean(pair.second))
+        shown = self.marks.cleaned_pair(pair)
         ask = partial(pairwise_messages, shown, principle, nonce_of(pair, principle), self.marks.words)
         return Asked(ask, max(_characters(shown.prompt), len(shown.first), len(shown.second)))
 

@@ -1,17 +1,18 @@
 """What a judge model reads as more than text: its tokenizer's control tokens, and what its chat template writes.
 
-A completion must bring none of them along: spelled out, one would begin a turn of its own. Knows a tokenizer; no
-question and no model.
+A completion must bring none of them along: spelled out, one would begin a turn of its own. They are read off the
+tokenizer where it is known, else off what a server's chat template renders.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.judges.template import sanitized
+from onetrunk.judges.base import Pair
+from onetrunk.judges.template import SPECIAL_TOKENS, sanitized
 from onetrunk.types import Message, Prompt
 
 # Stand for texts in a rendered conversation; what is between two of them was written by the template.
@@ -19,6 +20,7 @@ PLACES = ("onetrunkfirstplace", "onetrunksecondplace", "onetrunkthirdplace", "on
 BRACKETED = re.compile(r"[<\[]\S{1,64}?[>\]]")
 # A longer line of a template is a sentence of a system prompt, and harmless.
 LONGEST_MARK = 48
+WORD_AND_SIGN = re.compile(r"\w\W|\W\w")
 
 
 class Marks:
@@ -52,6 +54,10 @@ class Marks:
                 text = text[:start] + text[end:]
         return text
 
+    def cleaned_pair(self, pair: Pair) -> Pair:
+        """Return a pair whose texts are without marks."""
+        return Pair(self.cleaned_prompt(pair.prompt), self.cleaned(pair.first), self.cleaned(pair.second))
+
     def cleaned_prompt(self, prompt: Prompt) -> Prompt:
         """Return a prompt, text or conversation, without marks."""
         if isinstance(prompt, str):
@@ -67,23 +73,59 @@ class Marks:
         return [(start, end) for i, (start, end) in pairs if i in self.token_ids and end > start][::-1]
 
 
-def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield what the chat template writes around messages: its lines, and whatever stands in brackets."""
-    if not tokenizer.chat_template:
-        return
+class ShownMarks:
+    """The marks that a server's chat template shows, where its tokenizer is not known; as Marks otherwise.
+
+    Args:
+        rendered: conversations of `turns_of_places` as the template renders them, with the names of their tokens; none
+            where no server shows it.
+    """
+
+    def __init__(self, rendered: Iterable[tuple[str, Collection[str]]] = ()):
+        found = {mark for text, tokens in rendered for mark in marks_in(text, tokens)}
+        self.words = tuple(sorted(found, key=lambda word: (-len(word), word)))
+
+    def cleaned_pair(self, pair: Pair) -> Pair:
+        """Return the pair as it is: what the words are is all that is known, and the template takes them out."""
+        return pair
+
+    def cleaned_prompt(self, prompt: Prompt) -> Prompt:
+        """Return the prompt as it is."""
+        return prompt
+
+    def cleaned(self, text: str) -> str:
+        """Return the text as it is."""
+        return text
+
+
+def turns_of_places() -> tuple[list[Message], list[Message]]:
+    """Return conversations whose texts are PLACES, without and with a system message."""
     user, reply, again, system = PLACES
     turns: list[Message] = [
         {"role": "user", "content": user},
         {"role": "assistant", "content": reply},
         {"role": "user", "content": again},
     ]
-    for messages in (turns, [{"role": "system", "content": system}, *turns]):
+    return turns, [{"role": "system", "content": system}, *turns]
+
+
+def marks_in(rendered: str, tokens: Collection[str] = ()) -> Iterator[str]:
+    """Yield what a chat template wrote around PLACES: its lines, the tokens in them, and whatever is in brackets."""
+    for part in re.split("|".join(PLACES), rendered):
+        yield from BRACKETED.findall(part)
+        yield from (found.group() for found in SPECIAL_TOKENS.finditer(part))
+        # A role's bare name is a word like others; with a sign next to it, it is a mark.
+        lines = [line.strip() for line in part.splitlines() if len(line.strip()) <= LONGEST_MARK]
+        yield from filter(WORD_AND_SIGN.search, lines)
+        yield from {token for token in tokens if WORD_AND_SIGN.search(token) and any(token in line for line in lines)}
+
+
+def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    if not tokenizer.chat_template:
+        return
+    for messages in turns_of_places():
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception:
             continue  # Some templates refuse system messages.
-        for part in re.split("|".join(PLACES), text):
-            yield from BRACKETED.findall(part)
-            lines = [line.strip() for line in part.splitlines()]
-            # A role's bare name is a word like others; with a sign beside it, it is a mark.
-            yield from (line for line in lines if len(line) <= LONGEST_MARK and re.search(r"\w\W|\W\w", line))
+        yield from marks_in(text)

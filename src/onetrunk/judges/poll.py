@@ -20,8 +20,6 @@ from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.template import sanitized
 from onetrunk.types import Message
 
-# Enough for a label in quotes or in JSON, too little for an essay.
-VERDICT_TOKENS = 16
 REASON_FIRST = "\n\nFirst explain in a few sentences what speaks for and against; give no verdict yet."
 VERDICT_NOW = "Now give your verdict: {labels}, and nothing else."
 
@@ -47,11 +45,25 @@ class Poll:
         pace: how many calls at once.
         samples: votes for a question without log probabilities.
         reasoning_tokens: longest reasoning before each vote; 0 for none.
+        verdict_tokens: longest reply that is a vote, with the reasoning that a model does on its own.
+        control: a question that the server has answered, to tell a server that is down from questions that hang.
     """
 
-    def __init__(self, chat: ChatServer, policy: RetryPolicy, pace: Pace, samples: int, reasoning_tokens: int):
+    def __init__(
+        self,
+        chat: ChatServer,
+        policy: RetryPolicy,
+        pace: Pace,
+        samples: int,
+        reasoning_tokens: int,
+        verdict_tokens: int,
+        control: list[Message],
+    ):
         self.chat, self.policy, self.pace = chat, policy, pace
-        self.samples, self.reasoning_tokens = samples, reasoning_tokens
+        self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
+        self.control = control
+        # Words that no text may bring along beside those of the general rule (see `ServerJudge.marks`).
+        self.marks: tuple[str, ...] = ()
         self._votes: dict[str, dict[int, Vote]] = {}
         self._reasoning: dict[tuple[str, int], str] = {}
 
@@ -101,6 +113,7 @@ class Poll:
             call,
             done=lambda index, outcome: ballot.take(*calls[index], outcome),
             key=lambda index: " ".join(map(str, calls[index])),
+            control=lambda: self.chat.reply(client, self.control, max_tokens=self.verdict_tokens, seed=1),
         )
         await run.answer_all(len(calls))
 
@@ -121,14 +134,14 @@ class Poll:
             if place not in self._reasoning:
                 reply = await self.chat.reply(client, messages, max_tokens=self.reasoning_tokens, seed=seed)
                 # What the material made the model write comes before it once more: marks of turns are taken out.
-                self._reasoning[place] = sanitized(reply.text).strip()
+                self._reasoning[place] = sanitized(reply.text, self.marks).strip()
             reasoning = self._reasoning[place]
             verdict_now = VERDICT_NOW.format(labels=" or ".join(question.labels))
             # Empty where the model thought and wrote nothing; templates refuse an empty message.
             said = [{"role": "assistant", "content": reasoning or "(no reasons)"}]
             messages = [*messages, *said, {"role": "user", "content": verdict_now}]
         reply = await self.chat.reply(
-            client, messages, max_tokens=VERDICT_TOKENS, seed=seed, top_logprobs=top_logprobs
+            client, messages, max_tokens=self.verdict_tokens, seed=seed, top_logprobs=top_logprobs
         )
         self._reasoning.pop(place, None)
         return read_vote(reply, question.labels, reasoning)
@@ -191,7 +204,11 @@ class _Ballot:
             self.undecided[key] = self.questions[key]
         else:
             in_order = [votes[number] for number in sorted(votes)]
-            self._decide(key, opinion_of_votes(in_order, self.questions[key].labels))
+            opinion = opinion_of_votes(in_order, self.questions[key].labels)
+            if opinion.shares is None:
+                # Those that were read count when the question is asked again.
+                self._votes[key] = {number: vote for number, vote in votes.items() if vote.label is not None}
+            self._decide(key, opinion if opinion.shares is not None else CallError(opinion.reason, "unread"))
 
 
 def _with_last(messages: Sequence[Message], text: str) -> list[Message]:

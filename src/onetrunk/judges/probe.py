@@ -13,7 +13,7 @@ from functools import partial
 
 from huggingface_hub import AsyncInferenceClient
 
-from onetrunk.judges.answers import is_same_model, label_probabilities
+from onetrunk.judges.answers import MORE_TOKENS, is_same_model, read_vote
 from onetrunk.judges.base import digest
 from onetrunk.judges.calls import ask_patiently
 from onetrunk.judges.chat import AN_HTML_PAGE, ChatServer
@@ -87,13 +87,22 @@ async def probe(chat: ChatServer, client: AsyncInferenceClient, policy: RetryPol
             if error.kind == "refused" and top_logprobs and _has_model(chat.model, served):
                 continue
             raise RuntimeError(_sentence(chat, error, served)) from None
-        if top_logprobs and label_probabilities(reply, trial.labels) is not None:
-            return Abilities(top_logprobs)
         break
-    if trial.method == "logprobs":
+    if reply.is_all_reasoning:
         raise RuntimeError(
-            f"{chat} returns no log probabilities of the labels though it is asked for them; set the method to auto or"
-            " votes, which samples verdicts"
+            f"{chat} cannot be used: all {trial.max_tokens} tokens of a reply went to the model's reasoning, and none"
+            f" to its verdict; {MORE_TOKENS}"
+        )
+    vote = read_vote(reply, trial.labels)
+    if vote.label is None:
+        logger.warning("%s answers a simple question with a reply that is no verdict: %s", chat, vote.problem)
+    if top_logprobs and vote.probabilities is not None:
+        return Abilities(top_logprobs)
+    if trial.method == "logprobs":
+        cause = "reasons before its verdict, which then has no" if reply.thought else "returns no"
+        raise RuntimeError(
+            f"{chat} {cause} log probabilities of the labels though it is asked for them; set the method to auto or"
+            f" votes, which samples verdicts{', or turn the reasoning off' if reply.thought else ''}"
         )
     return Abilities(0, samples=trial.samples == 1 or await _does_sample(chat, client, policy))
 
@@ -107,7 +116,7 @@ async def _does_sample(chat: ChatServer, client: AsyncInferenceClient, policy: R
             reply = await ask_patiently(partial(chat.reply, client, messages, **asked), policy)
         except CallError as error:
             raise RuntimeError(_sentence(chat, error)) from None
-        texts.add(reply.text)
+        texts.add(reply.thought + reply.text)
         if len(texts) > 1:
             return True
     logger.warning(

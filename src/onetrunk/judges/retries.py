@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from dataclasses import dataclass, fields
 from typing import Literal
 
-# Items that must have ended before their share of failures means anything, and how many of the last ones count.
-FEWEST_ENDED = 20
-LAST_ENDED = 100
+from onetrunk.judges.base import ErrorKind
 
 
 class CallError(RuntimeError):
@@ -22,23 +19,32 @@ class CallError(RuntimeError):
 
     Args:
         reason: why, without a secret.
-        kind: "again": the next call may succeed; "refused": this question never will; "stop": no question will.
+        kind: "again": the next call may succeed; "refused": this question never will; "stop": no question will;
+            "unread": there are replies, and they are no verdict.
         overloaded: the server asks for, or needs, fewer calls at once.
         retry_after_s: how long the server asks to be left alone.
+        timed_out: a deadline was reached before there was an answer.
     """
 
     def __init__(
         self,
         reason: str,
-        kind: Literal["again", "refused", "stop"] = "again",
+        kind: Literal["again", "refused", "stop", "unread"] = "again",
         *,
         overloaded: bool = False,
         retry_after_s: float | None = None,
+        timed_out: bool = False,
     ):
         super().__init__(reason)
         self.kind = kind
         self.overloaded = overloaded
         self.retry_after_s = retry_after_s
+        self.timed_out = timed_out
+
+    @property
+    def error_kind(self) -> ErrorKind:
+        """What a verdict says of the error."""
+        return self.kind if self.kind in ("refused", "unread") else "server"
 
 
 class ServerUnavailable(RuntimeError):
@@ -57,7 +63,7 @@ class RetryPolicy:
         item_timeout_s: deadline of one item, from its first call.
         patience_s: the run stops when every call has failed for so long, waits that the server asked for left out;
             with them it stops after `item_timeout_s`.
-        max_failed_fraction: the run stops when more than this share of the last items ended without an answer.
+        max_timeouts: calls of one item that may reach `call_timeout_s` while the server answers other calls.
 
     Raises:
         ValueError: a setting that is out of its range.
@@ -69,17 +75,16 @@ class RetryPolicy:
     call_timeout_s: float = 60.0
     item_timeout_s: float = 900.0
     patience_s: float = 180.0
-    max_failed_fraction: float = 0.1
+    max_timeouts: int = 2
 
     def __post_init__(self) -> None:
-        if self.max_calls < 1:
-            raise ValueError(f"max_calls is {self.max_calls}; an item needs at least 1 call")
+        for name in ("max_calls", "max_timeouts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; an item needs at least 1 call")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_s") and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field.name} is {value}; give a number of seconds above 0")
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; give a share from 0 to 1")
 
     def delay_s(self, key: str, failures: int, retry_after_s: float | None = None) -> float:
         """Return the seconds to wait after the given number of failures.
@@ -97,7 +102,7 @@ class RetryPolicy:
 
 
 class Pace:
-    """How many calls may be in flight, and how the last items ended; outlives a run, so that the next one knows.
+    """How many calls may be in flight; outlives a run, so that the next one knows.
 
     Args:
         max_concurrency: calls at once, at most; the pace begins there.
@@ -111,7 +116,6 @@ class Pace:
             raise ValueError(f"max_concurrency is {max_concurrency}; at least 1 call must be in flight")
         self.max_concurrency = max_concurrency
         self.limit = float(max_concurrency)
-        self._last_ended: deque[bool] = deque(maxlen=LAST_ENDED)
         self._slowed_at = -math.inf
 
     def speed_up(self) -> None:
@@ -129,16 +133,6 @@ class Pace:
             self.limit = max(1.0, self.limit / 2)
             self._slowed_at = now
 
-    def note_end(self, answered: bool) -> None:
-        """Take note of an item that has ended, answered or not."""
-        self._last_ended.append(answered)
-
-    def forget_ended(self) -> None:
-        """Begin to count anew, after the server was given up: the next run may find it well."""
-        self._last_ended.clear()
-
-    @property
-    def failed_fraction(self) -> float:
-        """Share of the last items that ended without an answer; 0 while too few have ended."""
-        ended = len(self._last_ended)
-        return self._last_ended.count(False) / ended if ended >= FEWEST_ENDED else 0.0
+    def recover(self) -> None:
+        """Allow as many calls at once as in the beginning."""
+        self.limit = float(self.max_concurrency)

@@ -7,20 +7,26 @@ Knows nothing of orders, of labels of pairs, or of ledgers.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from onetrunk.judges.answers import Opinion
+from transformers import PreTrainedTokenizerBase
+
+from onetrunk.judges.answers import VERDICT_TOKENS, Opinion
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.chat import ChatServer
-from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW, VERDICT_TOKENS, ChatQuestion, Poll
+from onetrunk.judges.marks import PLACES, Marks, ShownMarks, turns_of_places
+from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW, ChatQuestion, Poll
 from onetrunk.judges.probe import Abilities, Trial, probe
 from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
-from onetrunk.types import Prompt
+from onetrunk.types import Message, Prompt
+
+T = TypeVar("T")
 
 
 class ServerJudge:
@@ -43,6 +49,11 @@ class ServerJudge:
             server without them.
         allow_http: plain http also to hosts outside this machine and private networks.
         policy: waits, numbers of calls and deadlines; None for RetryPolicy's own, with `timeout_s`.
+        verdict_tokens: longest reply; a model that reasons on its own needs room for that too.
+        extra_body: further entries of the body of every call, such as {"chat_template_kwargs": {...}}.
+        tokenizer: of the model on the server: its control tokens, and what its chat template writes, are taken out of
+            what is judged. None: what a vLLM server shows of its template. In either case the general rule of
+            `template.py` holds too.
 
     Raises:
         ValueError: a setting that is out of its range, a URL that may not be called, a variable that is not set.
@@ -61,18 +72,23 @@ class ServerJudge:
         method: Literal["auto", "logprobs", "votes"] = "auto",
         allow_http: bool = False,
         policy: RetryPolicy | None = None,
+        verdict_tokens: int = VERDICT_TOKENS,
+        extra_body: dict[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         if method not in ("auto", "logprobs", "votes"):
             raise ValueError(f"method is {method!r}; expected auto, logprobs or votes")
-        if samples < 1 or reasoning_tokens < 0:
+        if samples < 1 or reasoning_tokens < 0 or verdict_tokens < 1:
             raise ValueError(
-                f"samples is {samples} and reasoning_tokens {reasoning_tokens}; expected at least 1 and at least 0"
+                f"samples is {samples}, reasoning_tokens {reasoning_tokens} and verdict_tokens {verdict_tokens};"
+                " expected at least 1, 0 and 1"
             )
-        self.chat = ChatServer(url, model, api_key_env, allow_http)
+        self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
         self.samples, self.reasoning_tokens, self.method = samples, reasoning_tokens, method
         self.policy = policy or replace(RetryPolicy(), call_timeout_s=timeout_s)
         self.name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rpartition("/")[2])[:96]
-        # Not the address: a server that moves is still the same judge. Not what a server was seen to do either.
+        # Not the address: a server that moves is still the same judge. Not what a server was seen to do either, nor
+        # the length of a reply: one that is cut is asked again, and no answer.
         self.identity: dict[str, Any] = {
             "kind": "server",
             "model": model,
@@ -81,8 +97,18 @@ class ServerJudge:
             "reasoning_tokens": reasoning_tokens,
             "template": _template_digest(),
         }
+        if extra_body:
+            # Left out where there is none: ledgers of earlier versions stay valid.
+            self.identity["extra_body"] = extra_body
+        self.marks: Marks | ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
+        if tokenizer is not None:
+            self.identity["marks"] = digest(self.marks.words)[:16]
         self._abilities: Abilities | None = None
-        self._poll = Poll(self.chat, self.policy, Pace(max_concurrency), samples, reasoning_tokens)
+        self._trial = Trial(_trial_messages(), LABELS, verdict_tokens, method, samples)
+        pace = Pace(max_concurrency)
+        self._poll = Poll(
+            self.chat, self.policy, pace, samples, reasoning_tokens, verdict_tokens, self._trial.messages
+        )
 
     def check(self) -> Abilities:
         """Ask a small question and return what the server can do; done once, and by the first comparison at latest.
@@ -94,6 +120,9 @@ class ServerJudge:
         if self._abilities is None:
             self.chat.check_host()
             self._abilities = run_async(self._check())
+            if isinstance(self.marks, ShownMarks):
+                self.marks = run_async(self._shown_marks())
+            self._poll.marks = self.marks.words
         return self._abilities
 
     def compare(
@@ -112,17 +141,14 @@ class ServerJudge:
 
         def finish(index: int, outcome: Opinion | CallError) -> None:
             if isinstance(outcome, CallError):
-                verdicts[index] = Verdict(None, error=str(outcome))
+                verdicts[index] = Verdict(None, error=str(outcome), error_kind=outcome.error_kind)
             else:
                 first = None if outcome.shares is None else outcome.shares[LABELS[0]]
                 verdicts[index] = Verdict(first, outcome.reason, details=outcome.details)
             if done is not None:
                 done(index, verdicts[index])
 
-        questions = [
-            ChatQuestion(pairwise_messages(pair, principle, nonce_of(pair, principle)), LABELS) for pair in pairs
-        ]
-        self._ask(questions, finish)
+        self._ask([self._pair(pair, principle) for pair in self._checked(pairs)], finish)
         return verdicts
 
     def rate(
@@ -141,7 +167,7 @@ class ServerJudge:
 
         def finish(index: int, outcome: Opinion | CallError) -> None:
             if isinstance(outcome, CallError):
-                ratings[index] = Rating(None, error=str(outcome))
+                ratings[index] = Rating(None, error=str(outcome), error_kind=outcome.error_kind)
             else:
                 shares = outcome.shares
                 mean = None if shares is None else sum(RATINGS.index(mark) * share for mark, share in shares.items())
@@ -151,22 +177,47 @@ class ServerJudge:
                 done(index, ratings[index])
 
         asked = zip(prompts, completions, strict=True)
-        questions = [
-            ChatQuestion(rating_messages(p, c, principle, nonce_of((p, c), principle)), RATINGS) for p, c in asked
-        ]
-        self._ask(questions, finish)
+        self._ask([self._single(p, c, principle) for p, c in self._checked(list(asked))], finish)
         return ratings
+
+    def _checked(self, asked: Sequence[T]) -> Sequence[T]:
+        """Return what is asked, after the check: by then the marks are known."""
+        if asked:
+            self.check()
+        return asked
+
+    def _pair(self, pair: Pair, principle: Principle) -> ChatQuestion:
+        shown = self.marks.cleaned_pair(pair)
+        return ChatQuestion(pairwise_messages(shown, principle, nonce_of(pair, principle), self.marks.words), LABELS)
+
+    def _single(self, prompt: Prompt, completion: str, principle: Principle) -> ChatQuestion:
+        shown, nonce = self.marks.cleaned_prompt(prompt), nonce_of((prompt, completion), principle)
+        messages = rating_messages(shown, self.marks.cleaned(completion), principle, nonce, self.marks.words)
+        return ChatQuestion(messages, RATINGS)
 
     def _ask(self, questions: Sequence[ChatQuestion], finish: Callable[[int, Opinion | CallError], None]) -> None:
         if questions:
             run_async(self._poll.ask(questions, self.check(), finish))
 
     async def _check(self) -> Abilities:
-        pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
-        messages = pairwise_messages(pair, principle, nonce_of(pair, principle))
-        trial = Trial(messages, LABELS, VERDICT_TOKENS, self.method, self.samples)
         async with self.chat.session(1) as client:
-            return await probe(self.chat, client, self.policy, trial)
+            return await probe(self.chat, client, self.policy, self._trial)
+
+    async def _shown_marks(self) -> ShownMarks:
+        seconds = self.policy.call_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                rendered = [await self.chat.rendered(turns) for turns in turns_of_places()]
+        except TimeoutError:
+            rendered = []
+        # Whatever else a server answers there is no template of these turns.
+        return ShownMarks(shown for shown in rendered if shown is not None and all(p in shown[0] for p in PLACES[:3]))
+
+
+def _trial_messages() -> list[Message]:
+    """Return a small question that is like those to come."""
+    pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
+    return pairwise_messages(pair, principle, nonce_of(pair, principle))
 
 
 def _template_digest() -> str:

@@ -21,13 +21,29 @@ LABELS = ("A", "B")
 RATINGS = ("1", "2", "3", "4", "5")
 # Characters of one text; of a longer one the middle is left out.
 MAX_CHARACTERS = 16_000
-# Marks of turns and of the ends of texts, as chat templates write them.
+# Marks of turns and of the ends of texts, as chat templates write them: words in brackets with a sign that neither
+# prose nor code puts there, and those of known names. They are taken out.
 SPECIAL_TOKENS = re.compile(
-    r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>"
-    r"|</?(?:s|bos|eos|pad|unk|sep|cls|mask|start_of_turn|end_of_turn|sop|eop|gmask|think|tool_call|tool_response)>"
-    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|gMASK|CLS|SEP|MASK)\]"
+    # <|im_end|>, with the wide bar of DeepSeek too; <|turn> and <turn|> of Gemma 4; [|user|] of EXAONE.
+    r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>|<[|\uff5c][^\s<>|\uff5c]{1,64}>|<[^\s<>|\uff5c]{1,64}[|\uff5c]>"
+    r"|\[[|\uff5c][\w-]{1,64}[|\uff5c]\]"
+    # ]~!b[, ]~b], [e~[ and ]<]image[>[ of MiniMax; [@BOS@].
+    r"|\][!a-z]{0,4}~[!a-z]{0,4}[\[\]]|\[[!a-z]{0,4}~[!a-z]{0,4}\[|\]<\][\w ]{1,32}\[>\[|\[@\w{1,32}@\]"
+    # <SPECIAL_10> of Nemotron, [unused9] of Pangu, <extra_id_0>, <reserved_106>.
+    r"|[<\[]\w{0,32}(?:special|unused|reserved|extra)\w{0,32}\d[>\]]"
+    r"|</?(?:s|bos|eos|pad|unk|sep|cls|mask|start_of_turn|end_of_turn|sop|eop|eoh|eoa|eod|eot|gmask|role|think|thought"
+    r"|tool_call|tool_response)>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|gMASK|CLS|SEP|MASK|BOS|EOS|PAD|UNK|THINK)\]"
     r"|<</?SYS>>",
     re.IGNORECASE,
+)
+# What may be a mark of a template that nobody here has seen: <seed:bos>, <turn_end>, [TURN]. Code and letters write
+# such words too (List<String>, [NAME]), so they stay, with a space in them that no mark has. Plain tags of HTML are
+# none of these.
+MARK_SHAPES = re.compile(
+    r"<(?=/?[^\s<>]{0,63}[^\W\d_][^\s<>]{0,63}>)(?!/?[a-z][a-z0-9]{0,15}/?>)"
+    r"|\[(?=/?[A-Z][A-Z0-9_]{1,63}\])"
+    r"|>>(?=[A-Z_]{2,32}<<)"
 )
 # Whose turn a line is, in transcripts and in templates without tokens of their own.
 ROLE = re.compile(
@@ -124,8 +140,16 @@ def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> st
     return "\n".join(f"> {line}" for line in clean.split("\n"))
 
 
+def is_mark(word: str) -> bool:
+    """Say whether a word, such as a token, is a mark of turns by the rules above."""
+    return SPECIAL_TOKENS.fullmatch(word) is not None or (
+        word[-1:] in (">", "]", "<") and MARK_SHAPES.match(word) is not None
+    )
+
+
 def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | None = MAX_CHARACTERS) -> str:
-    """Return the text without characters that nobody sees, marks of turns, and forbidden words.
+    """Return the text without characters that nobody sees, marks of turns, and forbidden words; what only has the
+    shape of a mark gets a space after its bracket.
 
     Args:
         text: of a prompt or a completion.
@@ -143,6 +167,9 @@ def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | 
         for mark in marks:
             text = mark.sub("", text)
         text = ROLE.sub(lambda found: f"[{(found[1] or found[2]).lower()}] ", text)
+        if text == before:
+            # Last, or a space would keep the halves of a mark apart that should be taken out whole.
+            text = MARK_SHAPES.sub(r"\g<0> ", text)
     return text if max_characters is None else _shortened(text, max_characters)
 
 

@@ -20,6 +20,7 @@ from urllib.request import getproxies
 import httpx2
 from huggingface_hub import get_async_session, set_async_client_factory
 
+from onetrunk.judges.bounds import BoundedClient
 from onetrunk.judges.retries import CallError
 from onetrunk.redaction import add_secret
 
@@ -154,7 +155,8 @@ def redact(text: str, secret: str | None) -> str:
 
 
 def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2.AsyncClient:
-    """Return a client for one server: it follows no redirect, and sends the secret, or no credentials at all.
+    """Return a client for one server: it follows no redirect, sends the secret or no credentials at all, and reads
+    answers within bounds.
 
     Args:
         url: the server's, checked.
@@ -183,7 +185,7 @@ def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2
         if response.is_redirect:
             raise CallError(f"a redirect to {_target(response)} instead of an answer")
 
-    return httpx2.AsyncClient(
+    return BoundedClient(
         event_hooks={"request": [before], "response": [after]},
         follow_redirects=False,
         trust_env=uses_proxy(url),

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onetrunk.judges.base import Judge, Pair, Principle, Verdict, digest
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.constitution import Constitution
 
 TIE = 0.5
+# From where on a judge says more about slots than about completions, or too little; a share of fewer answers is noise.
+LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
+FEWEST_ANSWERS = 20
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class PairLabel:
 
     Args:
         probability: that the pair's first completion is the better one: the mean over orders and, by weight, over the
-            principles that were answered in every order asked; None where there is none.
+            principles that were answered in every order asked and did not tie; 1/2 where all of those tie, None where
+            there is none.
         consistent: True where both orders were asked and neither contradicts the other; a tie contradicts nothing.
         votes: a principle's text, and the probability of `first` in each order that was asked, as given and flipped
             (None: no answer).
         abstentions: questions that the judge did not decide.
         errors: questions that got no answer yet.
+        refused, unread: those among the errors that have this `ErrorKind`.
     """
 
     probability: float | None
@@ -44,13 +49,15 @@ class PairLabel:
     votes: tuple[tuple[str, tuple[float | None, ...]], ...]
     abstentions: int = 0
     errors: int = 0
+    refused: int = 0
+    unread: int = 0
 
 
 class JudgeStatistics:
     """What many labels say of their judge: whether it favours a slot, and how often it decides."""
 
     def __init__(self) -> None:
-        self.pairs = self.questions = self.abstained = self.errors = 0
+        self.pairs = self.questions = self.abstained = self.errors = self.refused = self.unread = 0
         self.compared = self.agreed = 0
         self.answered, self.first_slot_wins, self.first_slot_sum = 0, 0.0, 0.0
 
@@ -59,6 +66,8 @@ class JudgeStatistics:
         self.pairs += 1
         self.abstained += label.abstentions
         self.errors += label.errors
+        self.refused += label.refused
+        self.unread += label.unread
         for _, orders in label.votes:
             self.questions += len(orders)
             for is_flipped, probability in enumerate(orders):
@@ -71,10 +80,19 @@ class JudgeStatistics:
                 self.compared += 1
                 self.agreed += _agree(*orders)
 
+    def add_rating(self, rating: Rating) -> None:
+        """Count the rating of one completion: a question like any other, without slots."""
+        self.questions += 1
+        self.abstained += rating.error is None and rating.score is None
+        self.errors += rating.error is not None
+        self.refused += rating.error is not None and rating.error_kind == "refused"
+        self.unread += rating.error is not None and rating.error_kind == "unread"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the figures; a share of nothing is None.
 
         answers, compared: verdicts given, and (pair, principle) that were answered in both orders.
+        errors: questions without an answer yet; refused and unread are the errors of that kind.
         position_consistency: share of (pair, principle) whose two orders do not contradict each other.
         first_slot_rate: share of answers for the completion shown first, a tie counting half; .5 for a fair judge.
         first_slot_probability: mean probability of the completion shown first.
@@ -86,10 +104,46 @@ class JudgeStatistics:
             "compared": self.compared,
             "abstained_fraction": _share(self.abstained, self.questions),
             "errors": self.errors,
+            "refused": self.refused,
+            "unread": self.unread,
             "position_consistency": _share(self.agreed, self.compared),
             "first_slot_rate": _share(self.first_slot_wins, self.answered),
             "first_slot_probability": _share(self.first_slot_sum, self.answered),
         }
+
+
+def judge_warnings(figures: dict[str, Any]) -> list[str]:
+    """Return sentences on what casts doubt on a judge.
+
+    Args:
+        figures: of `JudgeStatistics.as_dict`.
+    """
+    warnings = []
+    abstained, agreed = figures["abstained_fraction"], figures["position_consistency"]
+    slot_rate, slot = figures["first_slot_rate"], figures["first_slot_probability"]
+    if abstained is not None and abstained >= MANY_ABSTENTIONS:
+        warnings.append(
+            f"the judge abstains from {abstained:.0%} of its questions; the ledger holds a reason for each: look at"
+            " them, or use another judge"
+        )
+    if agreed is not None and agreed < LEAST_CONSISTENCY:
+        warnings.append(
+            f"the judge contradicts itself in {1 - agreed:.0%} of the questions asked in both orders; use another one"
+        )
+    is_slot_bound = slot_rate is not None and not SLOT_RATE_NEAR < slot_rate < 1 - SLOT_RATE_NEAR
+    if figures["answers"] >= FEWEST_ANSWERS and (is_slot_bound or abs(slot - TIE) > MOST_SLOT_BIAS):
+        effect = (
+            "asking in both orders cancels this" if figures["compared"] else "with one order this is in the labels"
+        )
+        warnings.append(
+            f"the judge prefers the completion shown first in {slot_rate:.0%} of its answers, with a mean probability"
+            f" of {slot:.2f}; {effect}"
+        )
+    if figures["refused"] or figures["unread"]:
+        warnings.append(
+            f"the judge refused {figures['refused']} questions and gave {figures['unread']} a reply that is no verdict"
+        )
+    return warnings
 
 
 def questions(pairs: Sequence[Pair], constitution: Constitution, both_orders: bool = True) -> list[Question]:
@@ -144,24 +198,29 @@ def judge_pairs(
 def _label(
     pair: int, verdicts: Mapping[Question, Verdict], constitution: Constitution, orders: Sequence[bool]
 ) -> PairLabel:
-    votes, abstentions, errors = [], 0, 0
-    sums, weights = [0.0] * len(orders), 0.0
+    votes, abstentions = [], 0
+    errors: list[ErrorKind] = []
+    answered: list[tuple[float, list[float]]] = []
     for number, principle in enumerate(constitution.principles):
         given: list[float | None] = []
         for flipped in orders:
             verdict = verdicts[Question(pair, number, flipped)]
-            errors += verdict.error is not None
+            errors += [verdict.error_kind] if verdict.error is not None else []
             abstentions += verdict.error is None and verdict.probability is None
             probability = verdict.probability if verdict.error is None else None
             given.append(1 - probability if flipped and probability is not None else probability)
         votes.append((principle.text, tuple(given)))
         # An answer in one order alone would bring the slot's bias into the mean.
         if None not in given:
-            sums = [total + principle.weight * p for total, p in zip(sums, given, strict=True)]
-            weights += principle.weight
-    means = [total / weights for total in sums] if weights else []
+            answered.append((principle.weight, given))
+    # A principle that sees no difference says nothing of the pair: counted as 1/2 it would only dilute the others. Two
+    # orders that contradict each other do count: there the judge saw a difference, and is not to be trusted with it.
+    decided = [(weight, given) for weight, given in answered if any(p != TIE for p in given)] or answered
+    weights = sum(weight for weight, _ in decided)
+    means = [sum(weight * given[i] for weight, given in decided) / weights for i in range(len(orders)) if decided]
     probability = sum(means) / len(means) if means else None
-    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, errors)
+    kinds = len(errors), errors.count("refused"), errors.count("unread")
+    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, *kinds)
 
 
 def _agree(one: float, other: float) -> bool:

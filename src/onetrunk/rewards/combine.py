@@ -139,7 +139,9 @@ class RewardSet:
             if index not in waiting and function is not self.trunk_reward:
                 try:
                     results[index] = function(**keywords)
-                except Exception as error:
+                except BaseException as error:
+                    if _ends_the_run(error):
+                        raise
                     raise _failure(self.names[index], error) from error
         if waiting:
             calls = [self.functions[index](**keywords) for index in waiting]
@@ -153,8 +155,18 @@ class RewardSet:
         return results
 
 
+def _ends_the_run(error: BaseException) -> bool:
+    """Say whether an error is a way to end the process or the run (Ctrl-C, exit, our signals), and no failure."""
+    ends = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
+    return ends or (not isinstance(error, Exception) and type(error).__module__.partition(".")[0] == "onetrunk")
+
+
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}{_place(error)}")
+    try:
+        message = str(error)
+    except Exception as second:
+        message = f"(its message cannot be read: {type(second).__name__})"
+    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {message}{_place(error)}")
 
 
 def _place(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -95,7 +95,7 @@ class RemoteReward:
         self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
         self.batch_size = batch_size
         # Unscored rows are the trainer's to count; here a run ends where no call is answered at all.
-        self.policy = policy or RetryPolicy(call_timeout_s=timeout_s, patience_s=300.0, max_failed_fraction=1.0)
+        self.policy = policy or RetryPolicy(call_timeout_s=timeout_s, patience_s=300.0)
         self.pace = Pace(max_concurrency)
         self._encoder = None if tokenizer is None else _Encoder(tokenizer)
         self.__name__ = re.sub(r"[^A-Za-z0-9._-]+", "-", name or (model or self.url).rstrip("/").rpartition("/")[2])
@@ -184,7 +184,10 @@ class RemoteReward:
             for row, score in zip(batches[index], outcome, strict=True):
                 scores[row] = score
 
-        await CallRun(str(self), self.policy, self.pace, call, done).answer_all(len(batches))
+        def control() -> Awaitable[list[float | None]]:
+            return self._call(client, [TRIAL_PROMPT] * 2, TRIAL_COMPLETIONS)
+
+        await CallRun(str(self), self.policy, self.pace, call, done, control=control).answer_all(len(batches))
         return failed
 
     async def _call(
@@ -201,7 +204,7 @@ class RemoteReward:
             raise failure_of_response(response, secret)
         try:
             answer = response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
             html = is_html(response.headers.get("content-type", ""), response.text)
             raise CallError(
                 "an HTML page where JSON was expected" if html else "a body that is not whole JSON"

@@ -33,7 +33,9 @@ class EvalArguments(DatasetArguments):
     )
     tie_margin: float = _option(0.0, "Pairs whose label is at most so far from 0.5 are ties; from 0 to below 0.5.")
     max_failed_fraction: float = _option(
-        0.1, "Stop when the judge leaves more of its questions than that without an answer, or 50 in a row."
+        0.1,
+        "Stop when the judge leaves more of its questions than that without an answer, or 50 in a row. Questions that"
+        " it refuses, or answers with no verdict, count apart; they stop a run only on 5 prompts or more.",
     )
     checks: list[str] | None = _option(
         None,

@@ -17,16 +17,17 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.failures import FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair
+from onetrunk.judges.base import ErrorKind, Judge, Pair
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
-from onetrunk.ops.win_rate import Estimate, WinRate, pair_outcomes, win_rate
+from onetrunk.ops.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.rewards.base import resolve_reward
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval_arguments import EvalArguments
 from onetrunk.stages.eval_sides import Answers, named_opponent
+from onetrunk.types import Prompt
 
 LEDGER = "ledger/verdicts.jsonl"
 # Equal texts: neither is better, and no judge need say so.
@@ -41,7 +42,6 @@ class Contest:
         pairs: the policy's completion first.
         labels: one per pair; of equal texts a half that nobody was asked for.
         rates: over the pairs that have a label.
-        level: the win rate at equal length; that of `rates` is of the mean label.
         outcomes: n numbers: 1 where the policy wins, 0, 1/2 for a tie; None without a label.
         figures: all that goes into metrics.json.
     """
@@ -49,7 +49,6 @@ class Contest:
     pairs: list[Pair]
     labels: list[PairLabel]
     rates: WinRate
-    level: Estimate
     outcomes: list[float | None]
     figures: dict[str, Any]
 
@@ -77,10 +76,10 @@ class ShownLimit(FailureLimit):
         super().__init__(max_failed_fraction, judge)
         self.bar = bar
 
-    def note(self, error: str | None) -> None:
+    def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
         """Count one question in, as FailureLimit does, and show it."""
         self.bar.update(1)
-        super().note(error)
+        super().note(error, kind, prompt)
 
 
 def plan_comparison(
@@ -130,8 +129,6 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
     rates = win_rate(
         probabilities, prompts, lengths, consistent=consistent, tie_margin=args.tie_margin, seed=args.seed
     )
-    # The fit of labels says how sure the judge would be at equal length; this one how often the policy would win.
-    level = win_rate(outcomes, prompts, lengths, seed=args.seed).length_controlled
     by_place = dict(zip(kept, outcomes.tolist(), strict=True))
     unjudged = sum(label.errors > 0 for label in labels)
     rate_figures = rates.as_dict()
@@ -141,8 +138,6 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
         # The figure of the name first, its interval beside it.
         "win_rate": rate_figures.pop("win_rate"),
         "interval": rate_figures.pop("win_rate_interval"),
-        "length_controlled_win_rate": level.value,
-        "length_controlled_win_rate_interval": [level.low, level.high],
         **rate_figures,
         "identical": sum(pair.first == pair.second for pair in pairs),
         "abstained": len(pairs) - len(kept) - unjudged,
@@ -150,7 +145,7 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
         "principles": by_principle(labels),
         "position": statistics.as_dict(),
     }
-    return Contest(list(pairs), labels, rates, level, [by_place.get(i) for i in range(len(pairs))], figures)
+    return Contest(list(pairs), labels, rates, [by_place.get(i) for i in range(len(pairs))], figures)
 
 
 def ask(

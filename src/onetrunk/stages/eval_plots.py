@@ -27,10 +27,9 @@ def plot_estimates(folder: Path, contest: Contest) -> Path | None:
         return None
     axes, rates = figure.axes[0], contest.rates
     kinds = {
-        "wins and half the ties": rates.win_rate,
-        "at equal length": contest.level,
-        "mean probability": rates.soft_win_rate,
-        "that at equal length": rates.length_controlled,
+        "mean probability": rates.win_rate,
+        "at equal length": rates.length_controlled_win_rate,
+        "wins and half the ties": rates.discrete_win_rate,
     }
     for place, estimate in enumerate(kinds.values()):
         # NaN, where a figure does not exist, is not drawn.

@@ -17,6 +17,7 @@ from rich.table import Table
 from onetrunk.feedback.statistics import plain
 from onetrunk.files import atomic_write_text
 from onetrunk.judges.base import Pair
+from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.redaction import redact
 from onetrunk.stages.eval_judge import Contest
 from onetrunk.stages.eval_plots import draw
@@ -28,8 +29,6 @@ from onetrunk.trainers.sampling import ScoredRollout
 REPORT, PAIRS = "report.md", "pairs.jsonl"
 NUM_SAMPLES, NUM_LOSSES = 6, 3
 LONGEST_CELL = 400
-# A judge beyond these says more about slots than about completions.
-LEAST_CONSISTENCY, MOST_SLOT_BIAS = 0.6, 0.15
 # From which difference on the win rate at equal length is another finding than the plain one.
 NOTABLE_LENGTH_EFFECT = 0.1
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
@@ -131,17 +130,15 @@ def sentences(evaluation: Evaluation) -> list[str]:
     if evaluation.contest is None:
         return []
     figures, rates = evaluation.contest.figures, evaluation.contest.rates
-    won, level, soft = rates.win_rate, evaluation.contest.level, rates.soft_win_rate
+    won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
     found = [
-        f"wins {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
-        f" prompts by the judge {figures['judge']}: {rates.wins} wins, {rates.ties} ties, {rates.losses} losses"
+        f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
+        f" prompts by the judge {figures['judge']}: its mean probability of being the better one; counted,"
+        f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
+        f" {rates.losses} losses"
     ]
     if math.isfinite(level.value):
-        found.append(
-            f"at equal length it would win {level.value:.1%} ({level.low:.1%} to {level.high:.1%}); the mean"
-            f" probability of being the better one is {soft.value:.1%}, at equal length"
-            f" {rates.length_controlled.value:.1%}"
-        )
+        found.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
         if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
             more = rates.mean_length_difference
             found.append(
@@ -149,15 +146,11 @@ def sentences(evaluation: Evaluation) -> list[str]:
                 f" {'longer' if more > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
             )
     if rates.is_extrapolated:
-        found.append("no pair has two completions of equal length or the other order of lengths: that is extrapolated")
-    position = figures["position"]
-    agreed, slot = position["position_consistency"], position["first_slot_probability"]
-    if agreed is not None and agreed < LEAST_CONSISTENCY:
-        found.append(f"the judge contradicts itself in {1 - agreed:.0%} of the questions asked in both orders")
-    if slot is not None and abs(slot - 0.5) > MOST_SLOT_BIAS:
         found.append(
-            f"the judge gives the completion that it reads first {slot:.0%} on average; both orders cancel it"
+            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
+            " and mostly too high for the shorter side"
         )
+    found += judge_warnings(figures["position"])
     if figures["unjudged"]:
         found.append(f"{figures['unjudged']} pairs have no verdict yet; the same command asks for them again")
     return found

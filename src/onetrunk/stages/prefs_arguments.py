@@ -55,7 +55,9 @@ class PrefsArguments(DatasetArguments):
     both_orders: bool = _option(True, "Show each pair in both orders: a preference for a place cancels out.")
     keep_ties: bool = _option(False, "Write pairs whose label is exactly 0.5 too; which is chosen says nothing then.")
     max_failed_fraction: float = _option(
-        0.1, "Stop when the judge leaves more of its questions than that without an answer, or 50 in a row."
+        0.1,
+        "Stop when the judge leaves more of its questions than that without an answer, or 50 in a row. Questions that"
+        " it refuses, or answers with no verdict, count apart; they stop a run only on 5 prompts or more.",
     )
     # Revisions
     num_revisions: int = _option(1, "With mode revise: revisions of a completion, each by another principle.")

@@ -25,6 +25,7 @@ from rich.table import Table
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.feedback.statistics import plain
 from onetrunk.files import atomic_write_json, atomic_write_text, read_json
+from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.redaction import redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
@@ -146,6 +147,8 @@ def warnings_of(statistics: dict[str, Any]) -> list[str]:
         found.append(f"The longer completion is chosen in {longer:.0%} of the pairs: a reward model may learn length.")
     if longer is not None and longer <= 1 - LENGTH_WARNING:
         found.append(f"The shorter completion is chosen in {1 - longer:.0%} of the pairs: so may brevity be learnt.")
+    if "judge" in statistics:
+        found += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in judge_warnings(statistics["judge"])]
     if counts.get("unjudged"):
         found.append(f"{counts['unjudged']} pairs have no verdict yet; the same command asks for them again.")
     return found

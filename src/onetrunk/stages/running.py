@@ -71,6 +71,8 @@ def run_stage(
     except SystemExit as stop:
         if hasattr(stop, "checkpoint"):  # trainers.stopping.Stopped, which needs torch
             say(str(stop), after_bar=True)
+        elif isinstance(stop.code, str):
+            say(f"error: {stop.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         say(f"interrupted{way_on(parsed)}", after_bar=True)
@@ -78,7 +80,8 @@ def run_stage(
     except Terminated as stop:
         say(f"terminated ({signal.Signals(stop.number).name}){way_on(parsed)}", after_bar=True)
         return 128 + stop.number
-    except Exception as error:
+    except BaseException as error:
+        # A user's class may stand directly on BaseException, and its message leaves by the same way.
         sentence = explain(error)
         if sentence is None:
             sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
@@ -129,13 +132,13 @@ def way_on(parsed: Sequence[Any]) -> str:
     return f"; the same command with --resume auto goes on from {checkpoint}"
 
 
-def explain(error: Exception) -> str | None:
+def explain(error: BaseException) -> str | None:
     """Return the sentence to print for an error, secrets taken out; None if it was not foreseen."""
     sentence = _sentence(error)
     return None if sentence is None else redact(sentence)
 
 
-def _sentence(error: Exception) -> str | None:
+def _sentence(error: BaseException) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":
         return (
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
@@ -148,6 +151,6 @@ def _sentence(error: Exception) -> str | None:
     return None
 
 
-def _raised_by_us(error: Exception) -> bool:
+def _raised_by_us(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)

@@ -17,7 +17,7 @@ from onetrunk.redaction import add_stored_token, redact
 
 @contextlib.contextmanager
 def secrets_kept() -> Iterator[None]:
-    """Redact, inside the block, what is logged, warned of, or raised in a thread.
+    """Redact, inside the block, what is logged, warned of, raised in a thread, or raised where nobody can catch it.
 
     Records are redacted where they are made, not in a handler's filter: libraries add handlers of their own at any
     time, and each would need one.
@@ -37,7 +37,13 @@ def secrets_kept() -> Iterator[None]:
             print(f"Exception in thread {name}:", file=sys.stderr)
             print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
 
+    def uncaught(args: Any) -> None:
+        # Raised by a `__del__`, for one: Python goes on, and would print the message as it is.
+        print(f"{redact(str(args.err_msg or 'Exception ignored in'))}: {type(args.object).__name__}", file=sys.stderr)
+        print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
+
     thread_hook, threading.excepthook = threading.excepthook, in_thread
+    uncaught_hook, sys.unraisablehook = sys.unraisablehook, uncaught
     logging.setLogRecordFactory(record)
     warnings.formatwarning = warning
     try:
@@ -46,6 +52,7 @@ def secrets_kept() -> Iterator[None]:
         logging.setLogRecordFactory(make_record)
         warnings.formatwarning = format_warning
         threading.excepthook = thread_hook
+        sys.unraisablehook = uncaught_hook
 
 
 def redacted_record(record: logging.LogRecord) -> logging.LogRecord:

@@ -1,0 +1,172 @@
+"""`onetrunk prefs` with a judge behind HTTP that does not answer as it should, through the command line."""
+
+import json
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.feedback.ledger import Ledger
+from tests.feedback import runs
+from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = runs.make_inputs(tmp_path_factory.mktemp("inputs"), num_prompts=12)
+    config = {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": str(folder / "prompts.jsonl"),
+        "constitution": str(folder / "constitution.yaml"),
+        "judge_model": "judge-1",
+        "num_generations": 3,
+        "max_completion_length": 8,
+        "prompts_per_chunk": 4,
+        "num_samples_to_print": 0,
+        "use_cpu": True,
+    }
+    (folder / "prefs.yaml").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def prefs(inputs, tmp_path, monkeypatch):
+    """Return a function that runs the verb with a server as its judge; it returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(stub, *options, out="out"):
+        words = ["--config", inputs / "prefs.yaml", "--output_dir", out, "--judge", stub.url, *options]
+        return cli.main(["prefs", *map(str, words)])
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def sound(inputs, tmp_path_factory):
+    """Return the folder of a run whose judge answered every question."""
+    folder = tmp_path_factory.mktemp("sound") / "out"
+    with StubServer() as stub:
+        words = ["--config", inputs / "prefs.yaml", "--output_dir", folder, "--judge", stub.url]
+        assert cli.main(["prefs", *map(str, words)]) == 0
+    return folder
+
+
+def judged(folder):
+    return json.loads((folder / "statistics.json").read_text())
+
+
+def rows(folder):
+    return (folder / "data/preferences.jsonl").read_bytes()
+
+
+# The first of the prompts.
+PROMPT = f"{runs.WORDS[0]} {runs.WORDS[11]}"
+REFUSAL = completion("judge-1", "I'm sorry, but I can't help with that.")
+FILTERED = completion("judge-1", None)
+FILTERED["choices"][0]["message"]["refusal"] = "I cannot compare these."
+
+
+@pytest.mark.parametrize("reply", [REFUSAL, completion("judge-1", ""), FILTERED], ids=["text", "empty", "refusal"])
+def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again_when_it_is_well(
+    prefs, sound, tmp_path, capsys, reply
+):
+    with StubServer() as stub:
+        stub.replies_instead = lambda body: None if "random" in str(body) else reply
+        capsys.readouterr()
+        assert prefs(stub) == 1
+        said = capsys.readouterr().err
+        assert "a reply that is no verdict, past max_failed_fraction 0.1" in said and "replies are no label" in said
+        stub.replies_instead = lambda body: None
+        assert prefs(stub) == 0
+    assert rows(tmp_path / "out") == rows(sound)
+    assert judged(tmp_path / "out") == judged(sound)
+    assert judged(tmp_path / "out")["counts"]["abstained"] == 0
+
+
+def test_below_the_limit_unread_replies_leave_pairs_unjudged_and_a_warning(prefs, sound, tmp_path, capsys):
+    with StubServer() as stub:
+        stub.replies_instead = lambda body: REFUSAL if PROMPT in str(body["messages"]) else None
+        capsys.readouterr()
+        assert prefs(stub, "--max_failed_fraction", "0.9") == 0
+        said, statistics = capsys.readouterr().out, judged(tmp_path / "out")
+        unread = statistics["judge"]["unread"]
+        assert unread == statistics["judge"]["errors"] > 0 == statistics["judge"]["abstained_fraction"]
+        assert f"The judge refused 0 questions and gave {unread} a reply that is no verdict." in said
+        assert f"{statistics['counts']['unjudged']} pairs have no verdict yet" in said
+        stub.replies_instead = lambda body: None
+        assert prefs(stub) == 0
+    assert rows(tmp_path / "out") == rows(sound)
+
+
+def test_a_ledger_of_an_earlier_version_is_asked_again_for_what_was_never_read_and_for_nothing_else(
+    prefs, sound, tmp_path
+):
+    with StubServer() as stub:
+        assert prefs(stub) == 0
+        path = tmp_path / "out/ledger/ledger.jsonl"
+        with Ledger(path) as ledger:
+            values = {key: ledger.get(key) for key in ledger.keys()}
+        path.unlink()
+        verdicts = [key for key, value in values.items() if isinstance(value, dict)]
+        unread = {"method": "votes", "votes": {"A": 0, "B": 0, "unread": 5}}
+        for key in verdicts[:7]:
+            values[key] = {"probability": None, "reason": "5 of 5 replies are no label", "error": None} | {
+                "details": unread
+            }
+        with Ledger(path) as ledger:
+            for key, value in values.items():
+                ledger.put(key, value)
+        stub.bodies.clear()
+        assert prefs(stub) == 0
+        # One call of the check.
+        assert len(stub.bodies) == 7 + 1
+        stub.bodies.clear()
+        assert prefs(stub) == 0
+        assert len(stub.bodies) == 1
+    assert rows(tmp_path / "out") == rows(sound)
+
+
+def test_a_judge_that_abstains_contradicts_itself_or_likes_a_slot_is_warned_of(prefs, tmp_path, capsys):
+    with StubServer(bias=0.45) as stub:
+        assert prefs(stub) == 0
+    said = capsys.readouterr().out
+    assert "The judge contradicts itself in " in said
+    assert "The judge prefers the completion shown first in " in said
+    card = (tmp_path / "out/README.md").read_text()
+    assert "The judge contradicts itself in " in card
+
+
+def test_a_model_that_reasons_judges_with_room_for_it_or_with_its_reasoning_off(prefs, sound, tmp_path, capsys):
+    with StubServer(thinks="reasoning_content") as stub:
+        assert prefs(stub) == 1
+        assert "raise judge_verdict_tokens" in capsys.readouterr().err
+        assert prefs(stub, "--judge_verdict_tokens", 2 * THOUGHT_TOKENS) == 0
+        assert judged(tmp_path / "out")["judge"]["errors"] == 0
+        assert prefs(stub, "--judge_chat_template_kwargs", '{"enable_thinking": false}', out="off") == 0
+    assert rows(tmp_path / "off") == rows(sound)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422, 500])
+def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys, status):
+    # All pairs of the prompt are in one chunk: a quarter of the first questions.
+    with StubServer() as stub:
+        stub.status_instead = lambda body: status if PROMPT in str(body["messages"]) else 200
+        assert prefs(stub, "--judge_max_calls", 2, "--judge_patience_s", 30) == 0
+        said, statistics = capsys.readouterr().out, judged(tmp_path / "out")
+        # 3 pairs in both orders under two principles.
+        assert statistics["judge"]["refused"] == statistics["judge"]["errors"] == 12
+        assert statistics["counts"]["unjudged"] == 3 and statistics["counts"]["abstained"] == 0
+        assert "The judge refused 12 questions" in said and "3 pairs have no verdict yet" in said
+        stub.status_instead = lambda body: 200
+        assert prefs(stub) == 0
+    assert rows(tmp_path / "out") == rows(sound)
+
+
+def test_a_server_that_refuses_every_question_stops_the_run_and_max_failed_fraction_lets_it_pass(prefs, capsys):
+    with StubServer() as stub:
+        stub.status_instead = lambda body: 200 if "Say hello." in str(body["messages"]) else 400
+        assert prefs(stub) == 1
+        said = capsys.readouterr().err
+        assert "refused 13 of 13 questions" in said or "past max_failed_fraction 0.1" in said
+        assert "raise max_failed_fraction to leave these questions out" in said
+        assert prefs(stub, "--max_failed_fraction", 1) == 1
+        assert "no row came out" in capsys.readouterr().err
