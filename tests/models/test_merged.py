@@ -151,6 +151,22 @@ def test_under_autocast_nothing_is_merged(family):
     assert can_merge(trunk)
 
 
+def test_without_memory_for_a_copy_of_the_matrices_nothing_is_merged():
+    trunk = a_trunk().eval()
+    before, calls = all_bits(trunk), []
+
+    def fails_when_merged(module, args, kwargs):
+        calls.append(num_merged(trunk))
+        if calls[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    handle = trunk.get_base_model().register_forward_pre_hook(fails_when_merged, with_kwargs=True)
+    assert not can_merge(trunk)
+    handle.remove()
+    assert calls[0] == 0 < calls[1] and num_merged(trunk) == 0
+    assert all(torch.equal(p, before[name]) for name, p in trunk.named_parameters())
+
+
 def test_the_proof_leaves_no_trace_and_is_made_once():
     trunk = a_trunk(value_head="adapter", adapter_layers="top-2").eval()
     before, places = all_bits(trunk), storages(trunk)

@@ -79,7 +79,7 @@ def test_under_autocast_the_policy_is_not_merged_which_narrows_the_gap(tmp_path,
     assert not can_merge(apart.model)  # By the forward that accelerate has wrapped.
     apart.evaluate()
     assert logged(apart, f"eval_{GAP}mean")[0] < 0.01
-    monkeypatch.setattr(merged, "_prove_merge", lambda model: True)
+    monkeypatch.setattr(merged, "_merge_obstacle", lambda model: None)
     summed = trained(tmp_path / "summed", model=base_model(**base), eval_dataset=prompts(8), **settings)
     summed.evaluate()
     for name in (f"{GAP}k3", f"eval_{GAP}k3"):

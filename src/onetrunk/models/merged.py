@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, is_active
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.ops.out_of_memory import free_memory, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def can_merge(model: nn.Module) -> bool:
     """Return whether the policy may be merged now.
 
     It may if it is the active role, if it is plain LoRA in float32 on whole float32 matrices, and if a forward proves
-    that merging changes no logit (`_prove_merge`). The proof is made once for each way in which the model is called:
+    that merging changes no logit (`_merge_obstacle`). The proof is made once for each way of calling the model:
     accelerate replaces the forward by one under autocast, and evaluation calls it under autocast.
     """
     if not isinstance(model, TrunkModel):
@@ -47,7 +48,10 @@ def can_merge(model: nn.Module) -> bool:
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     way = (device, autocast, model.forward)
     if way not in model.merge_proofs:
-        model.merge_proofs[way] = _prove_merge(model)
+        obstacle = _merge_obstacle(model)
+        if obstacle is not None:
+            logger.info("sampling keeps the adapter apart from the weights: %s", obstacle)
+        model.merge_proofs[way] = obstacle is None
     return model.merge_proofs[way]
 
 
@@ -88,13 +92,24 @@ def _merged(layers: Sequence[lora.Linear]) -> Iterator[None]:
             layer.merged_adapters.clear()
 
 
-@torch.no_grad()
-def _prove_merge(model: TrunkModel) -> bool:
-    """Return whether a forward over 8 tokens gives the same logits with merged and with separate weights.
+def _merge_obstacle(model: TrunkModel) -> str | None:
+    """Return why merged weights would not give the logits of separate ones; None if they do.
 
-    It does not under autocast, which rounds the merged sum to 8 bits (fp16: 11), and in a model that reads
-    `layer.weight` instead of calling the layer, such as Jamba's `dt_proj`: training sees no adapter there.
+    Autocast rounds the merged sum to 8 bits (fp16: 11). A model that reads `layer.weight` instead of calling the
+    layer, such as Jamba in its `dt_proj`, runs no adapter there, and would run one if it were merged.
     """
+    try:
+        return _forward_obstacle(model)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    free_memory()
+    return "the memory does not hold a copy of the adapted matrices"
+
+
+@torch.no_grad()
+def _forward_obstacle(model: TrunkModel) -> str | None:
+    """Run 8 tokens with separate and with merged weights, and compare the logits."""
     layers = _trained_layers(model)
     embedding = model.get_input_embeddings().weight
     ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
@@ -108,18 +123,12 @@ def _prove_merge(model: TrunkModel) -> bool:
             for handle in handles:
                 handle.remove()
         if any(is_autocast):  # Decided before the memory of a copy is taken.
-            logger.info("sampling keeps the adapter apart from the weights: autocast would round their sum")
-            return False
+            return "autocast would round their sum"
         with _merged(layers):
             error = (model(**inputs).logits.float() - separate).abs().max().item()
     if error <= TOLERANCE * separate.abs().max().item():
-        return True
-    logger.info(
-        "sampling keeps the adapter apart from the weights: merged into them it gives other logits (largest difference"
-        " %.3g)",
-        error,
-    )
-    return False
+        return None
+    return f"merged into them it gives other logits (largest difference {error:.3g})"
 
 
 def _is_autocast(x: Tensor) -> bool:
