@@ -140,7 +140,7 @@ def test_two_are_kept_where_one_is_asked_for_and_all_where_nothing_is(hooked, tm
     assert names_in(hooked[1]) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_an_older_one_goes_only_after_the_new_one_was_read_again_and_its_manifest_goes_first(hooked, tmp_path):
+def test_an_older_one_is_resumingly_after_the_new_one_was_read_again_and_its_manifest_goes_first(hooked, tmp_path):
     mirror, _ = mirror_at(hooked[1], keep=2)
     push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
     seen = []
@@ -400,7 +400,7 @@ def test_a_mirror_of_another_run_is_refused_and_stays_as_it_is(url, tmp_path):
     assert names_in(url) == ["checkpoint-5"]
 
 
-def test_what_is_overwritten_goes_once_the_first_new_one_is_proven(hooked, tmp_path):
+def test_what_is_overwritten_is_resumingce_the_first_new_one_is_proven(hooked, tmp_path):
     push(mirror_at(hooked[1])[0], make_checkpoint(tmp_path / "out", 5), make_checkpoint(tmp_path / "out", 6))
     told = []
     mirror = Mirror(hooked[1], None, told.append, ())
@@ -444,7 +444,7 @@ def operations_of(push_once):
     return len(count)
 
 
-def test_whichever_write_fails_training_goes_on_the_last_whole_one_stays_and_the_next_is_taken(hooked, tmp_path):
+def test_whichever_write_fails_training_is_resuming_the_last_whole_one_stays_and_the_next_is_taken(hooked, tmp_path):
     folder, _ = hooked
     first, second, third, fourth = (make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3, 4))
 
@@ -552,9 +552,10 @@ def test_killed_in_its_first_upload_a_run_that_begins_again_without_its_disk_fin
     assert mirror.pull_last(tmp_path / "new") is None
     if last > 1:
         # The fifth operation writes the manifest; before the first has ended nothing is there but half a mark.
-        with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
-            mirror.claim("run-b", settings="settings-b")
-    mirror.claim("run-b", settings="settings-a")
+        for other in ({"settings": "settings-b", "is_resuming": True}, {"settings": "settings-a"}):
+            with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
+                mirror.claim("run-b", **other)
+    mirror.claim("run-b", settings="settings-a", is_resuming=True)
     del told[:]
     push(mirror, make_checkpoint(tmp_path / "new", 2, run="run-b"))
     assert told == [] and names_in(url) == ["checkpoint-2"]
@@ -565,7 +566,7 @@ def test_a_whole_checkpoint_of_a_run_with_the_same_settings_is_not_taken_for_an_
     mirror.claim("run-a", settings="settings-a")
     push(mirror, make_checkpoint(tmp_path / "out", 1))
     with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
-        Mirror(hooked[1], None, print, ()).claim("run-b", settings="settings-a")
+        Mirror(hooked[1], None, print, ()).claim("run-b", settings="settings-a", is_resuming=True)
 
 
 def test_a_warning_holds_no_secret(hooked, tmp_path, monkeypatch):

@@ -147,6 +147,16 @@ def test_a_model_is_known_by_its_weights_its_tokenizer_and_what_it_reads(tmp_pat
     assert content_of(ModelReward(tmp_path / "rm")) != before
 
 
+class Halved(ModelReward):
+    def __call__(self, prompts, completions, **columns):
+        return [score / 2 for score in super().__call__(prompts, completions)]
+
+
+def test_a_reward_of_ones_own_on_a_model_counts_with_both():
+    half, whole = Halved(scorer(), tiny_tokenizer()), ModelReward(scorer(), tiny_tokenizer())
+    assert content_of(half).startswith(f"{content_of(whole)}, Halved sha256 ")
+
+
 def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_own(tmp_path):
     base = saved_base(tmp_path / "base")
     one, two = (saved_reward_adapter(tmp_path / f"rm-{seed}", base, seed=seed) for seed in (5, 6))

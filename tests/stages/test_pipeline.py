@@ -418,9 +418,9 @@ def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training
     before = bytes_of()
     assert run() == 1
     told = capfd.readouterr().err
-    assert f"stage sft would start anew ({reason}" in told
+    assert f"stage sft would start over ({reason}" in told
     assert "delete out/checkpoint-1; out/checkpoint-2; out/adapter_config.json" in told
-    assert "to delete it: onetrunk run pipeline.yaml --overwrite" in told
+    assert "to delete it, run: onetrunk run pipeline.yaml --overwrite" in told
     assert bytes_of() == before
     assert "needs--overwrite" in dry_run(capfd) and "needs--overwrite" not in dry_run(capfd, "--overwrite")
 
@@ -484,7 +484,7 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     ledger = Path("out/prefs/ledger/ledger.jsonl").read_text().count("\n")
     before = Path("out/reward/model.safetensors").read_bytes()
     assert run() == 1
-    assert "stage prefs would start anew (changed: rules.py) and delete out/prefs/data" in capfd.readouterr().err
+    assert "stage prefs would start over (changed: rules.py) and delete out/prefs/data" in capfd.readouterr().err
     assert Path("out/reward/model.safetensors").read_bytes() == before
     assert run("--overwrite") == 0
     assert "prefs: changed: rules.py" in capfd.readouterr().out

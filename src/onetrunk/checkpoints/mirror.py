@@ -70,23 +70,28 @@ class Mirror:
         if output_dir is not None and place is not None and place.resolve() == Path(output_dir).resolve():
             raise RuntimeError(f"the checkpoint mirror {self._store.shown} is output_dir itself; name another folder")
 
-    def claim(self, run: str | None, overwrite: bool = False, settings: str | None = None) -> None:
+    def claim(
+        self, run: str | None, overwrite: bool = False, settings: str | None = None, is_resuming: bool = False
+    ) -> None:
         """Refuse a mirror that holds checkpoints or a result of another run.
 
-        A run that was killed in its first upload, and has lost its disk too, has another id when it begins again: it
-        knows what it has left by its settings, which no other run has.
+        A run that was killed during its first upload and has also lost its disk gets a new id when it starts again, so
+        it recognizes that upload by its settings. It does so only when it is told to resume, because another run with
+        the same settings may otherwise be uploading at this moment.
 
         Args:
             run: id of the run that goes on ("run" in its manifests); None for a new one.
             overwrite: do not refuse; what is there is deleted once the first checkpoint of this run is proven.
             settings: digest of all that decides what the run computes; None: not known.
+            is_resuming: treat unfinished uploads of a run with the same settings as this run's own.
 
         Raises:
             RuntimeError: names what is there; or the mirror can't be read.
         """
         found = self._reading(lambda: [self._remote.held(name) for name in ("", *self._remote.names())])
         others = [one for one in found if one.is_something and (run is None or one.run not in (run, None))]
-        own = {one.name for one in others if one.is_begun and settings is not None and one.settings == settings}
+        knows_own = is_resuming and settings is not None
+        own = {one.name for one in others if knows_own and one.is_begun and one.settings == settings}
         others = [one for one in others if one.name not in own]
         self._run, self._settings, self._given_up = run, settings, own
         if overwrite:

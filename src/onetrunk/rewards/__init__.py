@@ -20,10 +20,10 @@ a file, "rewards.py:ends_politely"; a reward model by its folder or Hub name, or
 A judge of words can be a reward too: JudgeReward is its rating, PairwiseReward beta * log P(better than what the
 reference said); in YAML `judge` and `pairwise`, beside the settings of the judge.
 
-A resumed run compares what its rewards are computed from (`rewards/contents.py`): the file of a function, the values
-that it carries (of an object its attributes without an underscore before their name), the columns that it reads, the
-weights of a model, the address of a server. What has changed is listed and rejected, unless `allow_config_change` is
-set.
+A resumed run compares what its rewards are computed from (`rewards/contents.py`): the source file of a function and
+the values in its closure, the attributes of an object (without those whose name begins with an underscore), the
+columns that a function reads, the weights of a model, the address of a server. Changes are listed and rejected, unless
+`allow_config_change` is set.
 
 A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
 update. An error in a function stops the run and names the function.

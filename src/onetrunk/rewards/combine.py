@@ -66,11 +66,11 @@ class RewardSet:
                 " can be a branch of it: merge the others into their base model and give those folders"
             )
         self.trunk_reward = on_trunk[0] if on_trunk else None
-        # Now, near to when files were read: one may be edited while a run goes on.
+        # Computed here, right after the files were read: they may be edited later while the run goes on.
         self.contents = {n: content_of(f) for n, f in zip(self.names, self.functions, strict=True)}
 
     def columns_read(self, columns: Iterable[str]) -> list[str]:
-        """Return those of the dataset's columns that any of the functions reads, or may read."""
+        """Return the dataset's columns that any of the functions reads, or may read."""
         given = [name for name in columns if name not in OWN_COLUMNS]
         read = {name for function in self.functions for name in columns_read(function, given)}
         return [name for name in given if name in read]

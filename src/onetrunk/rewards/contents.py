@@ -1,9 +1,9 @@
 """What a reward is computed from, as a short text: a resumed run compares it, so that no reward changes unnoticed.
 
-A function is known by a digest of the file that it is written in (of a script that is run itself by its own text and
-that of the functions it calls there, for the script holds the settings too), a model by its weights and tokenizer, a
-server by its address and the model's name. What a file imports in its turn is not followed. Values of settings go
-into digests only: some are secrets.
+A function is identified by a digest of its source file, a model by its weights and tokenizer, a server by its address
+and the model's name. A script that is run directly also holds the settings of the run, so there only the source of the
+function counts, with the functions and values that it uses. Imports are not followed. Values of settings are stored
+only as digests, because some are secrets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ PASSING_IN_ADAPTERS = ("base_model_name_or_path", "revision", "peft_version", "i
 
 
 def content_of(reward: Callable[..., Any]) -> str:
-    """Return what a reward function is computed from: the same text for the same scores, in any process."""
+    """Return what a reward function is computed from: the same text in every process, as long as nothing changes."""
+    if not isinstance(reward, OURS):
+        return _function(reward)
+    if type(reward) not in OURS:
+        return f"{_content_of_ours(reward)}, {type(reward).__name__} sha256 {source_identity(reward)['source']}"
+    return _content_of_ours(reward)
+
+
+def _content_of_ours(reward: Any) -> str:
     if isinstance(reward, ModelReward):
         return f"{scorer_fingerprint(reward.model)}, {_reading(reward)}"
     if isinstance(reward, EnsembleReward):
@@ -47,21 +55,19 @@ def content_of(reward: Callable[..., Any]) -> str:
         return f"adapter, sha256 {_adapter_digest(reward.adapter)}"
     if isinstance(reward, RemoteReward):
         return f"server {shown(reward.url)}, model {reward.model or 'not named'}"
-    if isinstance(reward, (JudgeReward, PairwiseReward)):
-        numbers = {name: getattr(reward, name) for name in ("beta", "floor") if hasattr(reward, name)}
-        judged = _short([reward.judge.identity, numbers])
-        return f"judge, sha256 {judged}, constitution {reward.constitution.version[:16]}"
-    return _function(reward)
+    numbers = [reward.beta, reward.floor] if isinstance(reward, PairwiseReward) else []
+    judged = _short([reward.judge.identity, numbers])
+    return f"judge, sha256 {judged}, constitution {reward.constitution.version[:16]}"
 
 
 def columns_read(reward: Callable[..., Any], columns: Sequence[str]) -> list[str]:
-    """Return those of the dataset's columns that a reward function reads, or may read.
+    """Return the dataset's columns that a reward function reads, or may read.
 
-    A parameter of a column's name is read; all columns are where the function uses its `**kwargs`.
+    A function reads a column that is among its parameters, and may read every column if it uses its `**kwargs`.
     """
-    if isinstance(reward, PairwiseReward):
+    if type(reward) is PairwiseReward:
         return [name for name in columns if name == COLUMN]
-    if isinstance(reward, OURS):
+    if type(reward) in OURS:
         return []
     try:
         parameters = inspect.signature(reward).parameters
@@ -90,7 +96,7 @@ def _adapter_digest(adapter: ScoreAdapter) -> str:
 def _function(reward: Callable[..., Any], seen: set[int] | None = None) -> str:
     seen = {id(reward)} if seen is None else seen
     written = _written(reward)
-    # What an object counts or keeps for itself has an underscore before its name.
+    # An underscore marks what an object keeps for itself, such as counters.
     settings = {k: value for k, value in source_identity(reward)["settings"].items() if not k.startswith("_")}
     settings |= _carried(written, seen)
     about = f", settings sha256 {_short(settings)}" if settings else ""
@@ -103,8 +109,8 @@ def _function(reward: Callable[..., Any], seen: set[int] | None = None) -> str:
 
 
 def _written(reward: Callable[..., Any]) -> Any:
-    """Return the function that somebody wrote: behind partials, decorators and methods; of an object its `__call__`,
-    or its class where that is not written in Python."""
+    """Return the function behind partials, decorators and methods; for an object its `__call__`, or its class if that
+    is not written in Python."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     if not inspect.isroutine(reward):
@@ -115,7 +121,7 @@ def _written(reward: Callable[..., Any]) -> Any:
 
 
 def _carried(function: Any, seen: set[int]) -> dict[str, Any]:
-    """Return what a function carries beside its text, in its closure and its defaults: plain values and rewards."""
+    """Return the plain values and the reward functions in a function's closure and defaults."""
     if not inspect.isfunction(function):
         return {}
     values: dict[str, Any] = {}
@@ -137,7 +143,7 @@ def _carried(function: Any, seen: set[int]) -> dict[str, Any]:
 
 
 def _texts(reward: Callable[..., Any], written: Any) -> Iterator[str]:
-    """Yield the text of a function, of the object's class, and of what it reads where it was written."""
+    """Yield the source of a reward function: of its class, of itself, and of what it uses in its script or session."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     if not inspect.isroutine(reward) and not inspect.isclass(written):
@@ -147,7 +153,7 @@ def _texts(reward: Callable[..., Any], written: Any) -> Iterator[str]:
 
 
 def _own_texts(written: Any, seen: set[Any]) -> Iterator[str]:
-    """Yield the text of a function, and of what it reads in the script or session that it was written in."""
+    """Yield the source of a function, and of the functions and values that it uses in its script or session."""
     seen.add(written)
     code = getattr(written, "__code__", None)
     try:
@@ -169,14 +175,14 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _code(value: Any) -> Any:
-    """Return what a function does in terms whose text is the same in every process."""
+    """Return bytecode and constants in a form whose text is the same in every process."""
     if isinstance(value, types.CodeType):
         return [value.co_code.hex(), value.co_names, [_code(constant) for constant in value.co_consts]]
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _reads(code: types.CodeType, name: str) -> bool:
-    """Say whether a function does anything with one of its parameters but delete it."""
+    """Return whether a function uses one of its parameters; deleting it is no use."""
     if name in code.co_cellvars:
         return True
     for instruction in dis.get_instructions(code):

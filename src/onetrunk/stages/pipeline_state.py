@@ -30,7 +30,7 @@ BESIDE = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*")
 # Specs that name a path behind a word, or before one: "reward:folder", "rewards.py:polite".
 PREFIXES = ("reward:",)
 UNCHANGED = "nothing has changed"
-# How long a training is: it goes on to the new end.
+# The length of a training: it resumes and trains to the new end.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
 # Where `prefs` writes its rows, which it replaces where other settings decide them.
 ROWS = "data"
@@ -85,7 +85,7 @@ class PipelineState:
         Args:
             stage: the stage.
             waits_for: earlier stages that are still to run.
-            is_forced: start it anew, whatever it has left.
+            is_forced: start it over even if it is done.
         """
         inputs = self._inputs(stage, waits_for)
         left = tuple(left_behind(stage))
@@ -112,7 +112,7 @@ class PipelineState:
         return Plan(stage, "run", reason, inputs, left if stage.verb in RESUMING_VERBS else ())
 
     def resumable(self, stage: Stage) -> bool:
-        """Say whether a stage that trains has left a checkpoint since it last started anew."""
+        """Return whether a stage that trains has left a checkpoint since it last started over."""
         if stage.verb not in RESUMING_VERBS:
             return False
         checkpoint = last_finished_checkpoint(stage.outputs[0])
@@ -174,9 +174,9 @@ class PipelineState:
 
 
 def _changes(stage: Stage, inputs: dict[str, str | None], record: dict[str, Any]) -> list[str]:
-    """Return what has changed of all that a stage rests on, a phrase each.
+    """Return everything that a stage depends on and that has changed, a phrase each.
 
-    Free settings may change, and what an earlier stage has yet to write is not known.
+    Free settings may change. Files that an earlier stage has yet to write are left out.
     """
     before = {name: digest for name, digest in record.get("inputs", {}).items() if name != CONFIG}
     then, now = record.get("settings"), _compared(stage)
@@ -193,7 +193,7 @@ def _changes(stage: Stage, inputs: dict[str, str | None], record: dict[str, Any]
 
 
 def _other_length(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Say that a training is to have another length than when it ended: a free change, but one to act on."""
+    """Return how the planned length of a training has changed since it ended. A free change, but the stage resumes."""
     then, now = record.get("settings"), _compared(stage)
     names = [name for name in LENGTHS if then and name in stage.free and then.get(name) != now.get(name)]
     return f"another length: {', '.join(_change(name, then, now) for name in names)}" if names else None
@@ -222,7 +222,7 @@ def _short(value: Any) -> str:
 
 
 def left_behind(stage: Stage) -> list[str]:
-    """Return the names of what a stage has left, which it deletes when it starts anew."""
+    """Return the names of what a stage has left and deletes when it starts over."""
     if stage.verb in RESUMING_VERBS:
         return left_by_a_run(stage.outputs[0])
     has_rows = stage.verb == "prefs" and any((stage.outputs[0] / ROWS).glob("*"))
@@ -230,10 +230,10 @@ def left_behind(stage: Stage) -> list[str]:
 
 
 def _damage(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Say what is wrong with the outputs of a stage that ended; None if they are there.
+    """Return what is wrong with the outputs of a finished stage; None if they are all there.
 
-    A result with a manifest has to be as it was written. Other outputs may have been edited by hand since: they count
-    as long as every file is there.
+    A result with a manifest has to be as it was written. Other outputs may have been edited by hand: only missing
+    files count.
     """
     missing = [str(output) for output in stage.outputs if not output.exists()]
     if missing:

@@ -3,9 +3,9 @@
     onetrunk run recipes/tiny/pipeline.yaml --until reward
 
 Every stage is a command in a process of its own, so that its memory is given back. A stage whose inputs are as they
-were when it ended is skipped; one that was interrupted goes on; one that rests on something that changed starts anew,
-and with it all that rest on what it writes. What would be deleted then is named first, and goes only with
-`--overwrite`. Knows commands and their exit codes; no model.
+were when it ended is skipped. One that was interrupted resumes. One that depends on something that changed starts
+over, and so do the stages that depend on its output. Before a stage deletes anything, the run stops and names it,
+unless `--overwrite` is given. Knows commands and their exit codes; no model.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RunArguments:
         first: name of the stage to begin at; those before are taken as they are. None: at the first.
         last: name of the stage to end with; None: the last.
         is_dry: show what would be done, and do nothing.
-        overwrites: let stages that start anew delete what their earlier runs have left.
-        forced: names of stages that start anew whatever they have left.
+        overwrites: let stages that start over delete what their earlier runs have left.
+        forced: names of stages that start over even if they are done.
     """
 
     pipeline: str
@@ -59,7 +59,7 @@ class RunArguments:
     forced: tuple[str, ...] = ()
 
     def may_delete(self, stage: Stage) -> bool:
-        """Say whether a stage may start anew over what it has left."""
+        """Return whether a stage may delete what it has left and start over."""
         return self.overwrites or stage.name in self.forced
 
 
@@ -88,7 +88,7 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
         "--overwrite",
         dest="overwrites",
         action="store_true",
-        help="let a stage that rests on something changed start anew, and delete the checkpoints and the result there",
+        help="let a stage that depends on something changed start over, which deletes its checkpoints and result",
     )
     parser.add_argument(
         "--force",
@@ -96,7 +96,7 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
         metavar="STAGE",
         action="append",
         default=[],
-        help="start this stage anew",
+        help="start this stage over, even if it is done",
     )
     parser.add_argument("--resume", choices=["auto"], help="what a pipeline always does: it goes on where it stopped")
     words = vars(parser.parse_args(list(argv)))
@@ -142,7 +142,7 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
 
     Raises:
         SystemExit: with the exit code of a stage that failed.
-        ValueError: a stage would delete what it has left, and nobody has said that it may.
+        ValueError: a stage would delete what it has left, and neither --overwrite nor --force is given.
     """
     results: dict[str, tuple[str, str]] = {}
     has_run, code = False, 0
@@ -151,7 +151,7 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
         require_may_delete(args, plan)
     for number, (stage, plan) in enumerate(zip(stages, plans, strict=True), 1):
         if has_run:
-            # What has just been written may change what this stage rests on.
+            # The stages before may have changed what this one depends on.
             plan = state.plan(stage, is_forced=stage.name in args.forced)
         if plan.action == "done":
             results[stage.name] = ("skipped", "" if plan.reason == UNCHANGED else plan.reason)
@@ -183,7 +183,7 @@ def plans_of(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) 
 
 
 def require_may_delete(args: RunArguments, plan: Plan) -> None:
-    """Refuse to start a stage anew over what it has left, unless `--overwrite` or `--force` says so.
+    """Reject a plan that deletes what a stage has left, unless `--overwrite` or `--force` allows it.
 
     Raises:
         ValueError: names what has changed and what would be deleted.
@@ -195,21 +195,21 @@ def require_may_delete(args: RunArguments, plan: Plan) -> None:
     if plan.reason.startswith("changed"):
         to_keep = "undo the change"
         if plan.stage.verb in RESUMING_VERBS:
-            to_keep += ", or set allow_config_change: true in its config to go on from the last checkpoint"
+            to_keep += ", or set allow_config_change: true in its config to resume from the last checkpoint"
         to_keep += "; "
     forced = [stage for stage in args.forced if stage != plan.stage.name]
     raise ValueError(
-        f"stage {plan.stage.name} would start anew ({plan.reason}) and delete {what}; {to_keep}to delete it:"
+        f"stage {plan.stage.name} would start over ({plan.reason}) and delete {what}; {to_keep}to delete it, run:"
         f" {command_again(replace(args, overwrites=True), forced)}"
     )
 
 
 def command_again(args: RunArguments, forced: Sequence[str]) -> str:
-    """Return the command of this run as it is to be repeated.
+    """Return the command that repeats this run.
 
     Args:
         args: of this run.
-        forced: names of the stages that are still to start anew.
+        forced: names of the stages that still have to start over.
     """
     options = (("--from", args.first), ("--until", args.last), *(("--force", name) for name in forced))
     words = [word for option, name in options if name for word in (option, name)]
@@ -283,16 +283,16 @@ def _wait(process: subprocess.Popen) -> int:
 
 
 def way_in(plan: Plan, state: PipelineState) -> list[str]:
-    """Return the words that let a stage go on where it stopped, or start anew over what it left."""
+    """Return the words that make a stage resume where it stopped, or delete what it left and start over."""
     stage = plan.stage
     if plan.action == "run":
         return list(OVERWRITE) if plan.deletes else []
     if stage.verb in RESUMING_VERBS:
-        # Without a checkpoint of its own it may have left a part of a result, and finds what it was to delete.
+        # Without a checkpoint of its own, only parts of a result are there, or what it was allowed to delete.
         return ["--resume_from_checkpoint", "auto"] if state.resumable(stage) else list(OVERWRITE)
-    # The ledger of `prefs` stays, so that nothing is bought twice; the rows go if they were to go when it began.
-    is_begun = stage.verb == "prefs" and state.stages[stage.name].get("overwrites", True)
-    return list(OVERWRITE) if is_begun else []
+    # `prefs` keeps its ledger, so nothing is bought twice; it replaces the rows if that was allowed when it began.
+    may_replace = stage.verb == "prefs" and state.stages[stage.name].get("overwrites", True)
+    return list(OVERWRITE) if may_replace else []
 
 
 def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:

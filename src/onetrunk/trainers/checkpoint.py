@@ -38,7 +38,7 @@ from onetrunk.models.base_marks import BASE_FILE, write_base_marks
 from onetrunk.trainers.disk_room import require_room
 from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
 from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
-from onetrunk.trainers.resume_point import LOOP_FILES, locate, open_mirror
+from onetrunk.trainers.resume_point import AUTO, LOOP_FILES, locate, open_mirror
 from onetrunk.trainers.secret_free import without_secrets
 from onetrunk.trainers.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.trainers.writing import install, reading, require_finite_weights, writing
@@ -129,7 +129,9 @@ class SafeCheckpoints(Trainer):
                 check_plain_settings(self._resume_from, self._settings, self.args.allow_config_change)
         if self._mirror is not None:
             overwrite = getattr(self.args, "overwrite_output_dir", False)
-            self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()))
+            # A stage passes the checkpoint that it found for "auto", or none; its arguments still say "auto".
+            is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
+            self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
         if not self.args.should_save:
             return self._train_until_stopped(**kwargs)
         os.makedirs(self.args.output_dir, exist_ok=True)
