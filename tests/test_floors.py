@@ -20,6 +20,7 @@ FLOORS = {
     "types": 0,
     "files": 0,
     "locks": 0,
+    "output": 0,
     "quiet": 0,
     "names": 0,
     "redaction": 0,
@@ -43,7 +44,7 @@ HUGGING_FACE = set("transformers peft trl accelerate datasets huggingface_hub to
 # Unstable by their authors' own word.
 UNSTABLE = ("trl.trainer.utils", "trl.experimental", "trl.kernels", "trl.generation")
 MAY_PRINT = {"cli", "stages"}
-MAX_FILE_LINES = 320
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 
@@ -219,7 +220,7 @@ def test_relative_imports_in_a_package_are_resolved_from_the_package():
         ("onetrunk.ops.losses", "x = 1\n"),
         ("onetrunk.ops.losses", '"""  """\n'),
         ("onetrunk", ""),
-        ("onetrunk.ops.losses", GOOD + "\n" * 320),
+        ("onetrunk.ops.losses", GOOD + "\n" * 600),
         ("onetrunk.ops.losses", GOOD + "def f():\n" + "    x = 1\n" * 60),
         ("onetrunk.ops.losses", GOOD + "class C:\n    async def f(self):\n" + "        x = 1\n" * 60),
     ],
@@ -229,5 +230,5 @@ def test_each_other_rule_catches_its_violation(module, source):
 
 
 def test_sizes_at_the_limit_pass():
-    assert problems(GOOD + "\n" * 319, "onetrunk.ops.losses") == []
+    assert problems(GOOD + "\n" * 599, "onetrunk.ops.losses") == []
     assert problems(GOOD + "def f():\n" + "    x = 1\n" * 59, "onetrunk.ops.losses") == []

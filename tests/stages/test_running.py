@@ -167,7 +167,7 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(tmp_path, base
     resume = ["--resume_from_checkpoint", "true"]
     assert stage(base, verb, tmp_path, *PLANS[verb], *resume) == 0
     said = capsys.readouterr().out + caplog.text
-    assert "nothing is left to train" in said and "checkpoint-2 is at step 2" in said and "to train on" in said
+    assert "nothing is left to train" in said and "is finished at step 2" in said and "to train on" in said
     assert not (tmp_path / "checkpoint-3").exists()
     assert stage(base, verb, tmp_path, *LONGER[verb], *resume, "--overwrite_output_dir", "true") == 0
     assert (tmp_path / "checkpoint-2").is_dir() and (tmp_path / "checkpoint-4").is_dir()

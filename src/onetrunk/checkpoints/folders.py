@@ -16,6 +16,8 @@ from onetrunk.checkpoints.manifest import MANIFEST, problems, sync
 
 PREFIX = "checkpoint-"
 STAGING = ".saving"
+# Written last of all by a stage, beside the result. On the Hub no name with an underscore is uploaded.
+FINISHED = "_finished.json"
 # Always kept: the last may be damaged by what ends the run.
 LEAST_KEPT = 2
 
@@ -57,16 +59,22 @@ def publish(source: Path, target: Path) -> None:
         OSError: the disk is full, ...; what had the name has it still, or lies whole in the folder of `source`.
     """
     replaced = source.with_name(f"{source.name}.replaced")
-    if target.exists():
+    if os.path.lexists(target):
         os.rename(target, replaced)
     os.rename(source, target)
     sync(target.parent)
-    if replaced.exists():
+    if os.path.lexists(replaced):
         delete(replaced)
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder, its manifest first, so that half of it is never taken for a whole one."""
+    """Delete a folder, its manifest first, so that half of it is never taken for a whole one.
+
+    Of a link only the link goes: what it leads to may be somebody's only copy.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
