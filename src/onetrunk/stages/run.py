@@ -10,7 +10,6 @@ and with it all that rest on what it writes. Knows commands and their exit codes
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import time
@@ -177,14 +176,14 @@ def execute(plan: Plan, state: PipelineState) -> int:
 
 
 def _wait(process: subprocess.Popen) -> int:
-    """Wait for a stage; hand a SIGTERM on, and give it the time to end by itself after Ctrl-C, which it gets too."""
+    """Wait for a stage; hand a signal on, and give it the time to end by itself after Ctrl-C, which it gets too."""
     try:
         code = process.wait()
     except KeyboardInterrupt:
         process.wait()
         raise
-    except Terminated:
-        process.send_signal(signal.SIGTERM)
+    except Terminated as stop:
+        process.send_signal(stop.number)
         process.wait()
         raise
     return code if code >= 0 else 128 - code
