@@ -59,8 +59,10 @@ def test_text_that_the_encoding_lacks_is_shown_escaped(tmp_path, encoding, expec
 
 def test_a_command_shows_its_table_in_ascii(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}')
-    (tmp_path / "sft.yaml").write_text("model_name_or_path: base\ndataset_name: rows.jsonl\n")
-    (tmp_path / "p.yaml").write_text("output_dir: \u00fcben\nstages:\n  sft: {config: sft.yaml}\n", encoding="utf-8")
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: base\ndataset_name: rows.jsonl\noutput_dir: \u00fcben/sft\n", encoding="utf-8"
+    )
+    (tmp_path / "p.yaml").write_text("output_dir: all\nstages:\n  sft: {config: sft.yaml}\n", encoding="utf-8")
     command = [sys.executable, "-m", "onetrunk.cli", "run", "p.yaml", "--dry-run"]
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=env)

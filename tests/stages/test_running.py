@@ -199,7 +199,7 @@ def test_a_training_that_is_terminated_names_its_checkpoint(tmp_path, base):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "onetrunk.cli", "sft", *map(str, words)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 250
     while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()

@@ -20,6 +20,7 @@ from tests.trainers.killing import copied, digest_of, exit_code
 from tests.trainers.support import assert_same, make_trainer, prompts, trained_weights
 
 LAST = {"ppo_best": 12, "ppo_monitor": 12, "ppo_stopped": 12, "sft_best": 9, "reward_best": 9, "distill_best": 9}
+pytestmark = pytest.mark.timeout(3600)
 # Made by the tests.
 APART = ("digest.json", "seconds.json", "events.json", "_run.lock")
 
@@ -94,7 +95,6 @@ def test_a_run_killed_while_it_ends_ends_the_same(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", LAST)
 def test_a_run_killed_before_any_write_after_its_last_step_ends_the_same(kind):
     for fatal in range(1, len(ending(kind).events) + 1):

@@ -37,6 +37,7 @@ PLACES = {
     "reward_best": {9: "after the last step"},
     "distill_best": {9: "after the last step"},
 }
+pytestmark = pytest.mark.timeout(3600)
 CASES = [(kind, step) for kind, steps in PLACES.items() for step in steps]
 
 
