@@ -1,6 +1,6 @@
-"""Checkpoint folders that are links: of a link only the link is deleted."""
+"""Checkpoint folders that are links, of which only the link is deleted, and those of an abandoned course."""
 
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, publish, rotate
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, publish, rotate, set_aside_later
 from onetrunk.checkpoints.manifest import write_manifest
 
 
@@ -32,3 +32,14 @@ def test_a_checkpoint_takes_the_place_of_a_link(tmp_path):
         assert not target.is_symlink() and checkpoint_problems(target) == []
         target.rename(new)
     assert checkpoint_problems(elsewhere) == []
+
+
+def test_checkpoints_of_an_abandoned_course_are_renamed_each_to_a_name_of_its_own(tmp_path):
+    for _ in range(2):
+        for step in (1, 2, 3):
+            if not (tmp_path / f"checkpoint-{step}").exists():
+                checkpoint(tmp_path / f"checkpoint-{step}", step)
+        aside = set_aside_later(tmp_path, 1)
+        assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-1"]
+        assert len(aside) == 2 and all(path.is_dir() for path in aside)
+    assert len(list(tmp_path.iterdir())) == 5

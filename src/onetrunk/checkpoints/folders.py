@@ -7,6 +7,7 @@ training.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -65,6 +66,22 @@ def publish(source: Path, target: Path) -> None:
     sync(target.parent)
     if os.path.lexists(replaced):
         delete(replaced)
+
+
+def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]:
+    """Rename the finished checkpoints after a step, from which a run takes another course; return their new names.
+
+    They are the newest by their step: rotation would delete the new course's checkpoints in their place, and a run
+    that is resumed would go on from them.
+    """
+    aside = []
+    for folder in checkpoint_folders(output_dir):
+        if step_of(folder) > step and (folder / MANIFEST).is_file():
+            names = (folder.with_name(f"{folder.name}.aside{number}") for number in itertools.count())
+            name = next(name for name in names if not os.path.lexists(name))
+            os.rename(folder, name)
+            aside.append(name)
+    return aside
 
 
 def delete(folder: Path) -> None:

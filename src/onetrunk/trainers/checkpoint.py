@@ -30,6 +30,7 @@ from onetrunk.checkpoints.folders import (
     described,
     publish,
     rotate,
+    set_aside_later,
 )
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
@@ -232,7 +233,16 @@ class SafeCheckpoints(Trainer):
         if self._resume_from is not None:
             if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
                 self._saved_step = self.state.global_step
+                self._set_aside_later()
             self.load_own_loop_state(load_loop_state(self, self._resume_from))
+
+    def _set_aside_later(self) -> None:
+        aside = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
+        if aside:
+            logger.warning(
+                f"this run goes on from step {self.state.global_step}; the checkpoints after it are set aside as"
+                f" {', '.join(path.name for path in aside)}: delete them if you need them no more"
+            )
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any) -> None:
         # At the end of a pass Trainer comes here twice, and a checkpoint of the first time would lack what the second
