@@ -301,10 +301,12 @@ def killed_while_saving(kind: str, folder: Path, step: int, fatal: int) -> None:
 
 def killed_after(kind: str, folder: Path, step: int) -> None:
     """Save at every step, and die before the save after `step`; after the last step, before the result is written."""
-    trainer = KINDS[kind](folder, save_steps=1)
+    trainer = KINDS[kind](folder)
 
     class Dies(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
+            # Not by save_steps, which has to be a multiple of eval_steps where the best checkpoint is loaded.
+            control.should_save = trainer.may_save()
             if state.global_step == step + 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
