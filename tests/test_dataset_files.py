@@ -184,3 +184,14 @@ def test_a_saved_dataset_may_not_name_files_outside_of_its_folder(tmp_path):
     (tmp_path / "dict/dataset_dict.json").write_text(json.dumps({"splits": ["../private"]}))
     with pytest.raises(ValueError, match="a split that .*dataset_dict.json names"):
         load_rows(tmp_path / "dict", split="../private")
+
+
+def test_a_cache_that_takes_no_files_is_not_taken_for_damaged_rows(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "file").write_text("")
+    cache = tmp_path / "file/cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+    with pytest.raises(
+        RuntimeError, match=f"^{cache}, where rows are cached, cannot be written .Not a directory.; make"
+    ):
+        load_rows(tmp_path / "rows.jsonl")

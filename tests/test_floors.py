@@ -22,6 +22,7 @@ FLOORS = {
     "yaml_files": 0,
     "chat_template": 1,
     "locks": 0,
+    "output": 0,
     "quiet": 0,
     "names": 0,
     "redaction": 0,
@@ -231,5 +232,5 @@ def test_each_other_rule_catches_its_violation(module, source):
 
 
 def test_sizes_at_the_limit_pass():
-    assert problems(GOOD + "\n" * 319, "onetrunk.ops.losses") == []
+    assert problems(GOOD + "\n" * 599, "onetrunk.ops.losses") == []
     assert problems(GOOD + "def f():\n" + "    x = 1\n" * 59, "onetrunk.ops.losses") == []

@@ -3,17 +3,23 @@ loaded unasked or unpinned. The rules are read off the source; what they mean is
 
 import ast
 import json
+import shutil
 
 import pytest
 import yaml
+from peft import LoraConfig
 
 from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.local import load_causal_judge
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.models.backbone import load_base, load_tokenizer
+from onetrunk.models.build import build_trunk
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
+from onetrunk.models.score_adapter import load_adapter_scorer, read_score_adapter
 from onetrunk.models.scorer import load_scorer
 from onetrunk.models.sources import load_config, pinned_source
+from onetrunk.stages.eval import restore_reference
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
@@ -240,3 +246,61 @@ def test_a_stage_refuses_remote_code_without_a_pinned_commit(remote, capsys, ver
 def test_a_stage_without_the_option_knows_none(remote, capsys, verb):
     assert stage(remote, verb, *TRUST) == 2
     assert "trust_remote_code" in capsys.readouterr().err
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pickled(tmp_path_factory):
+    """An adapter whose weights are a pickle that leaves a file where it is loaded."""
+    folder = tmp_path_factory.mktemp("pickled")
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(folder / "base"))
+    for task in ("CAUSAL_LM", "SEQ_CLS"):
+        config.task_type = task
+        config.save_pretrained(folder / task)
+        tiny_tokenizer().save_pretrained(folder / task)
+        call = f"cos\nsystem\n(S'touch {folder}/ran'\ntR."
+        (folder / task / "adapter_model.bin").write_bytes(call.encode())
+    return folder
+
+
+ADAPTER_LOADERS = {
+    "trainer": lambda name: build_trunk(name, None),
+    "judge": lambda name: load_causal_judge(name),
+    "reward judge": lambda name: load_reward_judge(name, device=None),
+    "reward adapter": read_score_adapter,
+    "reward model": load_adapter_scorer,
+}
+
+
+@pytest.mark.parametrize("loader", ADAPTER_LOADERS)
+def test_an_adapter_with_pickled_weights_is_refused_before_they_are_read(pickled, loader):
+    name = str(pickled / ("CAUSAL_LM" if loader in ("trainer", "judge") else "SEQ_CLS"))
+    with pytest.raises(
+        ValueError, match=r"no adapter_model\.safetensors: its weights are pickled \(adapter_model\.bin"
+    ):
+        ADAPTER_LOADERS[loader](name)
+    assert not (pickled / "ran").exists()
+
+
+@pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
+def test_a_stage_refuses_an_adapter_with_pickled_weights(pickled, capsys, verb):
+    words = ["--reward_funcs", f"{pickled}/short.py:short"]
+    (pickled / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    if verb == "prefs":
+        (pickled / "c.yaml").write_text("name: short\nprinciples:\n  - text: Short.\n    tags: [short]\n")
+        words = ["--judge", "rubric", "--constitution", f"{pickled}/c.yaml"]
+        words += ["--rubric", json.dumps({"short": f"{pickled}/short.py:short"})]
+    assert stage(pickled / "CAUSAL_LM", verb, *words) == 1
+    assert "its weights are pickled (adapter_model.bin)" in capsys.readouterr().err
+    assert not (pickled / "ran").exists()
+
+
+def test_a_reference_with_pickled_weights_is_refused(pickled):
+    whole = pickled / "whole"
+    shutil.copytree(pickled / "CAUSAL_LM", whole / "reference")
+    with pytest.raises(ValueError, match="its weights are pickled"):
+        restore_reference(None, str(whole), "main")

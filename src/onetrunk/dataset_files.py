@@ -6,8 +6,10 @@ what is in a row; `data.py` checks that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,9 +96,31 @@ def _build(builder: str, path: Path, files: list[Path], split: str, **settings: 
         rows.data.validate(full=True)  # The JSON reader takes any bytes for text.
         return rows
     except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
+        require_cache()
         cause = _json_fault(files) or str(error.__cause__ or error).strip()
         raise ValueError(
             f"{path} cannot be read as split {split!r}: {cause}; repair it or name another split"
+        ) from error
+
+
+def require_cache() -> None:
+    """Refuse a cache of datasets that takes no files: the loader's errors would be taken for those of the rows.
+
+    Raises:
+        RuntimeError: names the folder.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE)
+    probe = folder / f".{secrets.token_hex(8)}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        raise RuntimeError(
+            f"{folder}, where rows are cached, cannot be written ({error.strerror}); make room there, or set"
+            " HF_DATASETS_CACHE or HF_HOME to another folder"
         ) from error
 
 
@@ -208,6 +232,9 @@ def _load_hub(name: str, split: str, config_name: str | None, revision: str | No
         ) from error
     except ConnectionError as error:
         raise RuntimeError(f"the Hub did not answer for dataset {name}: {error}; try again or give a file") from error
+    except OSError:
+        require_cache()
+        raise
     except (ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"dataset {name}, config {config_name!r}, split {split!r}: {error}") from error
 

@@ -81,8 +81,12 @@ class WriterLock:
         )
 
     def _write(self, text: str) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text.encode(), 0)
+        except OSError as error:
+            error.filename = str(self.file)  # A descriptor has no name.
+            raise
 
 
 def _boot_id() -> str:

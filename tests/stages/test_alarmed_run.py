@@ -16,6 +16,7 @@ alarm_patience: 2
 alarm_kl: null
 stop_on_alarm: {names}
 """
+GO_ON = ["--continue_ended_run", "true", "--save_strategy", "steps"]
 
 
 @pytest.mark.parametrize("names", ["all", "[entropy, negative_kl]"])
@@ -32,9 +33,15 @@ def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tm
     logged = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert [entry["alarm/entropy"] for entry in logged if "alarm/entropy" in entry] == [0.0, 1.0]
     assert not any("alarm/kl" in entry for entry in logged)
-    # Limits and stops are free to change.
+    # It has ended, whatever is planned now, unless that is meant. Limits and stops are free to change.
     options = ["--num_rollouts", 3, "--stop_on_alarm", "null", "--alarm_entropy", 0.001]
     assert run("ppo", "--config", "ppo.yaml", "--resume", "auto", *options) == 0
+    assert "finished at step 8, where it was ended (alarm entropy at step 8); set continue_ended_run to true" in (
+        capsys.readouterr().out
+    )
+    assert checkpoint_folders("out-ppo") == [folder]
+    assert run("ppo", "--config", "ppo.yaml", "--resume", "auto", *options, *GO_ON) == 0
+    assert checkpoint_folders("out-ppo")[-1].name == "checkpoint-12"
     assert (tmp_path / "out-ppo" / "manifest.json").is_file()
     assert "ppo: the last alarm" not in capsys.readouterr().out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -26,10 +27,14 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from transformers import PreTrainedModel, TrainerCallback
 
+from onetrunk import cli
+from onetrunk.judges.base import Principle, Rating
+from onetrunk.judges.constitution import Constitution
 from onetrunk.locks import held_folder
 from onetrunk.models.new_scorer import scorer_from_config
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.trainers.distill import RewardDistillationConfig, RewardDistillationTrainer
+from onetrunk.trainers.hacking_monitor import HackingMonitor
 from onetrunk.trainers.reward import RewardModelConfig, RewardModelTrainer
 from onetrunk.trainers.sft import ResumableSFTTrainer
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -50,6 +55,9 @@ PPO = {
     "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1, "logging_steps": 3,
     "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2,
 }  # fmt: skip
+# The first of the evaluations is the best one: the checkpoint that is loaded at the end is not the last.
+BEST = {"eval_strategy": "steps", "load_best_model_at_end": True}
+BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}
 
 
 def words(i: int, count: int) -> str:
@@ -78,9 +86,12 @@ def sft(folder: Path, **settings: Any) -> Any:
     args = SFTArguments(output_dir=str(folder), **{**PLAIN, **settings})
     model = tiny_model("llama", num_hidden_layers=2)
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.3, target_modules="all-linear", task_type="CAUSAL_LM")
-    return ResumableSFTTrainer(
-        model=model, args=args, train_dataset=rows, processing_class=tiny_tokenizer(), peft_config=config
-    )
+    parts = {"processing_class": tiny_tokenizer(), "peft_config": config, "eval_dataset": held_out(rows, args)}
+    return ResumableSFTTrainer(model=model, args=args, train_dataset=rows, **parts)
+
+
+def held_out(rows: Dataset, args: Any) -> Dataset | None:
+    return None if str(args.eval_strategy.value) == "no" else rows.select(range(4))
 
 
 def scorer() -> PreTrainedModel:
@@ -91,17 +102,36 @@ def scorer() -> PreTrainedModel:
 
 def reward(folder: Path, **settings: Any) -> Any:
     args = RewardModelConfig(output_dir=str(folder), **{**PLAIN, **settings})
-    return RewardModelTrainer(scorer(), args, pairs(), None, tiny_tokenizer())
+    return RewardModelTrainer(scorer(), args, pairs(), held_out(pairs(), args), tiny_tokenizer())
 
 
 def distill(folder: Path, **settings: Any) -> Any:
     rows = pairs().map(lambda row, i: {"chosen_score": 0.1 * i, "rejected_score": -0.05 * i}, with_indices=True)
     args = RewardDistillationConfig(output_dir=str(folder), **{**PLAIN, **settings})
-    return RewardDistillationTrainer(scorer(), args, rows, None, tiny_tokenizer())
+    return RewardDistillationTrainer(scorer(), args, rows, held_out(rows, args), tiny_tokenizer())
 
 
 def ppo(folder: Path, **settings: Any) -> Any:
     return make_trainer(folder, dataset=prompts(6), reward=drawing, **{**PPO, **settings})
+
+
+class Brevity:
+    """Rates a completion the higher, the shorter it is."""
+
+    name = "brevity"
+    identity = {"judge": "brevity"}
+
+    def rate(self, prompts: Any, completions: Any, principle: Principle, done: Any = None) -> list[Rating]:
+        return [Rating(1 / (1 + len(text))) for text in completions]
+
+
+def ppo_monitor(folder: Path, **settings: Any) -> Any:
+    """Evaluate and measure; the monitor's best step is not the last."""
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "eval_dataset": prompts(4), **settings}
+    trainer = ppo(folder, **settings)
+    constitution = Constitution("brief", (Principle("Is the reply brief?", tags=("brief",)),))
+    HackingMonitor(Brevity(), constitution, window=2).attach(trainer)
+    return trainer
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -120,9 +150,17 @@ KINDS: dict[str, Callable[..., Any]] = {
     "ppo_stopped": lambda folder, **s: ppo(
         folder, alarm_entropy=10.0, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
     ),
+    "ppo_best": lambda folder, **s: ppo(
+        folder, **{**BEST, "eval_steps": 3, "metric_for_best_model": "score/mean", "eval_dataset": prompts(4), **s}
+    ),
+    "ppo_monitor": ppo_monitor,
     "sft": sft,
     "reward": reward,
     "distill": distill,
+    **{
+        f"{name}_best": lambda folder, kind=kind, **s: kind(folder, **{**BEST, "eval_steps": 2, **s})
+        for name, kind in (("sft", sft), ("reward", reward), ("distill", distill))
+    },
 }
 
 
@@ -132,7 +170,12 @@ def digest(trainer: Any) -> dict[str, str]:
         "weights": {n: p for n, p in trainer.model.named_parameters() if p.requires_grad},
         "metrics": without_wall_clock(trainer.state.log_history),
         "step": [trainer.state.global_step, trainer.state.epoch],
+        "ended": trainer.ended,
+        "best": [trainer.state.best_global_step, trainer.state.best_metric],
     }
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, HackingMonitor):
+            parts["monitor"] = callback.summary()
     if trainer.optimizer is not None:
         state = trainer.optimizer.state_dict()
         parts |= {
@@ -151,6 +194,14 @@ def digest(trainer: Any) -> dict[str, str]:
         if trainer.optimizer is not None:
             parts["alarms"] = trainer.alarms.state_dict()
     return {name: hashlib.sha256(_text(part)).hexdigest() for name, part in parts.items()}
+
+
+def evaluated(trainer: Any) -> str:
+    """Return a digest of what a stage says of the trained model in the end, but for times."""
+    final = trainer.final_evaluation() if hasattr(trainer, "final_evaluation") else trainer.evaluate()
+    return hashlib.sha256(
+        _text({name: value for name, value in final.items() if "_per_" not in name and "time" not in name})
+    ).hexdigest()
 
 
 def _text(value: Any) -> bytes:
@@ -172,6 +223,8 @@ def finish(kind: str, folder: Path, resume: str | None = "auto", **settings: Any
     trainer.train(resume_from_checkpoint=resume)
     found = digest(trainer)
     trainer.save_model()
+    if trainer.eval_dataset is not None:
+        found["evaluation"] = evaluated(trainer)
     (folder / "digest.json").write_text(json.dumps(found))
     (folder / "seconds.json").write_text(json.dumps(time.perf_counter() - start))
 
@@ -247,13 +300,18 @@ def killed_while_saving(kind: str, folder: Path, step: int, fatal: int) -> None:
 
 
 def killed_after(kind: str, folder: Path, step: int) -> None:
-    """Save at every step, and die before the save after `step`."""
-    trainer = KINDS[kind](folder, save_steps=1)
+    """Save at every step, and die before the save after `step`; after the last step, before the result is written."""
+    trainer = KINDS[kind](folder)
 
     class Dies(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
+            # Not by save_steps, which has to be a multiple of eval_steps where the best checkpoint is loaded.
+            control.should_save = trainer.may_save()
             if state.global_step == step + 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.add_callback(Dies())
     trainer.train()
@@ -403,15 +461,42 @@ def signalled_evaluating(folder: Path, settings: dict[str, Any]) -> None:
     finish_evaluating(folder, settings, hook)
 
 
-def signalled_twice(folder: Path) -> None:
-    """Finish a PPO run that gets Ctrl-C twice in one update; the second one is an interrupt as ever."""
+def unread(kind: str, folder: Path, step: int) -> None:
+    """Finish a run that prints into a pipe whose reader ends after a step, as that of `onetrunk ppo | head`."""
+    reader, writer = os.pipe()
+    sys.stdout = open(writer, "w", buffering=1)
+    trainer = KINDS[kind](folder, logging_steps=1)
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                os.close(reader)
+
+    trainer.add_callback(Ends())
+    trainer.train(resume_from_checkpoint="auto")
+    (folder / "digest.json").write_text("{}")
+
+
+def command_limited(folder: Path, words: list[str]) -> None:
+    """Run a command in `folder` that can write no byte to any file; write down what it says."""
+    os.chdir(folder)
+    sys.stderr = io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    code = cli.main(words)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (folder / "said.txt").write_text(sys.stderr.getvalue())
+    sys.exit(code)
+
+
+def signalled_twice(folder: Path, number: int = signal.SIGINT) -> None:
+    """Finish a PPO run that gets a signal twice in one update; a second Ctrl-C is an interrupt as ever."""
     trainer = ppo(folder)
 
     class Twice(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if state.global_step == 7:
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number)
 
     trainer.add_callback(Twice())
     trainer.train(resume_from_checkpoint="auto")
@@ -423,4 +508,18 @@ def forked(target: Callable[..., None], *args: Any) -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")
     # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The same under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     target(*args)
+
+
+def command_killed_at(folder: Path, out: str, words: list[str], fatal: int) -> None:
+    """Run a command in `folder`, counting what it does to its output folder, and die at event number `fatal`; write
+    all of them down where there is none."""
+    os.chdir(folder)
+    events = FileEvents(folder / out, fatal)
+    events.is_on = True
+    code = cli.main(words)
+    events.is_on = False
+    (folder / f"{out}.json").write_text(json.dumps(events.seen))
+    sys.exit(code)

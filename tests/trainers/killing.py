@@ -15,7 +15,8 @@ from tests.trainers import crash_runs
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.trainers.crash_runs"])
-LONGEST = 120
+# In seconds; a hanging process is found, a busy machine is not taken for one.
+LONGEST = 900
 
 
 def started(target: Callable[..., None], *args: Any) -> Any:

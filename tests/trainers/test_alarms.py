@@ -217,9 +217,31 @@ def test_from_the_last_good_checkpoint_the_run_goes_on_as_it_was(tmp_path):
     assert_same(trained_weights(resumed.model), trained_weights(well.model))
 
 
-def test_resumed_where_an_alarm_ended_it_the_run_ends_again_after_the_patience(tmp_path, caplog):
+def test_from_the_last_good_checkpoint_a_run_has_its_own_checkpoints_and_not_those_after_it(tmp_path):
+    """Rotation would take them for the newest, and `--resume auto` for the last."""
     stopping(tmp_path, stop_on_alarm=["true"]).train()
-    again = stopping(tmp_path, stop_on_alarm=["true"])
+    settings = {"stop_on_alarm": ["true"], "num_rollouts": 4, "save_total_limit": 2}
+    resumed = stopping(tmp_path, backend=ByRollout(lambda number: LONG), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.global_step == 8 and resumed.ended is None
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
+    assert (tmp_path / "checkpoint-12.aside0").is_dir()
+
+
+def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, caplog):
+    first = stopping(tmp_path, stop_on_alarm=["true"])
+    first.train()
+    again = stopping(tmp_path, stop_on_alarm=["true"], num_rollouts=20)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 12 and again.ended == first.ended == "alarm repeated_ngrams at step 12"
+    assert_same(trained_weights(again.model), trained_weights(first.model))
+    sentence = "checkpoint-12 is at step 12, where the run was ended (alarm repeated_ngrams at step 12); set "
+    assert sentence + "continue_ended_run to true to train on" in caplog.text
+
+
+def test_continued_where_an_alarm_ended_it_the_run_ends_again_after_the_patience(tmp_path, caplog):
+    stopping(tmp_path, stop_on_alarm=["true"]).train()
+    again = stopping(tmp_path, stop_on_alarm=["true"], continue_ended_run=True)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 12 + 6
     assert len(said(caplog)) == 2

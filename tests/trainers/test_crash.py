@@ -24,10 +24,13 @@ from tests.trainers.killing import (
     uninterrupted,
 )
 
-# A run that an alarm has ended goes on when it is resumed: it has two ends.
-KINDS = tuple(kind for kind in crash_runs.KINDS if kind != "ppo_stopped")
-# How many parts the failpoints of a save are dealt to, so that several workers share them.
-PARTS = 4
+# Dozens of processes in a test: how long that takes is the machine's to say.
+pytestmark = pytest.mark.timeout(3600)
+KINDS = tuple(crash_runs.KINDS)
+# How many parts the failpoints of a save are dealt to, so that several workers share them. Every part has failpoints
+# of all the save; one of them is no slow test.
+PARTS = 5
+SAVES = [(kind, part) for kind in ("ppo", "sft") for part in range(PARTS)]
 # The checkpoint whose writing is killed: the third, when one is rotated away.
 THIRD = {"ppo": 9, "sft": 6}
 
@@ -55,8 +58,10 @@ def of_one_save(events: list[str]) -> int:
     return begins[1]
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("kind", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case != ("ppo", 0) else case for case in SAVES],
+)
 def test_a_run_killed_before_any_write_of_a_save_resumes_exactly(tmp_path, kind, part):
     events = file_events(kind)
     last = of_one_save(events)
@@ -77,7 +82,7 @@ def test_the_failpoints_are_every_kind_of_event():
     assert len(events) > 40
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_killed_before_any_write_of_its_result_leaves_all_of_it_or_says_that_it_is_none(tmp_path, every):
     events = file_events("ppo")
     begins = max(i for i, event in enumerate(events) if event == "os.mkdir .saving")
@@ -158,8 +163,8 @@ def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, 
     resumed_equals_uninterrupted(kind, tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_ctrl_c_and_the_warning_of_a_scheduler_stop_alike(tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_ctrl_c_the_warning_of_a_scheduler_and_a_closed_terminal_stop_alike(tmp_path, number):
     assert exit_code(crash_runs.signalled, "ppo", tmp_path, "token", 10, number) == 0
     assert not (tmp_path / "digest.json").exists()
     resumed_equals_uninterrupted("ppo", tmp_path)
@@ -181,6 +186,20 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert exit_code(crash_runs.signalled_twice, tmp_path) == 1
     assert not (tmp_path / "digest.json").exists()
     resumed_equals_uninterrupted("ppo", tmp_path)
+
+
+def test_a_closed_terminal_that_is_told_twice_does_not_stop_at_once(tmp_path):
+    """By the system and by the shell."""
+    assert exit_code(crash_runs.signalled_twice, tmp_path, signal.SIGHUP) == 0
+    assert checkpoint_folders(tmp_path)[-1].name == "checkpoint-8" and not (tmp_path / "digest.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_a_run_whose_output_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path, kind):
+    assert exit_code(crash_runs.unread, kind, tmp_path, 4) == 0
+    assert not (tmp_path / "digest.json").exists()
+    assert checkpoint_folders(tmp_path)[-1].name == "checkpoint-4"
+    assert checkpoint_problems(tmp_path / "checkpoint-4") == []
 
 
 def test_a_run_that_goes_on_elsewhere_and_stops_at_once_has_a_checkpoint_there(tmp_path):

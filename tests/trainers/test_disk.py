@@ -10,6 +10,7 @@ import pytest
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.locks import held_folder
 from tests.checkpoints.hooked_store import HookedFileSystem, nothing, register
+from tests.stages.small_runs import make_material, words_of
 from tests.trainers import crash_runs
 from tests.trainers.killing import CONTEXT, digest_of, exit_code, resumed_equals_uninterrupted, started, uninterrupted
 from tests.trainers.support import make_trainer, prompts
@@ -160,3 +161,12 @@ def test_a_mirror_that_dies_in_the_middle_does_not_stop_the_run(tmp_path, caplog
     trainer = make_trainer(tmp_path / "out", callbacks=[Dies()], **settings)
     trainer.train()
     assert trainer.state.global_step == 4 and len(checkpoint_folders(tmp_path / "out")) == 4
+
+
+@pytest.mark.parametrize("verb", ["sft", "ppo"])
+def test_a_disk_that_is_full_at_the_start_is_one_sentence(tmp_path, verb):
+    make_material(tmp_path)
+    assert exit_code(crash_runs.command_limited, tmp_path, words_of(verb)) == 1
+    said = (tmp_path / "said.txt").read_text().strip().splitlines()
+    assert "cannot be written (File too large); make room there, or choose another output_dir, another" in said[-1]
+    assert "Errno" not in said[-1] and f"out-{verb}" in said[-1]

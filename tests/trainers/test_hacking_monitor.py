@@ -131,6 +131,29 @@ def test_the_alarm_names_the_last_checkpoint_up_to_where_the_judge_was_happiest(
     assert "The judge liked step 6 best; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
 
 
+def test_a_run_that_the_monitor_ended_stays_ended_and_is_asked_nothing_more(tmp_path):
+    calls = []
+
+    def rising(completions, **kwargs):
+        calls.append(1)
+        return [float(len(calls))] * len(completions)
+
+    def run(judge, **more):
+        settings = {**SHORT, "save_strategy": "steps", "save_steps": 100, **more}
+        return watched(tmp_path, judge, {"window": 3, "action": "stop"}, reward=rising, **settings)
+
+    trainer, monitor = run(Foreseen([0.5, 0.6, 0.7, 0.9, 0.4]))
+    trainer.train()
+    again, other = run(Foreseen([]))
+    again.train(resume_from_checkpoint="auto")
+    assert again.state.global_step == 8 and again.ended == trainer.ended == "the monitor's alarm at step 8"
+    assert other.summary() == monitor.summary() and other.summary()["best"] is not None
+    # Continued all the same it needs another window to be ended again: after steps 10 and 12.
+    more, third = run(Foreseen([0.3, 0.2]), continue_ended_run=True)
+    more.train(resume_from_checkpoint="auto")
+    assert more.state.global_step == 12 and third.num_alarms == 2
+
+
 def test_a_judge_that_agrees_with_the_reward_raises_no_alarm(tmp_path):
     def short_ones(completion_ids, **kwargs):
         return [-float(len(ids)) for ids in completion_ids]

@@ -7,6 +7,7 @@ training.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -16,6 +17,8 @@ from onetrunk.checkpoints.manifest import MANIFEST, problems, sync
 
 PREFIX = "checkpoint-"
 STAGING = ".saving"
+# Written last of all by a stage, beside the result. On the Hub no name with an underscore is uploaded.
+FINISHED = "_finished.json"
 # Always kept: the last may be damaged by what ends the run.
 LEAST_KEPT = 2
 
@@ -57,16 +60,38 @@ def publish(source: Path, target: Path) -> None:
         OSError: the disk is full, ...; what had the name has it still, or lies whole in the folder of `source`.
     """
     replaced = source.with_name(f"{source.name}.replaced")
-    if target.exists():
+    if os.path.lexists(target):
         os.rename(target, replaced)
     os.rename(source, target)
     sync(target.parent)
-    if replaced.exists():
+    if os.path.lexists(replaced):
         delete(replaced)
 
 
+def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]:
+    """Rename the finished checkpoints after a step, from which a run takes another course; return their new names.
+
+    They are the newest by their step: rotation would delete the new course's checkpoints in their place, and a run
+    that is resumed would go on from them.
+    """
+    aside = []
+    for folder in checkpoint_folders(output_dir):
+        if step_of(folder) > step and (folder / MANIFEST).is_file():
+            names = (folder.with_name(f"{folder.name}.aside{number}") for number in itertools.count())
+            name = next(name for name in names if not os.path.lexists(name))
+            os.rename(folder, name)
+            aside.append(name)
+    return aside
+
+
 def delete(folder: Path) -> None:
-    """Delete a folder, its manifest first, so that half of it is never taken for a whole one."""
+    """Delete a folder, its manifest first, so that half of it is never taken for a whole one.
+
+    Of a link only the link goes: what it leads to may be somebody's only copy.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import find_adapter_config_file
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import find_adapter_config_file, has_file
 
 from onetrunk.models.loading import check_source, read_adapter_config, read_config
 
@@ -62,10 +63,11 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
 
     Raises:
         RuntimeError: nothing lies at `name`, or its config names a base that is not there.
-        ValueError: its config names no base.
+        ValueError: its config names no base, or its weights are pickled.
     """
     if not is_adapter(name, revision):
         return None
+    require_safetensors(name, revision)
     base = read_adapter_config(name, revision).base_model_name_or_path
     if not base:
         raise ValueError(
@@ -76,6 +78,27 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
         if is_adapter(base):
             raise RuntimeError(f"{base!r} is an adapter itself; name the model that it was trained on")
     return base
+
+
+def require_safetensors(name: str, revision: str | None = None, folder: str = "") -> None:
+    """Refuse an adapter whose weights are pickled (`adapter_model.bin`): PEFT would hand them to `torch.load`.
+
+    Args:
+        name: a folder or a repository with an adapter; every adapter passes here before it is loaded.
+        revision: branch, tag or commit on the Hub.
+        folder: of the adapter in there, where it has one of its own.
+
+    Raises:
+        ValueError: it has no adapter_model.safetensors.
+    """
+    files = [f"{folder}/{file}" if folder else file for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)]
+    if has_file(name, files[0], revision=revision):
+        return
+    pickled = f"its weights are pickled ({files[1]}), and " if has_file(name, files[1], revision=revision) else ""
+    raise ValueError(
+        f"the adapter {name!r} has no {files[0]}: {pickled}onetrunk reads no other format; load the adapter with PEFT"
+        " where you trust it, and save it again (save_pretrained)"
+    )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.reward import SCALE_ROWS, begin, finish, load_kwargs, trained_reward
+from onetrunk.stages.reward import SCALE_ROWS, finish, load_kwargs, trained_reward
 from onetrunk.stages.running import run_stage
 
 # Of the teacher's scores over the training rows: what brings a student's score back to its scale.
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(data: Any, args: Any, student: Any) -> None:
     """Read the rows, let the teacher label them, train the student, save, measure, push."""
     from onetrunk.stages.preference_data import load_preference_rows, load_unlabelled_rows
-    from onetrunk.stages.resuming import delete_old_run
+    from onetrunk.stages.resuming import begin, delete_old_run
     from onetrunk.trainers.hub import require_push
 
     is_done, resume = begin("distill", args)

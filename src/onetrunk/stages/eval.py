@@ -116,11 +116,14 @@ def restore_reference(model: Any, name: str, revision: str) -> None:
     from transformers.utils import find_adapter_config_file
 
     from onetrunk.models.adapters import REFERENCE
+    from onetrunk.models.sources import require_safetensors
 
     # A trunk made from an adapter takes that adapter for its reference, as training on from it would.
     if Path(name).is_dir() and (Path(name) / REFERENCE).is_dir():
+        require_safetensors(str(Path(name) / REFERENCE))
         model.load_adapter(str(Path(name) / REFERENCE), REFERENCE)
     elif not Path(name).is_dir() and find_adapter_config_file(name, revision=revision, subfolder=REFERENCE):
+        require_safetensors(name, revision, REFERENCE)
         model.load_adapter(name, REFERENCE, subfolder=REFERENCE, revision=revision)
     else:
         model.has_reference_adapter = False

@@ -17,13 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: Any) -> None:
     """Read the rows, load judges, build the trainer, train, save, compare, push."""
     from onetrunk.stages.ppo_judges import run_judges
-    from onetrunk.stages.resuming import delete_old_run, require_new_run, resume_point
+    from onetrunk.stages.resuming import begin, delete_old_run, note_finished
     from onetrunk.stages.rows import load_training_rows, prompt_rows
     from onetrunk.trainers.branch_checkpoints import BranchCheckpoints
     from onetrunk.trainers.hub import require_push
 
-    resume = resume_point(args, BranchCheckpoints.needed_files)
-    require_new_run(args, resume)
+    is_done, resume = begin("ppo", args, BranchCheckpoints.needed_files)
+    if is_done:
+        return
     train, held_out = load_training_rows(data, args.seed, prompt_rows)
     require_push(args)
     with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:
@@ -37,6 +38,7 @@ def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: 
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)
     if args.push_to_hub:
         trainer.push_to_hub(dataset=data.hub_dataset)
+    note_finished(trainer)
     if trainer.is_world_process_zero():
         if judges.monitor is not None and judges.monitor.explanation:
             print(f"ppo: the monitor's last alarm: {judges.monitor.explanation}")

@@ -6,19 +6,16 @@ Knows paths and checkpoint folders; what a checkpoint must hold is the trainer's
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.checkpoints.folders import checkpoint_folders
+from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete
 from onetrunk.checkpoints.manifest import MANIFEST, problems
-from onetrunk.files import require_output_dir
+from onetrunk.files import atomic_write_json, read_json, require_output_dir
 from onetrunk.locks import held_folder
 
-TRAINER_STATE = "trainer_state.json"
 # What a finished run leaves beside its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
 # Branches that a run saves only if it has them: left over, they would be taken for the next one's.
@@ -110,10 +107,11 @@ def delete_old_run(args: Any, resume: str | bool | None) -> None:
     """Delete the checkpoints and branches of the run that `overwrite_output_dir` gives up; call it last of all."""
     if resume or not args.overwrite_output_dir or not args.should_save:
         return
-    (Path(args.output_dir) / MANIFEST).unlink(missing_ok=True)
+    for name in (FINISHED, MANIFEST):
+        (Path(args.output_dir) / name).unlink(missing_ok=True)
     for folder in (*checkpoint_folders(args.output_dir), *(Path(args.output_dir) / name for name in BRANCHES)):
         if folder.is_dir():
-            shutil.rmtree(folder)
+            delete(folder)
 
 
 def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -122,20 +120,74 @@ def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     return finished[-1] if finished else None
 
 
-def nothing_left(resume: str, max_steps: int, num_epochs: float) -> str | None:
-    """Say so where a checkpoint lies at the planned end of a run or past it; None where there are steps to train.
+def begin(verb: str, args: Any, needed: Sequence[str] | None = None) -> tuple[bool, str | None]:
+    """Look at the output folder; return whether the run is finished already, and the checkpoint to resume from.
 
     Args:
-        resume: the checkpoint folder.
-        max_steps: planned optimizer steps; not above 0: the plan is `num_epochs`.
-        num_epochs: planned passes over the rows.
+        verb: name of the stage; it says so where the run is finished.
+        args: settings of a training.
+        needed: as for `resume_point`.
+
+    Raises:
+        ValueError, FileNotFoundError: a folder that holds another run, or no checkpoint to resume from.
     """
-    path = Path(resume) / TRAINER_STATE
-    if not path.is_file():
+    said = finished(args)
+    if said is not None:
+        if args.process_index == 0:
+            print(f"{verb}: {said}")
+        return True, None
+    resume = resume_point(args, needed)
+    require_new_run(args, resume)
+    return False, resume
+
+
+def finished(args: Any) -> str | None:
+    """Return what to say of a run that is resumed and has nothing left to do; None where there is something.
+
+    It has nothing left to do once it has written all that it writes, unless more steps are planned now, or it was
+    ended early and `continue_ended_run` is set.
+
+    Args:
+        args: settings of a training.
+    """
+    path = Path(args.output_dir) / FINISHED
+    if not path.is_file() or not has_result(args.output_dir):
         return None
-    state = json.loads(path.read_text(encoding="utf-8"))
-    step, epoch = state.get("global_step") or 0, state.get("epoch") or 0
-    if step < max_steps or (max_steps <= 0 and epoch < num_epochs):
+    run = read_json(path)
+    if not all((Path(args.output_dir) / name).is_file() for name in run["files"]):
         return None
-    plan = f"max_steps {max_steps}" if max_steps > 0 else f"num_train_epochs {num_epochs:g}"
-    return f"nothing is left to train: {resume} is at step {step}, the end of {plan}; raise it to train on"
+    word = str(args.resume_from_checkpoint).lower()
+    if word not in ("true", AUTO):
+        # A checkpoint that is named is the end only if it is that of this run.
+        end = Path(args.output_dir) / f"{PREFIX}{run['step']}"
+        if not end.is_dir() or end.resolve() != Path(str(args.resume_from_checkpoint)).resolve():
+            return None
+    if run["ended"] is not None:
+        if args.continue_ended_run:
+            return None
+        why = f"where it was ended ({run['ended']}); set continue_ended_run to true to train on"
+    elif args.max_steps > 0:
+        if run["step"] < args.max_steps:
+            return None
+        rollouts = getattr(args, "num_rollouts", None)
+        plan = f"num_rollouts {rollouts}" if rollouts else f"max_steps {args.max_steps}"
+        why = f"the end of {plan}; raise it to train on"
+    else:
+        if run["epoch"] < args.num_train_epochs:
+            return None
+        why = f"the end of num_train_epochs {args.num_train_epochs:g}; raise it to train on"
+    return f"nothing is left to train: the run in {args.output_dir} is finished at step {run['step']}, {why}"
+
+
+def note_finished(trainer: Any) -> None:
+    """Write down that a run has left all that it leaves; a stage calls it last of all.
+
+    Args:
+        trainer: one of ours, trained.
+    """
+    if trainer.is_world_process_zero():
+        folder = Path(trainer.args.output_dir)
+        run = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, "ended": trainer.ended}
+        # A report that is deleted later is written again.
+        run["files"] = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] not in "._")
+        atomic_write_json(folder / FINISHED, run)

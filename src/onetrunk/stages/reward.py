@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(data: Any, args: Any, model_args: Any) -> None:
     """Read the rows, load the model, train, save, measure, push."""
     from onetrunk.stages.preference_data import load_preference_rows
-    from onetrunk.stages.resuming import delete_old_run
+    from onetrunk.stages.resuming import begin, delete_old_run
     from onetrunk.trainers.hub import require_push
 
     is_done, resume = begin("reward", args)
@@ -47,31 +47,14 @@ def parse_reward(argv: Sequence[str]) -> tuple[Any, ...]:
     return parse(argv, types, "reward", "Train a reward model on preferences (prompt, chosen, rejected, probability).")
 
 
-def begin(verb: str, args: Any) -> tuple[bool, str | None]:
-    """Look at the output folder; return whether the run is over already, and the checkpoint to go on from.
-
-    Raises:
-        ValueError, FileNotFoundError: a folder that holds another run, or no checkpoint to resume from.
-    """
-    from onetrunk.models.score_scale import SCALE_FILE
-    from onetrunk.stages.resuming import has_result, nothing_left, require_new_run, resume_point
-
-    resume = resume_point(args)
-    finished = resume and nothing_left(resume, args.max_steps, args.num_train_epochs)
-    # The scale is written last: a run that was stopped before has yet to be measured.
-    if finished and has_result(args.output_dir) and (Path(args.output_dir) / SCALE_FILE).is_file():
-        if args.process_index == 0:
-            print(f"{verb}: {finished}")
-        return True, resume
-    require_new_run(args, resume)
-    return False, resume
-
-
 def finish(verb: str, trainer: Any, model_args: Any, hub_dataset: str | None) -> None:
     """Push where it is wanted, say where the result lies, and end."""
+    from onetrunk.stages.resuming import note_finished
+
     trainer.accelerator.wait_for_everyone()
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=hub_dataset)
+    note_finished(trainer)
     if trainer.is_world_process_zero():
         what = "an adapter with its score head" if model_args.use_peft else "a reward model"
         print(f"{verb}: saved {what} in {trainer.args.output_dir}")

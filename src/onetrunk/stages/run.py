@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -269,14 +268,14 @@ def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
 
 
 def _wait(process: subprocess.Popen) -> int:
-    """Wait for a stage; hand a SIGTERM on, and give it the time to end by itself after Ctrl-C, which it gets too."""
+    """Wait for a stage; hand a signal on, and give it the time to end by itself after Ctrl-C, which it gets too."""
     try:
         code = process.wait()
     except KeyboardInterrupt:
         process.wait()
         raise
-    except Terminated:
-        process.send_signal(signal.SIGTERM)
+    except Terminated as stop:
+        process.send_signal(stop.number)
         process.wait()
         raise
     return code if code >= 0 else 128 - code

@@ -2,13 +2,15 @@
 
 Exit codes: 0 done; 2 the command line or the YAML file is wrong, and nothing was started; 1 anything that is found
 later, in settings that contradict the data or the model, in the machine, or in a run that failed. A training that a
-signal stops writes a checkpoint and ends with 0; what keeps none ends with 130 (interrupted), 143 (terminated) or 138
-(SIGUSR1). ONETRUNK_TRACEBACK=1 shows where a sentence came from.
+signal stops writes a checkpoint and ends with 0; what keeps none ends with 130 (interrupted), 143 (terminated), 138
+(SIGUSR1) or 129 (SIGHUP: the terminal, or the reader of the output, is gone). ONETRUNK_TRACEBACK=1 shows where a
+sentence came from.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from onetrunk.output import lasting_output
 from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import folder_of, last_finished_checkpoint
@@ -29,11 +32,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 # Raised with a sentence by the libraries below us too: a file, a setting, or a package that is missing.
 SENTENCES = (ValueError, OSError, ImportError)
+# The disk, the user's share of it, or the size that a file may have.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR1 arrived. No Exception, for nothing on the way up may take it for an error of its own.
+    """SIGTERM, SIGUSR1 or SIGHUP arrived. No Exception, for nothing on the way up may take it for an error of its own.
 
     Args:
         number: of the signal.
@@ -58,6 +63,16 @@ def run_stage(
         work: does the work, given those arguments.
         argv: the words after the verb; None: those of this process.
     """
+    with lasting_output():
+        return _run_stage(verb, parse, work, argv)
+
+
+def _run_stage(
+    verb: str,
+    parse: Callable[[list[str]], tuple[Any, ...]],
+    work: Callable[..., None],
+    argv: Sequence[str] | None,
+) -> int:
     # No user of a stage could act on either: old names that PEFT and transformers still use of each other, and kernels
     # that only matter for 4-bit models on a CPU.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -104,8 +119,8 @@ def say(sentence: str, after_bar: bool = False) -> None:
 
 @contextlib.contextmanager
 def signals_as_exception() -> Iterator[None]:
-    """Raise Terminated where SIGTERM or SIGUSR1 arrives, so that files are closed and a sentence is said, as after
-    Ctrl-C; a training takes them over while it lasts."""
+    """Raise Terminated where SIGTERM, SIGUSR1 or SIGHUP arrives, so that files are closed and a sentence is said, as
+    after Ctrl-C; a training takes them over while it lasts. Under nohup SIGHUP stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Signals are the main thread's alone.
         return
@@ -113,7 +128,10 @@ def signals_as_exception() -> Iterator[None]:
     def terminate(number: int, frame: Any) -> None:
         raise Terminated(number)
 
-    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, terminate) for number in numbers}
     try:
         yield
     finally:
@@ -139,6 +157,12 @@ def explain(error: BaseException) -> str | None:
 
 
 def _sentence(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
+        return (
+            f"{where} ({error.strerror}); make room there, or choose another output_dir, another folder for caches"
+            " (HF_HOME) or for temporary files (TMPDIR)"
+        )
     if type(error).__name__ == "OutOfMemoryError":
         return (
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"

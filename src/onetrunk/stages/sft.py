@@ -16,24 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(data: Any, args: Any, model_args: Any) -> None:
     """Read the rows, load the model, train, save, push."""
-    from onetrunk.stages.resuming import (
-        delete_old_run,
-        has_result,
-        nothing_left,
-        require_new_run,
-        resume_point,
-    )
+    from onetrunk.stages.resuming import begin, delete_old_run, note_finished
     from onetrunk.stages.rows import load_training_rows
     from onetrunk.trainers.hub import require_push
 
-    resume = resume_point(args)
-    finished = resume and nothing_left(resume, args.max_steps, args.num_train_epochs)
-    # A run that was stopped between its last checkpoint and its result has yet to write the latter.
-    if finished and has_result(args.output_dir):
-        if args.process_index == 0:
-            print(f"sft: {finished}")
+    is_done, resume = begin("sft", args)
+    if is_done:
         return
-    require_new_run(args, resume)
     train, held_out = load_training_rows(data, args.seed, completion_rows)
     require_push(args)
     trainer = make_trainer(args, model_args, train, held_out)
@@ -44,6 +33,7 @@ def run(data: Any, args: Any, model_args: Any) -> None:
         trainer.save_metrics("eval", trainer.evaluate())
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=data.hub_dataset)
+    note_finished(trainer)
     if trainer.is_world_process_zero():
         print(f"sft: saved {'an adapter' if model_args.use_peft else 'the model'} in {args.output_dir}")
     trainer.accelerator.end_training()

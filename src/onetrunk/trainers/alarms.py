@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from onetrunk.checkpoints.folders import LEAST_KEPT
 from onetrunk.trainers.alarm_rules import OF_FIRST, RULES, Finding, find
 from onetrunk.trainers.alarm_settings import ALARMS
 from onetrunk.trainers.good_checkpoint import last_checkpoint
+from onetrunk.trainers.loop_state import EndingCallback
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
 
@@ -38,7 +39,7 @@ def fewest_checkpoints(every: int, slots: int) -> int:
     return 1 + math.ceil((2 * slots - math.gcd(every, slots)) / every)
 
 
-class Alarms(TrainerCallback):
+class Alarms(EndingCallback):
     """Logs `alarm/<name>`, 1 while an alarm lasts and else 0, at the last step of every rollout.
 
     Args:
@@ -56,8 +57,9 @@ class Alarms(TrainerCallback):
         self._in_a_row = dict.fromkeys(ALARMS, 0)
         self._first_sums = dict.fromkeys(OF_FIRST.values(), 0.0)
         self._num_first = 0
-        # An alarm has ended the run, which waits for weights that may be saved.
-        self._is_ending = False
+        # The alarm that ends the run; the end waits for weights that may be saved.
+        self._ending: str | None = None
+        self.ended = None
         self.explanation: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +67,8 @@ class Alarms(TrainerCallback):
         return {"in_a_row": self._in_a_row, "first_sums": self._first_sums, "num_first": self._num_first}
 
     def load_state_dict(self, state: dict[str, Any], config: PPOConfig) -> None:
-        """Go on from what `state_dict` returned. An alarm that has ended the run takes its patience anew."""
+        """Go on from what `state_dict` returned. An alarm that has ended the run takes its patience anew where the run
+        is continued all the same."""
         self._in_a_row |= state["in_a_row"]
         self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
         for name in config.stop_on_alarm or ():
@@ -96,7 +99,8 @@ class Alarms(TrainerCallback):
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % args.slots_per_rollout == 0:
             self._end_rollout(args, state)
-        if self._is_ending and self.may_save():
+        if self._ending is not None and self.may_save():
+            self.ended = self._ending
             control.should_training_stop = control.should_save = True
 
     # --- judging ----------------------------------------------------------------------------------------------------
@@ -111,7 +115,8 @@ class Alarms(TrainerCallback):
         stopping = [name for name in raised if name in (args.stop_on_alarm or ())]
         for name, finding in raised.items():
             self._say(name, finding, args, state, name in stopping)
-        self._is_ending = self._is_ending or bool(stopping)
+        if stopping and self._ending is None:
+            self._ending = f"alarm {stopping[0]} at step {state.global_step}"
 
     def _judge(self, figures: dict[str, float], args: PPOConfig) -> dict[str, Finding | None]:
         """Return the alarms that are on, by name, with a finding where the alarm is raised now."""

@@ -45,14 +45,16 @@ class BranchCheckpoints(SafeCheckpoints):
         return rows * per_row
 
     def own_loop_state(self) -> dict[str, Any]:
-        """Return the metrics since the last log, and where the alarms stand."""
-        return {**self.metric_log.state_dict(), "alarms": self.alarms.state_dict()}
+        """Return the metrics since the last log, where the alarms stand, and the last evaluation."""
+        own = {"alarms": self.alarms.state_dict(), "last_evaluation": self._last_evaluation}
+        return {**self.metric_log.state_dict(), **own}
 
     def load_own_loop_state(self, state: dict[str, Any]) -> None:
-        """Take both back."""
+        """Take them back."""
         self.metric_log.load_state_dict(state)
         if "alarms" in state:
             self.alarms.load_state_dict(state["alarms"], self.args)
+        self._last_evaluation = state.get("last_evaluation")
 
     def may_save(self) -> bool:
         """Return whether the last gradient was finite."""

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from onetrunk.checkpoints.folders import (
+    FINISHED,
     LEAST_KEPT,
     PREFIX,
     STAGING,
@@ -29,14 +30,24 @@ from onetrunk.checkpoints.folders import (
     described,
     publish,
     rotate,
+    set_aside_later,
 )
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.files import atomic_write_json
 from onetrunk.locks import held_folder
 from onetrunk.models.base_marks import BASE_FILE, write_base_marks
+from onetrunk.models.sources import require_safetensors
 from onetrunk.trainers.disk_room import require_room
-from onetrunk.trainers.loop_state import LoopEvents, load_loop_state, save_loop_state
+from onetrunk.trainers.loop_state import (
+    LoopEvents,
+    end_of,
+    end_state,
+    ending_callbacks,
+    load_loop_state,
+    read_loop_state,
+    save_loop_state,
+)
 from onetrunk.trainers.plain_settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
 from onetrunk.trainers.resume_point import AUTO, LOOP_FILES, locate, open_mirror
 from onetrunk.trainers.secret_free import without_secrets
@@ -45,6 +56,7 @@ from onetrunk.trainers.writing import install, reading, require_finite_weights, 
 
 logger = get_logger(__name__)
 
+TRAIN_ON = "set continue_ended_run to true to train on"
 # For what the second home still lacks, in seconds: at the end of a run, and when whoever stops it may soon kill it.
 MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
@@ -65,6 +77,8 @@ class SafeCheckpoints(Trainer):
         self._run_id = ""
         self._mirror: Mirror | None = None
         self._settings: dict[str, Any] | None = None
+        # Why the run ended before its plan, where an alarm, the monitor or early stopping ended it.
+        self.ended: str | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(LoopEvents(self))
 
@@ -122,6 +136,7 @@ class SafeCheckpoints(Trainer):
         self._mirror = open_mirror(self.args)
         self._resume_from = locate(resume_from_checkpoint, self.args, self.needed_files, self._mirror)
         self._saved_step, self._save_waits, self.is_pass_end = None, False, False
+        self.ended = None
         self._run_id = secrets.token_hex(8)
         if self._resume_from is not None:
             self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
@@ -143,7 +158,9 @@ class SafeCheckpoints(Trainer):
             return TrainOutput(self.state.global_step, 0.0, {})
         with self.stop_signals.listening():
             try:
-                return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+                output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+                self.ended = end_of(self, end_state(self))
+                return output
             except StopAsked:
                 checkpoint = self._save_where_it_stands()
                 self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -153,26 +170,60 @@ class SafeCheckpoints(Trainer):
         raise Stopped(checkpoint, self.stop_signals.received)
 
     def _is_over(self) -> bool:
-        """Say whether the checkpoint lies at the planned end of the run or past it; its weights and state are taken.
+        """Return whether nothing is left to train after the checkpoint; if so, the trainer is as training left it.
 
-        Trainer itself would train one step more than planned.
+        A run is over at its planned end, where Trainer itself would train one step more, and where an alarm or early
+        stopping ended it.
         """
         args, planned = self.args, self.planned_steps()
         state = TrainerState.load_from_json(str(Path(self._resume_from) / TRAINER_STATE_NAME))
-        if state.global_step < planned:
+        loop_state = read_loop_state(self, self._resume_from)
+        ended = None if args.continue_ended_run else end_of(self, loop_state)
+        if state.global_step < planned and ended is None:
             return False
-        self.get_train_dataloader()  # Refuses a checkpoint of another run.
-        self._load_from_checkpoint(self._resume_from)
-        state.is_world_process_zero = args.process_index == 0
-        state.is_local_process_zero = args.local_process_index == 0
-        self.state = state
+        self._restore_ended(state, loop_state["own"])
+        self.ended = ended
         longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
         longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
-        logger.warning(
-            f"nothing is left to train: {self._resume_from} is at step {state.global_step} of {planned} planned;"
-            f" raise {longer} to train on"
-        )
+        if ended is None:
+            how = f"step {state.global_step} of {planned} planned; raise {longer} to train on"
+        else:
+            how = f"step {state.global_step}, where the run was ended ({ended}); {TRAIN_ON}"
+        logger.warning(f"nothing is left to train: {self._resume_from} is at {how}")
         return True
+
+    def _restore_ended(self, state: TrainerState, own: dict[str, Any]) -> None:
+        self.get_train_dataloader()  # Refuses a checkpoint of another run.
+        self._load_from_checkpoint(self._resume_from)
+        state.is_world_process_zero = self.args.process_index == 0
+        state.is_local_process_zero = self.args.local_process_index == 0
+        self.state = state
+        self.load_own_loop_state(own)
+        for callback in ending_callbacks(self):
+            callback.restore_ended(state)
+        # What is measured after training draws from the same generators.
+        self._load_rng_state(self._resume_from)
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._find_best()
+            if Path(state.best_model_checkpoint).is_dir():
+                self._load_best_model()
+            else:
+                logger.warning(
+                    f"the best checkpoint, {state.best_model_checkpoint}, does not exist any more; the weights are"
+                    f" those of {self._resume_from}"
+                )
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        place = super()._init_training_state(*args, **kwargs)
+        if self._resume_from is not None:
+            self._find_best()
+        return place
+
+    def _find_best(self) -> None:
+        # The state names the best checkpoint by its path when it was written; the run's folder may have moved since.
+        best = Path(self._resume_from).parent / f"{PREFIX}{self.state.best_global_step}"
+        if self.state.best_global_step and best.is_dir():
+            self.state.best_model_checkpoint = str(best)
 
     def _save_where_it_stands(self) -> str:
         if self._saved_step != self.state.global_step:
@@ -184,11 +235,21 @@ class SafeCheckpoints(Trainer):
         require_room(self)
         if self.args.should_save:
             # A result that lies there is not this training's.
-            (Path(self.args.output_dir) / MANIFEST).unlink(missing_ok=True)
+            for name in (FINISHED, MANIFEST):
+                (Path(self.args.output_dir) / name).unlink(missing_ok=True)
         if self._resume_from is not None:
             if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
                 self._saved_step = self.state.global_step
+                self._set_aside_later()
             self.load_own_loop_state(load_loop_state(self, self._resume_from))
+
+    def _set_aside_later(self) -> None:
+        aside = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
+        if aside:
+            logger.warning(
+                f"this run goes on from step {self.state.global_step}; the checkpoints after it are set aside as"
+                f" {', '.join(path.name for path in aside)}: delete them if you need them no more"
+            )
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any) -> None:
         # At the end of a pass Trainer comes here twice, and a checkpoint of the first time would lack what the second
@@ -298,8 +359,15 @@ class SafeCheckpoints(Trainer):
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if isinstance(self.model, PeftModel):
+            require_safetensors(resume_from_checkpoint)
         with reading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if isinstance(self.model, PeftModel):
+            require_safetensors(self.state.best_model_checkpoint)
+        super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(str(checkpoint)):

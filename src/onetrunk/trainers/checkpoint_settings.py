@@ -14,6 +14,13 @@ class CheckpointSettings:
         default=False,
         metadata={"help": "Go on from a checkpoint although settings that steer what is learnt have changed."},
     )
+    continue_ended_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false:"
+            " such a run is finished, whatever is planned."
+        },
+    )
     checkpoint_mirror: str | None = field(
         default=None,
         metadata={

@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 FREE_SETTINGS = frozenset(
     "output_dir run_name project report_to num_rollouts max_steps num_train_epochs resume_from_checkpoint"
     " push_to_hub disable_tqdm num_completions_to_print per_device_eval_batch_size overwrite_output_dir"
-    " allow_config_change checkpoint_mirror use_cpu accelerator_config do_train do_eval"
+    " allow_config_change continue_ended_run checkpoint_mirror use_cpu accelerator_config do_train do_eval"
     " do_predict load_best_model_at_end metric_for_best_model greater_is_better model_init_kwargs debug tpu_num_cores"
     " activation_checkpointing gradient_checkpointing gradient_checkpointing_kwargs enable_jit_checkpoint"
     " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"

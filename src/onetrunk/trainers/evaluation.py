@@ -25,6 +25,9 @@ from onetrunk.trainers.setup import prepare_dataset
 class PromptEvaluation(Trainer):
     """The part of PPOTrainer that evaluates on held-out prompts."""
 
+    # Step and metrics; checkpoints keep it.
+    _last_evaluation: dict[str, Any] | None = None
+
     def evaluate(
         self,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -52,15 +55,15 @@ class PromptEvaluation(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if eval_dataset is None and metric_key_prefix == "eval":
-            self._last_evaluation = (self.state.global_step, metrics)
+            self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
         return metrics
 
     def final_evaluation(self) -> dict[str, float]:
         """Return what `evaluate` says of the trained policy, where its last step was evaluated not a second time."""
-        step, metrics = getattr(self, "_last_evaluation", (None, {}))
+        last = self._last_evaluation
         # The best checkpoint is loaded after the last evaluation.
-        if step == self.state.global_step and not self.args.load_best_model_at_end:
-            return dict(metrics)
+        if last is not None and last["step"] == self.state.global_step and not self.args.load_best_model_at_end:
+            return dict(last["metrics"])
         return self.evaluate()
 
     def evaluate_reference(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from onetrunk.judges.base import Judge
@@ -23,6 +23,7 @@ from onetrunk.judges.kept import Memory
 from onetrunk.ops.trend import paired_change
 from onetrunk.trainers.good_checkpoint import last_checkpoint
 from onetrunk.trainers.judged_samples import JudgedSamples
+from onetrunk.trainers.loop_state import EndingCallback
 from onetrunk.trainers.ppo import PPOTrainer
 
 logger = get_logger(__name__)
@@ -40,7 +41,7 @@ SPANS = (1, 2, 4)
 FEWEST_CHECKPOINTS = 3
 
 
-class HackingMonitor(TrainerCallback, ExportableState):
+class HackingMonitor(EndingCallback, ExportableState):
     """Logs `judge/score`, `judge/proxy_score`, `judge/gap` and `judge/alarm`, and warns or stops.
 
     Both scores are measured in standard deviations of a completion's score before training began, from its mean then;
@@ -81,7 +82,6 @@ class HackingMonitor(TrainerCallback, ExportableState):
         self.samples = JudgedSamples(judge, constitution, memory)
         self.every, self.window, self.action = every, window, action
         self.num_rows = num_rows
-        self.explanation: str | None = None
         self.rows: Dataset | None = None
         self._trainer: PPOTrainer | None = None
         self._watched: str | None = None
@@ -93,6 +93,8 @@ class HackingMonitor(TrainerCallback, ExportableState):
         self.measurements: list[dict[str, Any]] = []
         self.best: list[float] | None = None
         self.num_alarms = self.num_left_out = 0
+        self.explanation: str | None = None
+        self.ended = None
 
     @property
     def _judge_name(self) -> str:
@@ -138,6 +140,9 @@ class HackingMonitor(TrainerCallback, ExportableState):
     ) -> None:
         # Trainer's state holds what the checkpoint said, or what `state` said when training was set up.
         self._restore(state.stateful_callbacks.get(type(self).__name__))
+        if self.ended is not None:
+            # The run is continued all the same: another alarm takes a window of its own.
+            self.measurements, self.ended = self.measurements[-1:], None
         if self.baseline is None:
             self._take_baseline(state)
         # A checkpoint of a run without a monitor knows none, and saving the next one would fail.
@@ -173,11 +178,15 @@ class HackingMonitor(TrainerCallback, ExportableState):
             self.num_alarms += 1
             self._act(*alarm, state, control)
 
+    def restore_ended(self, state: TrainerState) -> None:
+        """Take back what a checkpoint keeps, from the trainer's state."""
+        self._restore(state.stateful_callbacks.get(type(self).__name__))
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values."""
         kept = {"watched": self._watched, "baseline": self.baseline}
         kept |= {"measurements": self.measurements, "best": self.best, "num_alarms": self.num_alarms}
-        kept |= {"num_left_out": self.num_left_out}
+        kept |= {"num_left_out": self.num_left_out, "explanation": self.explanation, "ended": self.ended}
         return {"args": {}, "attributes": kept}
 
     # --- measuring --------------------------------------------------------------------------------------------------
@@ -194,6 +203,7 @@ class HackingMonitor(TrainerCallback, ExportableState):
             return
         for name in ("baseline", "best", "num_alarms", "num_left_out"):
             setattr(self, name, kept[name])
+        self.explanation, self.ended = kept.get("explanation"), kept.get("ended")
         self.measurements = list(kept["measurements"])[-self._most_kept :]
 
     def _take_baseline(self, state: TrainerState) -> None:
@@ -245,7 +255,10 @@ class HackingMonitor(TrainerCallback, ExportableState):
             f" judge does not. {self._best_place()}"
         )
         if self.action == "stop":
+            self.ended = f"the monitor's alarm at step {state.global_step}"
             control.should_training_stop = True
+            # With a checkpoint the run is known to have ended, also where it is killed before its result is written.
+            control.should_save = control.should_save or self._trainer.may_save()
             logger.warning(f"training stops: {self.explanation}. Mend the reward or raise beta, then train anew")
         else:
             logger.warning(f"{self.explanation}. Training goes on (monitor_action stop would end it)")

@@ -1,6 +1,7 @@
 """Asked to stop by a signal, a run writes a checkpoint where it stands and ends; all its processes at the same step.
 
-SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (what SLURM sends before a time limit) set a flag. It is read between optimizer
+SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (what SLURM sends before a time limit) and SIGHUP (the terminal, or the reader of the
+output, is gone) set a flag. It is read between optimizer
 steps, and while a rollout is sampled and scored: the rollout is given up, for the resumed run makes the same one.
 Knows signals and processes; no model and no file.
 """
@@ -18,7 +19,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from onetrunk.output import lasting_output
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# Both may come twice: from the system and from a shell, or a scheduler.
+REPEATED = (signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopAsked(Exception):
@@ -55,7 +60,10 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals in the block; a second one does what it did before. Only the main thread can."""
+        """Take the signals in the block; a second one does what it did before. Only the main thread can.
+
+        Output whose reader is gone is a SIGHUP.
+        """
         self.received = None
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -64,7 +72,8 @@ class StopSignals:
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._receive) for number in heard}
         try:
-            yield
+            with lasting_output():
+                yield
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -74,9 +83,10 @@ class StopSignals:
         if self.received is None:
             self.received = name
             note = f"\n{name}: stopping after this step with a checkpoint; a second signal stops at once\n"
-            # A handler may interrupt whoever writes through Python's streams.
-            os.write(2, note.encode())
-        elif number != signal.SIGUSR1:
+            # A handler may interrupt whoever writes through Python's streams. The terminal may be gone.
+            with contextlib.suppress(OSError):
+                os.write(2, note.encode())
+        elif number not in REPEATED:
             before = self._before.get(number)
             if callable(before):
                 before(number, frame)

@@ -1,0 +1,122 @@
+"""A finished run is finished: its command repeated with `--resume auto` changes no byte, killed while it ended it ends
+with the same ones, and what is deleted of its result is written again."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from onetrunk.checkpoints.folders import FINISHED
+from tests.stages.small_runs import make_material, run, words_of
+from tests.trainers.crash_runs import command_killed_at
+from tests.trainers.killing import exit_code
+
+SAVES = "--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1 --eval_size 2".split()
+# The first evaluation is the best one.
+BEST = "--load_best_model_at_end true --greater_is_better true".split()
+OPTIONS = {
+    "sft": [*SAVES, *BEST, "--metric_for_best_model", "loss", "--max_steps", "3", "--learning_rate", "0.01"],
+    "reward": [*SAVES, *BEST, "--metric_for_best_model", "loss", "--max_steps", "3", "--learning_rate", "0.01"],
+    "distill": [*SAVES, *BEST, "--metric_for_best_model", "loss", "--max_steps", "3", "--learning_rate", "0.01"],
+    "ppo": [
+        *SAVES, *BEST, "--metric_for_best_model", "eval_completion/stopped_fraction", "--num_rollouts", "3",
+        "--num_ppo_epochs", "1", "--monitor_judge", "rubric", "--monitor_constitution", "principles.yaml",
+        "--monitor_rubric", '{"short": "brief.py:brief"}', "--monitor_rows", "2",
+    ],
+}  # fmt: skip
+BRIEF = "def brief(completions, **kwargs):\n    return [1 / (1 + len(c)) for c in completions]\n"
+# What a run is called, who held its folder, and how long an evaluation took, differ from run to run.
+APART = {"manifest.json", "_run.lock", "eval_results.json", "all_results.json"}
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_material(tmp_path)
+    (tmp_path / "brief.py").write_text(BRIEF)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_a_finished_run_that_is_repeated_changes_no_byte(there, capsys, verb):
+    assert run(verb, *OPTIONS[verb]) == 0
+    folder = there / f"out-{verb}"
+    before = bytes_of(folder)
+    best = json.loads((folder / "checkpoint-3/trainer_state.json").read_text())["best_global_step"]
+    assert FINISHED in before and best is not None
+    capsys.readouterr()
+    assert run(verb, *OPTIONS[verb], "--resume", "auto") == 0
+    assert bytes_of(folder) == before
+    plan = "num_rollouts 3" if verb == "ppo" else "max_steps 3"
+    said = (
+        f"{verb}: nothing is left to train: the run in out-{verb} is finished at step 3, the end of {plan}; raise it"
+    )
+    assert said in capsys.readouterr().out
+
+
+def result_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name not in APART}
+
+
+def without_costs(content: bytes) -> bytes:
+    """Return a file's bytes; of a distillation's report without what teacher and student cost, in seconds."""
+    if not content.startswith(b"{"):
+        return content
+    return json.dumps({key: value for key, value in json.loads(content).items() if key != "cost"}).encode()
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_a_run_that_has_its_last_checkpoint_and_not_all_of_its_result_writes_the_same_result(there, verb):
+    """One file is gone, or all that are written after the last checkpoint, as where the run died right after it."""
+    resumed = [*OPTIONS[verb], "--resume", "auto"]
+    assert run(verb, *resumed) == 0
+    folder = there / f"out-{verb}"
+    expected, report = result_of(folder), {"sft": "eval_results.json"}.get(verb, "metrics.json")
+    later = [path.name for path in folder.iterdir() if path.is_file() and path.name != "README.md"]
+    for gone in ([report], later):
+        for name in gone:
+            (folder / name).unlink()
+        assert run(verb, *resumed) == 0
+        found = result_of(folder)
+        assert (folder / report).is_file() and found.keys() == expected.keys()
+        assert [name for name in found if without_costs(found[name]) != without_costs(expected[name])] == []
+
+
+def test_a_finished_run_without_checkpoints_is_finished_too(there, capsys):
+    assert run("sft") == 0
+    before = bytes_of(there / "out-sft")
+    assert not list((there / "out-sft").glob("checkpoint-*"))
+    assert run("sft", "--resume", "auto") == 0
+    assert bytes_of(there / "out-sft") == before and "is finished at step 2" in capsys.readouterr().out
+    assert run("sft") == 1
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def command(there: Path, verb: str, fatal: int) -> int:
+    """Run a command that dies before it does so many things to its output folder (0: never); return its exit code."""
+    words = words_of(verb, *OPTIONS[verb], "--resume", "auto")
+    return exit_code(command_killed_at, there, f"out-{verb}", words, fatal)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_a_run_killed_before_any_write_of_its_end_ends_with_the_same_bytes(there, verb):
+    folder = there / f"out-{verb}"
+    assert command(there, verb, 0) == 0
+    events, expected = json.loads((there / f"out-{verb}.json").read_text()), result_of(folder)
+    assert FINISHED in expected and len(expected) > 5
+    for fatal in range(events.index("os.rename checkpoint-3") + 2, len(events) + 1):
+        shutil.rmtree(folder)
+        assert command(there, verb, fatal) == -signal.SIGKILL
+        assert command(there, verb, 0) == 0
+        found = result_of(folder)
+        assert found.keys() == expected.keys(), events[fatal - 1]
+        changed = [name for name in found if without_costs(found[name]) != without_costs(expected[name])]
+        assert changed == [], events[fatal - 1]
