@@ -4,6 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset, disable_progress_bars
+from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data import (
     RESERVED_COLUMNS,
@@ -41,7 +42,6 @@ def chat_tokenizer():
 
 
 def test_text_gets_the_special_tokens_of_its_tokenizer_and_other_columns_stay():
-    from tokenizers.processors import TemplateProcessing
 
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
@@ -78,6 +78,15 @@ def test_keys_that_only_some_messages_have_do_not_reach_the_template():
     tokenizer = tiny_tokenizer()
     lengths = [len(ids) for ids in prepare_prompts(rows, tokenizer, chat_template=template)["prompt_ids"]]
     assert lengths == [2, 4]  # "cat name", "how runs the cat"
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one():
+    rows = Dataset.from_dict({"prompt": ["<bos> the cat", "the cat"]})
+    tokenizer = tiny_tokenizer()
+    assert prepare_prompts(rows, tokenizer)["prompt_ids"][0][:1] == [2]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    first, second = prepare_prompts(rows, tokenizer)["prompt_ids"]
+    assert list(first) == list(second) and list(first).count(2) == 1
 
 
 def test_overlong_prompts_are_refused_dropped_or_cut_at_the_front(caplog):

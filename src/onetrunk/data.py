@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.dataset_files import load_rows
+from onetrunk.ops.token_ids import without_second_bos
 from onetrunk.row_faults import completion_fault, conversation_fault, prompt_fault, raise_faults, text_fault
 from onetrunk.types import Message, Prompt
 
@@ -41,6 +42,7 @@ RESERVED_COLUMNS = (
     "prompt_fault",
     "completions",
     "completion_ids",
+    "completion_stopped",
     "trainer_state",
     "log_extra",
     "log_metric",
@@ -75,7 +77,7 @@ class _PromptEncoder:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
+            return without_second_bos(self.tokenizer(prompt)["input_ids"], self.tokenizer.bos_token_id)
         prefilled = prompt[-1]["role"] == "assistant"
         return self.tokenizer.apply_chat_template(
             prompt,
@@ -99,8 +101,9 @@ def prepare_prompts(
 ) -> Dataset:
     """Check every prompt and add `prompt_ids`; `prompt` and all other columns stay as they are.
 
-    Text gets the tokenizer's own special tokens. A conversation goes through the chat template and ends where the
-    assistant starts to write; if its last message is the assistant's, the completion continues that message.
+    Text gets the tokenizer's own special tokens, but no second BOS token if it already begins with one. A
+    conversation goes through the chat template and ends where the assistant starts to write; if its last message is
+    the assistant's, the completion continues that message.
 
     Args:
         max_prompt_length: tokens; None for no limit.

@@ -11,11 +11,11 @@ from dataclasses import asdict
 
 from onetrunk.feedback.failures import FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict
+from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict, stopped_keyword
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.kept import rating_key
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, Question, judge_pairs, questions, verdict_key
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
 
 class Asker:
@@ -68,7 +68,7 @@ class Asker:
         return labels
 
     def ratings(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[str]]
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
     ) -> list[tuple[list[float | None], bool]]:
         """Return, per prompt, the rating of each completion, and whether one of them got no answer.
 
@@ -78,7 +78,11 @@ class Asker:
         Raises:
             RuntimeError: too many questions got no answer.
         """
-        flat = [(prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts]
+        flat = [
+            (prompt, sampled.text, sampled.stopped)
+            for prompt, row in zip(prompts, completions, strict=True)
+            for sampled in row
+        ]
         by_principle = [self._scores(flat, principle) for principle in self.constitution.principles]
         weights = [principle.weight for principle in self.constitution.principles]
         found = iter([_weighted(scores, weights) for scores in zip(*by_principle, strict=True)])
@@ -90,8 +94,8 @@ class Asker:
         shown = pair.flipped() if question.flipped else pair
         return verdict_key(self.judge, self.constitution.principles[question.principle], shown)
 
-    def _scores(self, flat: Sequence[tuple[Prompt, str]], principle: Principle) -> list[Rating]:
-        keys = [rating_key(self.judge, principle, prompt, text) for prompt, text in flat]
+    def _scores(self, flat: Sequence[tuple[Prompt, str, bool]], principle: Principle) -> list[Rating]:
+        keys = [rating_key(self.judge, principle, *row) for row in flat]
         found = {key: Rating(**value) for key in keys if (value := self.ledger.get(key)) is not None}
         # The same text twice is one question.
         missing = list({key: row for key, row in zip(keys, flat, strict=True) if key not in found}.items())
@@ -104,7 +108,8 @@ class Asker:
             self.limit.note(rating.error)
 
         if missing:
-            self.judge.rate([row[0] for _, row in missing], [row[1] for _, row in missing], principle, keep)
+            prompts, texts, stopped = (list(column) for column in zip(*(row for _, row in missing), strict=True))
+            self.judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
         return [found[key] for key in keys]
 
 

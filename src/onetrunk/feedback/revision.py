@@ -16,7 +16,7 @@ import numpy as np
 from onetrunk.feedback.sampler import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
 # Keeps these draws apart from those of other purposes under the same seed and prompt.
 PRINCIPLE_STREAM = 2
@@ -56,7 +56,9 @@ class Reviser:
     num_revisions: int = 1
     max_prompt_length: int | None = None
 
-    def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[str]]) -> list[dict[str, Any] | None]:
+    def rows(
+        self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]
+    ) -> list[dict[str, Any] | None]:
         """Return a row per completion, in order; None where the completion or its last revision is blank.
 
         Args:
@@ -68,7 +70,9 @@ class Reviser:
             critique, revision}. Prompt and completion are texts, or messages after a conversation.
         """
         written = [
-            (item, index, text) for item, row in zip(items, completions, strict=True) for index, text in enumerate(row)
+            (item, index, sampled.text)
+            for item, row in zip(items, completions, strict=True)
+            for index, sampled in enumerate(row)
         ]
         texts = [text for _, _, text in written]
         trails: list[list[dict[str, str]]] = [[] for _ in written]
@@ -107,7 +111,7 @@ class Reviser:
 
     def _write(self, sampler: TextSampler, prompts: Sequence[Prompt]) -> list[str]:
         texts = sampler.sample(sampler.items(prompts, self.max_prompt_length), 1)
-        return [text.strip() for (text,) in texts]
+        return [sampled.text.strip() for (sampled,) in texts]
 
 
 def critique_prompt(prompt: Prompt, completion: str, principle: str) -> Prompt:

@@ -194,6 +194,7 @@ class Sampler:
             list(rollout.completion_ids),
             columns=batch.columns,
             trunk_scores=lambda: row_scores(outputs(), pack_rows),
+            completion_stopped=rollout.stopped,
             **extras,
         )
         return ScoredRollout(batch, rollout, completions, scores)
