@@ -16,10 +16,9 @@ import numpy as np
 from onetrunk.feedback.sampler import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
+from onetrunk.randomness import PRINCIPLE_STREAM, generator_of
 from onetrunk.types import Prompt, SampledText
 
-# Keeps these draws apart from those of other purposes under the same seed and prompt.
-PRINCIPLE_STREAM = 2
 COLUMNS: dict[str, type] = {"prompt": list, "completion": list, "original": str, "trail": str}
 
 CRITIQUE_TURN = (
@@ -91,7 +90,7 @@ class Reviser:
     def plan(self, item: PromptItem, index: int) -> list[int]:
         """Return the numbers of the principles by which a completion is revised, one per revision."""
         words = (self.policy.seed, *prompt_words(item.key), index, PRINCIPLE_STREAM)
-        draws = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+        draws = generator_of(words)
         weights = np.array([principle.weight for principle in self.principles])
         again = self.num_revisions > len(weights)
         return draws.choice(len(weights), self.num_revisions, replace=again, p=weights / weights.sum()).tolist()

@@ -23,6 +23,7 @@ from trl import RewardConfig, RewardTrainer
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.preference_rows import stopped_column, validate_preferences
+from onetrunk.randomness import require_seed
 from onetrunk.rewards.model import encode_rows
 from onetrunk.trainers.checkpoint import SafeCheckpoints
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
@@ -61,6 +62,8 @@ class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
     remove_unused_columns: bool = option(False, "Always False: labels are columns that the model does not know.")
 
     def __post_init__(self) -> None:
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns is true, which would drop the labels; leave it out")
