@@ -97,6 +97,9 @@ class ExperienceStream:
         )
         self.kl_controller = kl_controller(config.beta, config.kl_target, config.kl_horizon)
         self.score_moments = RunningMoments()
+        if any(getattr(type(self), n) is not getattr(ExperienceStream, n) for n in ("advantages", "shape")):
+            # They may read next_values, the value of the state that a row's last token leaves.
+            sampler.captures_last = True
         self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards.functions)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
@@ -274,8 +277,10 @@ class ExperienceStream:
         require_scored(unscored, self.config, self.state.iteration, self.sampler.rewards.names)
         self.state.beta = self.kl_controller.value
         figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
-        # Before the policy trains, its KL is 0 and says nothing of beta.
-        if "kl/ref" in figures and self.state.iteration >= self.config.value_pretraining_rollouts:
+        # Until the policy's first step its KL is 0 and says nothing of beta, in the first rollout after value pretraining
+        # too. Without pretraining the first rollout counts, as in Ziegler et al.
+        pretraining = self.config.value_pretraining_rollouts
+        if "kl/ref" in figures and (self.state.iteration > pretraining or not pretraining):
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(figures["kl/ref"], num_rows)
         self.metrics.add_rollout(figures)
