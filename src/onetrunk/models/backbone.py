@@ -34,6 +34,13 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = "tokenizer.json"
 
+# Decoders that pass every check of structure and can't be sampled from here.
+_UNSUPPORTED = {
+    "kimi_linear": "its linear attention keeps states that batches of unequal prompts were not verified with",
+    "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
+    "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
+}
+
 _DROPOUT_MODULES = (
     nn.Dropout,
     nn.Dropout1d,
@@ -74,6 +81,7 @@ def load_base(
         config = AutoConfig.from_pretrained(name_or_path, **source)
         if config.is_encoder_decoder:
             raise ValueError(f"{name_or_path} is an encoder-decoder ({config.model_type}); give a decoder-only model")
+        check_supported(config)
         model, report = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype="auto" if dtype is None else dtype,
@@ -93,6 +101,20 @@ def load_base(
             "language model's checkpoint"
         )
     return model
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Reject architectures that are known not to work as a trunk.
+
+    Raises:
+        ValueError: names the architecture and the reason.
+    """
+    model_type = config.get_text_config().model_type
+    if model_type in _UNSUPPORTED:
+        raise ValueError(
+            f"the architecture {model_type} is not supported: {_UNSUPPORTED[model_type]}; take a model of another"
+            " architecture"
+        )
 
 
 def load_tokenizer(

@@ -17,6 +17,8 @@ from peft import PeftConfig
 from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
+from onetrunk.models.adapters import require_lora
+
 MODEL_FILES = "config.json and *.safetensors"
 _CONFIGS = ("config.json", "adapter_config.json")
 
@@ -116,11 +118,13 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
 
     Raises:
         RuntimeError: nothing lies at `name`, or its config names a base that is not there.
-        ValueError: its config names no base.
+        ValueError: its config names no base, or it is no LoRA adapter.
     """
     if not is_adapter(name, revision):
         return None
-    base = PeftConfig.from_pretrained(name, revision=revision).base_model_name_or_path
+    config = PeftConfig.from_pretrained(name, revision=revision)
+    require_lora(config, f"the adapter {name}")
+    base = config.base_model_name_or_path
     if not base:
         raise ValueError(
             f"the adapter {name!r} does not say what its base model is; set base_model_name_or_path in its"

@@ -277,8 +277,8 @@ class ExperienceStream:
         require_scored(unscored, self.config, self.state.iteration, self.sampler.rewards.names)
         self.state.beta = self.kl_controller.value
         figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
-        # Until the policy's first step its KL is 0 and says nothing of beta, in the first rollout after value pretraining
-        # too. Without pretraining the first rollout counts, as in Ziegler et al.
+        # Until the policy's first step its KL is 0 and says nothing of beta, in the rollout after pretraining too.
+        # Without pretraining the first rollout counts, as in Ziegler et al.
         pretraining = self.config.value_pretraining_rollouts
         if "kl/ref" in figures and (self.state.iteration > pretraining or not pretraining):
             num_rows = self.config.rollout_batch_size * self.config.num_generations

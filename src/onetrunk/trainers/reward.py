@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
+from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.preference_rows import stopped_column, validate_preferences
@@ -137,6 +138,8 @@ class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoin
         processing_class: PreTrainedTokenizerBase | None = None,
         **trl: Any,
     ):
+        if trl.get("peft_config") is not None:
+            require_lora(trl["peft_config"], "peft_config")
         check_tokenizer(processing_class, model)
         check_length(args, model, processing_class)
         reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
