@@ -31,6 +31,7 @@ __all__ = [
     "split_rows",
     "validate_completions",
     "validate_prompts",
+    "without_written_bos",
 ]
 
 logger = logging.getLogger(__name__)
@@ -232,6 +233,20 @@ def _completion_fault(row: dict[str, Any], kind: str, conversational: bool) -> s
         return f"prompt {fault}"
     fault = completion_fault(row["completion"], conversational)
     return f"completion {fault}" if fault else None
+
+
+def without_written_bos(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return rows for supervised fine-tuning whose texts do not begin with the BOS token that the tokenizer adds itself.
+
+    For a trainer that tokenizes on its own, TRL's: with the text's BOS there would be two.
+    """
+    name, bos = "prompt" if "prompt" in dataset.column_names else "text", tokenizer.bos_token
+    texts = dataset[name] if name in dataset.column_names else []
+    if not bos or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
+        return dataset
+    if not any(isinstance(text, str) and text.startswith(bos) for text in texts):
+        return dataset
+    return dataset.map(lambda row: {name: row[name].removeprefix(bos)}, load_from_cache_file=False, desc="BOS")
 
 
 def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:
