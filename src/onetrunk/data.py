@@ -236,7 +236,7 @@ def _completion_fault(row: dict[str, Any], kind: str, conversational: bool) -> s
 
 
 def without_written_bos(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return rows for supervised fine-tuning whose texts do not begin with the BOS token that the tokenizer adds itself.
+    """Return rows for supervised fine-tuning whose texts do not begin with a BOS token that the tokenizer adds anyway.
 
     For a trainer that tokenizes on its own, TRL's: with the text's BOS there would be two.
     """
