@@ -4,6 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset, disable_progress_bars
+from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data import (
     RESERVED_COLUMNS,
@@ -12,6 +13,7 @@ from onetrunk.data import (
     prepare_prompts,
     split_rows,
     validate_completions,
+    without_written_bos,
 )
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -41,7 +43,6 @@ def chat_tokenizer():
 
 
 def test_text_gets_the_special_tokens_of_its_tokenizer_and_other_columns_stay():
-    from tokenizers.processors import TemplateProcessing
 
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
@@ -78,6 +79,26 @@ def test_keys_that_only_some_messages_have_do_not_reach_the_template():
     tokenizer = tiny_tokenizer()
     lengths = [len(ids) for ids in prepare_prompts(rows, tokenizer, chat_template=template)["prompt_ids"]]
     assert lengths == [2, 4]  # "cat name", "how runs the cat"
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one():
+    rows = Dataset.from_dict({"prompt": ["<bos> the cat", "the cat"]})
+    tokenizer = tiny_tokenizer()
+    assert prepare_prompts(rows, tokenizer)["prompt_ids"][0][:1] == [2]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    first, second = prepare_prompts(rows, tokenizer)["prompt_ids"]
+    assert list(first) == list(second) and list(first).count(2) == 1
+
+
+def test_rows_for_fine_tuning_lose_a_bos_that_the_tokenizer_adds_again():
+    tokenizer = tiny_tokenizer()
+    rows = Dataset.from_dict({"prompt": ["<bos>the cat", "a dog"], "completion": ["runs", "sings"]})
+    assert without_written_bos(rows, tokenizer)["prompt"] == ["<bos>the cat", "a dog"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    assert without_written_bos(rows, tokenizer)["prompt"] == ["the cat", "a dog"]
+    assert without_written_bos(Dataset.from_dict({"text": ["<bos>a"]}), tokenizer)["text"] == ["a"]
+    chat = Dataset.from_dict({"messages": [[USER]]})
+    assert without_written_bos(chat, tokenizer) is chat
 
 
 def test_overlong_prompts_are_refused_dropped_or_cut_at_the_front(caplog):

@@ -26,6 +26,7 @@ FLOORS = {
     "quiet": 0,
     "names": 0,
     "redaction": 0,
+    "randomness": 0,
     "ops": 1,
     "costs": 1,
     "checkpoints": 1,

@@ -36,10 +36,11 @@ def test_good_rows_pass_and_say_whether_they_are_conversations():
         ({"probability": None}, "probability is missing"),
         ({"margin": float("inf")}, "margin is inf"),
         ({"probability": True}, "probability is of type bool"),
+        ({"chosen_stopped": None}, "chosen_stopped is None, expected true or false"),
     ],
 )
 def test_a_bad_row_is_named_with_its_index_and_reason(change, reason):
-    good = {**GOOD, **{name: 0.5 for name in change if name not in GOOD}}
+    good = {**GOOD, **{name: True if "stopped" in name else 0.5 for name in change if name not in GOOD}}
     if change.get("probability") is True:
         dataset = Dataset.from_list([{**GOOD, **change}])
         with pytest.raises(ValueError, match=reason):

@@ -18,6 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.dataset_files import load_rows
+from onetrunk.ops.token_ids import without_second_bos
 from onetrunk.row_faults import completion_fault, conversation_fault, prompt_fault, raise_faults, text_fault
 from onetrunk.types import Message, Prompt
 
@@ -29,6 +30,7 @@ __all__ = [
     "split_rows",
     "validate_completions",
     "validate_prompts",
+    "without_written_bos",
 ]
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ RESERVED_COLUMNS = (
     "prompt_fault",
     "completions",
     "completion_ids",
+    "completion_stopped",
     "trainer_state",
     "log_extra",
     "log_metric",
@@ -74,7 +77,7 @@ class _PromptEncoder:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
+            return without_second_bos(self.tokenizer(prompt)["input_ids"], self.tokenizer.bos_token_id)
         prefilled = prompt[-1]["role"] == "assistant"
         return self.tokenizer.apply_chat_template(
             prompt,
@@ -98,8 +101,9 @@ def prepare_prompts(
 ) -> Dataset:
     """Check every prompt and add `prompt_ids`; `prompt` and all other columns stay as they are.
 
-    Text gets the tokenizer's own special tokens. A conversation goes through the chat template and ends where the
-    assistant starts to write; if its last message is the assistant's, the completion continues that message.
+    Text gets the tokenizer's own special tokens, but no second BOS token if it already begins with one. A
+    conversation goes through the chat template and ends where the assistant starts to write; if its last message is
+    the assistant's, the completion continues that message.
 
     Args:
         max_prompt_length: tokens; None for no limit.
@@ -228,6 +232,20 @@ def _completion_fault(row: dict[str, Any], kind: str, conversational: bool) -> s
         return f"prompt {fault}"
     fault = completion_fault(row["completion"], conversational)
     return f"completion {fault}" if fault else None
+
+
+def without_written_bos(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return rows for supervised fine-tuning whose texts do not begin with a BOS token that the tokenizer adds anyway.
+
+    For a trainer that tokenizes on its own, TRL's: with the text's BOS there would be two.
+    """
+    name, bos = "prompt" if "prompt" in dataset.column_names else "text", tokenizer.bos_token
+    texts = dataset[name] if name in dataset.column_names else []
+    if not bos or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
+        return dataset
+    if not any(isinstance(text, str) and text.startswith(bos) for text in texts):
+        return dataset
+    return dataset.map(lambda row: {name: row[name].removeprefix(bos)}, load_from_cache_file=False, desc="BOS")
 
 
 def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:

@@ -15,14 +15,17 @@ from datasets import Dataset
 from onetrunk.row_faults import completion_fault, conversation_fault, prompt_fault, raise_faults, text_fault
 
 PAIR = ("prompt", "chosen", "rejected")
+# Optional columns: False for a completion that was cut off at a length limit.
+STOPPED = ("chosen_stopped", "rejected_stopped")
 
 
 def validate_preferences(dataset: Dataset) -> bool:
     """Check every row of a dataset of preferences.
 
     Columns: `prompt`, `chosen`, `rejected` (texts, or conversations: the prompt a list of messages, the others lists
-    that end with an assistant message); optional `probability` that `chosen` is the better one, in [0, 1]; optional
-    `margin`, a finite number.
+    that end with an assistant message); optional `chosen_stopped` and `rejected_stopped`, False for a completion that
+    was cut off at a length limit and is read without an end token; optional `probability` that `chosen` is the
+    better one, in [0, 1]; optional `margin`, a finite number.
 
     Returns:
         True where the rows are conversations.
@@ -44,6 +47,11 @@ def validate_preferences(dataset: Dataset) -> bool:
     faults = [(index, _pair_fault(row, conversational)) for index, row in enumerate(dataset)]
     raise_faults([(index, fault) for index, fault in faults if fault], len(dataset))
     return conversational
+
+
+def stopped_column(dataset: Dataset, name: str) -> list[bool]:
+    """Return the column `name`, False for completions that were cut off; all True where there is no such column."""
+    return list(dataset[name]) if name in dataset.column_names else [True] * len(dataset)
 
 
 def validate_sides(dataset: Dataset) -> None:
@@ -72,6 +80,9 @@ def _pair_fault(row: dict[str, Any], conversational: bool) -> str | None:
             return f"{name} {fault}"
     if row["chosen"] == row["rejected"]:
         return "chosen and rejected are identical: there is nothing to prefer"
+    for name in STOPPED:
+        if name in row and not isinstance(row[name], bool):
+            return f"{name} is {row[name]!r}, expected true or false"
     for name in ("probability", "margin"):
         fault = _number_fault(row[name]) if name in row else None
         if fault:

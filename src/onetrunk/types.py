@@ -65,6 +65,19 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class SampledText:
+    """A completion as text.
+
+    Args:
+        text: without its stop token.
+        stopped: False where it was cut off at the length limit.
+    """
+
+    text: str
+    stopped: bool = True
+
+
+@dataclass(frozen=True)
 class Pack:
     """Rows that go through the model in one forward: the unit of scoring, of the trunk cache and of training.
 

@@ -98,6 +98,7 @@ class CountingJudge:
         completions: Sequence[str],
         principle: Principle,
         done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
         found = []
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

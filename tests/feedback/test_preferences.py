@@ -16,6 +16,7 @@ from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.preference_rows import validate_preferences
+from onetrunk.types import SampledText
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"
 
@@ -38,7 +39,7 @@ class TableJudge:
             done(index, found[-1])
         return found
 
-    def rate(self, prompts, completions, principle, done=None):
+    def rate(self, prompts, completions, principle, done=None, stopped=None):
         found = []
         for index, completion in enumerate(completions):
             self.asked.append((principle.text, completion))
@@ -59,6 +60,10 @@ def make(tmp_path):
             return judge, PreferenceMaker(asker, seed=0, **settings)
 
         yield maker
+
+
+def sampled(*texts):
+    return [SampledText(text) for text in texts]
 
 
 def item(prompt="Why?"):
@@ -83,7 +88,7 @@ def both(heavy, light, heavy_flipped=None, light_flipped=None):
 def test_a_row_is_the_mean_over_principles_by_weight_and_orders(make, prompt):
     # a: heavy (0.8 + 0.6) / 2 = 0.7 with weight 3, light 0.1 with weight 1: (2.1 + 0.1) / 4 = 0.55
     judge, maker = make(both(0.8, 0.1, heavy_flipped=0.4))
-    (row,) = maker.rows([item(prompt)], [["a", "b"]])
+    (row,) = maker.rows([item(prompt)], [sampled("a", "b")])
     assert row["probability"] == pytest.approx(0.55)
     assert row["margin"] == pytest.approx(math.log(0.55 / 0.45))
     texts = [row[c] if isinstance(prompt, str) else row[c][0]["content"] for c in ("chosen", "rejected")]
@@ -92,9 +97,16 @@ def test_a_row_is_the_mean_over_principles_by_weight_and_orders(make, prompt):
     assert maker.counts["labelled"] == maker.counts["pairs"] == 1
 
 
+def test_a_row_says_which_completion_was_cut_off(make):
+    for cut in ("a", "b"):
+        _, maker = make(both(0.2, 0.2))
+        (row,) = maker.rows([item(cut)], [[SampledText(text, stopped=text != cut) for text in "ab"]])
+        assert (row["chosen"], row["chosen_stopped"], row["rejected_stopped"]) == ("b", cut != "b", cut != "a")
+
+
 def test_votes_are_told_for_the_chosen_completion(make):
     _, maker = make(both(0.2, 0.9))
-    (row,) = maker.rows([item()], [["a", "b"]])
+    (row,) = maker.rows([item()], [sampled("a", "b")])
     assert row["chosen"] == "b" and row["probability"] == pytest.approx((3 * 0.8 + 0.1) / 4)
     votes = json.loads(row["votes"])
     assert [vote["principle"] for vote in votes] == ["heavy", "light"]
@@ -105,23 +117,23 @@ def test_votes_are_told_for_the_chosen_completion(make):
 @pytest.mark.parametrize("keep_ties", [False, True])
 def test_ties_are_counted_and_written_only_if_wanted(make, keep_ties):
     _, maker = make(both(0.5, 0.5), keep_ties=keep_ties)
-    rows = maker.rows([item()], [["a", "b"]])
+    rows = maker.rows([item()], [sampled("a", "b")])
     assert [row["probability"] for row in rows] == [0.5] * keep_ties and maker.counts["ties"] == 1
 
 
 def test_a_pair_with_one_question_unanswered_is_unjudged_and_one_without_an_opinion_abstained(make):
     _, maker = make(both(0.9, 0.9, heavy_flipped="timeout"))
-    assert maker.rows([item()], [["a", "b"]]) == []
+    assert maker.rows([item()], [sampled("a", "b")]) == []
     _, none = make({key: None for key in both(0.9, 0.9)})
-    assert none.rows([item("other")], [["a", "b"]]) == []
+    assert none.rows([item("other")], [sampled("a", "b")]) == []
     assert (maker.counts["unjudged"], none.counts["abstained"]) == (1, 1)
 
 
 def test_only_what_failed_is_asked_again(make):
     _, maker = make(both(0.9, 0.9, heavy_flipped="timeout"))
-    maker.rows([item()], [["a", "b"]])
+    maker.rows([item()], [sampled("a", "b")])
     judge, again = make(both(0.9, 0.9))
-    assert len(again.rows([item()], [["a", "b"]])) == 1
+    assert len(again.rows([item()], [sampled("a", "b")])) == 1
     assert judge.asked == [("heavy", "b", "a")]
 
 
@@ -134,7 +146,7 @@ def test_best_and_worst_are_found_by_the_mean_rating_and_alike_texts_are_rated_o
     orders = [("b", "c"), ("c", "b")]
     verdicts = {(p, x, y): 0.7 if x == "b" else 0.3 for p in ("heavy", "light") for x, y in orders}
     judge, maker = make({**ratings, **verdicts}, pairing="best_worst")
-    (row,) = maker.rows([item()], [["a", "b", "c", "a"]])
+    (row,) = maker.rows([item()], [sampled("a", "b", "c", "a")])
     assert (row["chosen"], row["rejected"], row["probability"]) == ("b", "c", pytest.approx(0.7))
     assert len(judge.asked) == 6 + 4
     assert maker.counts["repeated_completions"] == 1
@@ -142,7 +154,7 @@ def test_best_and_worst_are_found_by_the_mean_rating_and_alike_texts_are_rated_o
 
 def test_prompts_whose_completions_are_alike_have_no_pair(make):
     judge, maker = make({})
-    assert maker.rows([item()], [["a", " a", "", "a"]]) == []
+    assert maker.rows([item()], [sampled("a", " a", "", "a")]) == []
     counts = {name: count for name, count in maker.counts.items() if count}
     assert counts == {
         "completions": 4, "blank_completions": 1, "repeated_completions": 2, "prompts_without_pair": 1
@@ -184,11 +196,11 @@ def test_figures_of_rows():
 
 def test_a_principle_is_known_by_its_text_not_its_weight(make):
     judge, maker = make(both(0.9, 0.9))
-    maker.rows([item()], [["a", "b"]])
+    maker.rows([item()], [sampled("a", "b")])
     constitution = maker.asker.constitution
     lighter = type(constitution)(constitution.name, (Principle("heavy", 1.0), Principle("light", 5.0)))
     maker.asker.constitution = lighter
-    maker.rows([item()], [["a", "b"]])
+    maker.rows([item()], [sampled("a", "b")])
     assert len(judge.asked) == 4
 
 

@@ -12,6 +12,7 @@ from onetrunk.feedback.shards import prompt_key
 from onetrunk.judges.base import Principle
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import SampledText
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 PROMPTS = ["the cat", "a dog runs", "the sun and the moon", "please", "old house"]
@@ -55,6 +56,18 @@ def test_what_the_ledger_holds_is_not_sampled_again(ledger):
     assert sampler(ledger, seed=1).sample(items(again), 2) != texts
 
 
+def test_the_ledger_remembers_which_completions_were_cut_off(tmp_path, ledger):
+    first, again = sampler(ledger), sampler(ledger)
+    sampled = [text for row in first.sample(items(first), 6) for text in row]
+    assert {text.stopped for text in sampled} == {True, False}
+    assert [text for row in again.sample(items(again), 6) for text in row] == sampled and again.num_sampled == 0
+    # What older ledgers hold, a string, is a completion that ended by itself.
+    with Ledger(tmp_path / "old.jsonl") as old:
+        other = sampler(old)
+        old.put(other.key(items(other)[0], 0), "the cat")
+        assert other.kept(items(other)[:1], 1) == [[SampledText("the cat")]]
+
+
 def test_another_policy_or_another_length_is_another_completion(ledger):
     one = sampler(ledger)
     item = items(one)[0]
@@ -95,7 +108,7 @@ def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational)
 
 def test_a_blank_completion_is_not_revised(ledger):
     policy = sampler(ledger)
-    rows = Reviser(policy, policy, PRINCIPLES).rows(items(policy, ["the cat"]), [["  "]])
+    rows = Reviser(policy, policy, PRINCIPLES).rows(items(policy, ["the cat"]), [[SampledText("  ")]])
     assert rows == [None] and policy.num_sampled == 0
 
 

@@ -26,7 +26,7 @@ class FixedJudge:
         self.asked.append(len(pairs))
         return self._told([Verdict(self.answer, self.reason, self.error) for _ in pairs], done)
 
-    def rate(self, prompts, completions, principle, done=None):
+    def rate(self, prompts, completions, principle, done=None, stopped=None):
         return self._told([Rating(self.answer, self.reason, self.error) for _ in prompts], done)
 
     def _told(self, answers, done):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
 from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, policy_config, role
@@ -220,8 +220,15 @@ def test_an_adapter_is_told_from_a_module_of_the_same_name():
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "IA3Config; onetrunk trains LoRA"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PromptTuningConfig; onetrunk trains LoRA"),
+        (AdaLoraConfig(total_step=9), r"of the kind ADALORA \(AdaLoraConfig\), and only LORA is supported"),
+        (
+            IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+            r"is of the kind IA3 \(IA3Config\), and only LORA",
+        ),
+        (
+            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+            r"of the kind PROMPT_TUNING \(PromptTuningConfig\)",
+        ),
         (lora(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\].* trunk must stay frozen"),
         (lora(bias="all"), "bias='all' trains biases of the frozen trunk; set bias='none'"),
         (lora(bias="lora_only"), "bias='lora_only'"),

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.models.adapter_files import ADAPTER_FILE
 from onetrunk.models.adapters import VALUE_HEAD_FILE, adapter_parameters
@@ -127,7 +127,7 @@ def test_settings_that_exclude_each_other_are_refused(tmp_path):
     for settings in ({"model_init_kwargs": {"dtype": "bfloat16"}}, {"quantization_config": object()}):
         with pytest.raises(ValueError, match="given by name or path; this one is loaded already"):
             build_trunk(tiny_model("llama"), lora(), **settings)
-    with pytest.raises(ValueError, match="PromptTuningConfig; onetrunk trains LoRA"):
+    with pytest.raises(ValueError, match="PromptTuningConfig.*only LORA is supported"):
         prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         build_trunk(get_peft_model(tiny_model("llama"), prompts))
     with pytest.raises(ValueError, match="leaves no layer to train"):
@@ -311,3 +311,33 @@ def test_only_the_words_of_peft_are_dropped_and_only_while_it_is_called():
         assert not kept
         _ = tiny_model("llama").is_gradient_checkpointing
     assert [w.category for w in kept] == [FutureWarning]
+
+
+def a_mixture(model_type, **settings):
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(model_type, **shape, **settings)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "minimax", "phimoe"])
+def test_architectures_that_cannot_be_a_trunk_are_rejected_by_name(tmp_path, model_type):
+    base = a_mixture(model_type)
+    with pytest.raises(
+        ValueError, match=f"the architecture {model_type} is not supported: .*; take a model of another"
+    ):
+        build_trunk(base, lora())
+    base.config.save_pretrained(tmp_path)  # Before any weights are read.
+    with pytest.raises(ValueError, match=f"the architecture {model_type} is not supported"):
+        build_trunk(str(tmp_path), lora())
+
+
+def test_an_adapter_that_is_not_lora_is_rejected_before_its_base_is_loaded(tmp_path):
+    config = AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9, tinit=1, tfinal=1, deltaT=1)
+    get_peft_model(tiny_model("llama"), config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the adapter .* is of the kind ADALORA \(AdaLoraConfig\), and only LORA is"):
+        build_trunk(str(tmp_path))
+    with pytest.raises(ValueError, match="peft_config is of the kind ADALORA"):
+        build_trunk("no/such-model", config)

@@ -241,6 +241,23 @@ def test_explained_variance_from_added_stats_is_that_of_the_whole_step():
     assert_close(explained_variance_from_stats(added), expected, **EXACT)
 
 
+def test_explained_variance_keeps_its_digits_for_returns_around_1000():
+    generator = torch.Generator().manual_seed(0)
+    noise, error = (torch.randn(8, 50, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(8, 50, generator=generator) < 0.8
+    returns = (1000 + 0.05 * noise).float()
+    values = (returns.double() + 0.02 * error).float()
+    kept = [x.double()[mask] for x in (returns - values, returns)]
+    expected = (1 - kept[0].var() / kept[1].var()).item()
+    stats = [
+        value_loss(values[p], None, returns[p], mask[p], num_tokens=mask.sum())[1]
+        for p in ([0, 1, 2], [3, 4, 5, 6, 7])
+    ]
+    added = {name: stats[0][name] + stats[1][name] for name in stats[0]}
+    assert explained_variance_from_stats(added).item() == pytest.approx(expected, abs=1e-6)
+    assert explained_variance(values, returns, mask).item() == pytest.approx(expected, abs=1e-4)
+
+
 def test_soft_labels_and_margins_by_hand():
     lead, zero = torch.tensor([2.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     won, lost = math.log(1 + math.exp(-2)), math.log(1 + math.exp(2))

@@ -75,7 +75,8 @@ def test_a_function_receives_what_grpo_passes():
     columns = {"solution": ["x", "y"], "prompt": PROMPTS, "prompt_ids": IDS, "completion": ["", ""]}
     score(curious, columns=columns)
     assert set(seen) == {
-        "prompts", "completions", "completion_ids", "solution", "trainer_state", "log_extra", "log_metric"
+        "prompts", "completions", "completion_ids", "completion_stopped", "solution", "trainer_state", "log_extra",
+        "log_metric",
     }  # fmt: skip
     assert (seen["prompts"], seen["completions"], seen["completion_ids"]) == (PROMPTS, COMPLETIONS, IDS)
     assert seen["solution"] == ["x", "y"] and seen["trainer_state"] is None
@@ -83,6 +84,47 @@ def test_a_function_receives_what_grpo_passes():
     logged = []
     score(curious, trainer_state="state", log_metric=lambda name, value: logged.append((name, value)))
     assert seen["trainer_state"] == "state" and logged == [("share", 0.5)]
+
+
+def test_a_function_is_told_which_completions_were_cut_off():
+    def ended(completion_stopped, **kwargs):
+        return completion_stopped
+
+    async def ended_later(completion_stopped, **kwargs):
+        return completion_stopped
+
+    assert score([ended, ended_later], completion_stopped=[True, False]).total.tolist() == [2.0, 0.0]
+    assert score(ended).total.tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="completion_stopped has 1 entries for 2 prompts"):
+        score(ended, completion_stopped=[True])
+
+
+def test_a_function_that_lists_all_keywords_of_trl_is_called_with_those_alone():
+    def listed(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+        return [1, 2]
+
+    assert score(listed, completion_stopped=[True, False]).total.tolist() == [1.0, 2.0]
+
+
+def test_a_function_that_changes_its_lists_changes_nobody_elses():
+    prompts, said = [[{"role": "user", "content": "the cat"}]], [[{"role": "assistant", "content": "runs"}]]
+    ids, columns, seen = [[5, 6]], {"solution": [["x"]]}, []
+
+    def spoils(**kwargs):
+        for name in ("prompts", "completions", "completion_ids", "completion_stopped", "solution"):
+            seen.append(str(kwargs[name]))
+            kwargs[name][0] = [None] if name == "completion_stopped" else kwargs[name][0].clear()
+            kwargs[name].append("more")
+        return [0]
+
+    async def spoils_later(**kwargs):
+        return spoils(**kwargs)
+
+    stopped = [True]
+    RewardSet([spoils, spoils, spoils_later]).score(prompts, said, ids, columns, completion_stopped=stopped)
+    assert seen[:5] == seen[5:10] == seen[10:]
+    assert prompts == [[{"role": "user", "content": "the cat"}]] and columns == {"solution": [["x"]]}
+    assert said == [[{"role": "assistant", "content": "runs"}]] and ids == [[5, 6]] and stopped == [True]
 
 
 def test_a_function_that_raises_is_named_and_its_error_is_the_cause():

@@ -11,6 +11,7 @@ from onetrunk.judges.rubric import RubricJudge
 from onetrunk.rewards import RewardSet
 from onetrunk.rewards.judge import JudgeReward
 from onetrunk.rewards.pairwise import PairwiseReward, prompt_key
+from onetrunk.types import SampledText
 
 ONE = Constitution("one", (Principle("Which is longer?", tags=("long",)),))
 TWO = Constitution(
@@ -50,7 +51,7 @@ class WordJudge:
         first, second = len(pair.first.split()), len(pair.second.split())
         return Verdict(min(1.0, max(0.0, first / (first + second) + self.slot_bias)))
 
-    def rate(self, prompts, completions, principle, done=None):
+    def rate(self, prompts, completions, principle, done=None, stopped=None):
         found = []
         for index, text in enumerate(completions):
             self.asked.append(text)
@@ -104,7 +105,7 @@ def test_rows_that_are_not_decided_have_no_reward():
 
 
 def test_references_come_from_the_column_or_from_what_was_sampled():
-    references = {prompt_key("prompt 0"): "x"}
+    references = {prompt_key("prompt 0"): SampledText("x")}
     reward = PairwiseReward(WordJudge(), ONE, references=references)
     assert rewards_of(reward, ["a b c"], ["x y z"]) == [math.log(1 / 2)]
     assert reward(prompts=["prompt 0"], completions=["a b c"]) == pytest.approx([math.log(3 / 4)])

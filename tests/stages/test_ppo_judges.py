@@ -127,7 +127,8 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
     assert done.returncode == 0, done.stderr[-2000:]
 
     def texts(folder, rank):
-        return {json.loads(line)["value"] for line in open(f"{folder}/_kept/reference_completions-{rank}.jsonl")}
+        values = [json.loads(line)["value"] for line in open(f"{folder}/_kept/reference_completions-{rank}.jsonl")]
+        return {json.dumps(value) for value in values}
 
     def ratings(rank):
         return sum('"score"' in line for line in open(f"two/_kept/judged-{rank}.jsonl"))

@@ -24,7 +24,8 @@ def warm(prompts, completions, **columns):
 def concise(prompts, completions, **columns):
     return [1 / (1 + len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
 '''
-FIELDS = ["prompt", "chosen", "rejected", "probability", "margin", "votes", "consistent"]
+FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "margin", "votes"]
+FIELDS += ["consistent"]
 
 
 @pytest.fixture(scope="module")

@@ -176,6 +176,9 @@ def test_fields_that_the_stream_rests_on_cannot_be_changed(setting):
         ({"length_adaptive_lam": 0.05, "lam_policy": 0.9}, "both set the policy's lambda"),
         ({"num_rollouts": 3, "max_steps": 5}, "num_rollouts 3 makes 12 optimizer steps, but max_steps is 5"),
         ({"value_pretraining_rollouts": -1}, "value_pretraining_rollouts is -1"),
+        ({"seed": -1}, "seed is -1; set a whole number from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"data_seed": -1}, "data_seed is -1"),
         ({"max_unscored_fraction": 2.0}, "max_unscored_fraction is 2.0"),
     ],
 )

@@ -75,6 +75,15 @@ def test_the_teacher_gives_centred_scores_and_the_mean_of_the_members_probabilit
     )
 
 
+def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base, tmp_path):
+    stopped = [True, False] * 4
+    pairs = pair_rows(chosen_stopped=stopped, rejected_stopped=stopped[::-1])
+    singles = SINGLES.add_column("completion_stopped", [False, True])
+    trainer = a_trainer(base, tmp_path / "run", label_rows(a_teacher(tmp_path), pairs, singles))
+    assert [row[-1] == 1 for row in trainer.train_dataset["chosen_ids"]] == [*stopped, False, True]
+    assert [row[-1] == 1 for row in trainer.train_dataset["rejected_ids"][:8]] == stopped[::-1]
+
+
 def test_scores_are_computed_once_and_a_killed_labelling_goes_on(tmp_path):
     first = a_teacher(tmp_path)
     expected = first.scores(PROMPTS[:3], GOOD[:3])

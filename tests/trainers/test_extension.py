@@ -127,6 +127,33 @@ def test_the_example_of_the_docstring_runs_and_gives_reward_to_go(tmp_path):
     assert differ(trained_weights(trainer.model), before)
 
 
+class ReadsNextValues(ExperienceStream):
+    def advantages(self, pack, output, rewards, stopped):
+        self.seen = [*getattr(self, "seen", []), output.next_values]
+        return super().advantages(pack, output, rewards, stopped)
+
+
+class ReadingTrainer(PPOTrainer):
+    stream_class = ReadsNextValues
+
+
+def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_captured(tmp_path):
+    seen = []
+    for captures in (True, False):
+        settings = {"adapter_layers": "top-1", "value_head_init": None, "capture_trunk_states": captures}
+        trainer = make_trainer(tmp_path / str(captures), trainer_class=ReadingTrainer, **settings)
+        with torch.no_grad():
+            weight = trainer.model.value_head.linear.weight
+            weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape))
+        stream = trainer.get_train_dataloader()
+        trainer.model.eval()
+        stream.make_rollout()
+        seen.append(torch.cat(stream.seen))
+    # float32 rounds a token alone otherwise than within a row.
+    torch.testing.assert_close(*seen, atol=2e-4, rtol=2e-4)
+    assert seen[0].std() > 1e-2
+
+
 class Doubled(ExperienceStream):
     def shape_scores(self, scored):
         return 2 * super().shape_scores(scored)

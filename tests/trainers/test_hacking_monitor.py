@@ -55,7 +55,9 @@ class BrevityJudge:
     def compare(self, pairs, principle, done=None):
         raise NotImplementedError("the monitor rates")
 
-    def rate(self, prompts: Sequence, completions: Sequence[str], principle: Principle, done=None) -> list[Rating]:
+    def rate(
+        self, prompts: Sequence, completions: Sequence[str], principle: Principle, done=None, stopped=None
+    ) -> list[Rating]:
         self.num_calls += 1
         self.num_ratings += len(completions)
         if self.is_down(self.num_calls):
@@ -110,7 +112,7 @@ class Foreseen(BrevityJudge):
         super().__init__()
         self.levels = levels
 
-    def rate(self, prompts, completions, principle, done=None):
+    def rate(self, prompts, completions, principle, done=None, stopped=None):
         self.num_calls += 1
         return [Rating(self.levels[self.num_calls - 1]) for _ in completions]
 

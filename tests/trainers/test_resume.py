@@ -80,8 +80,8 @@ def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
 
 def test_the_variants_exercise_what_they_name():
     beta = logged(uninterrupted("adaptive"), "kl/beta")
-    # One rollout of value pretraining, whose KL of 0 says nothing of beta.
-    assert beta[0] == beta[1] != beta[2]
+    # One rollout of value pretraining, and the first in which the policy trains: their KL of 0 says nothing of beta.
+    assert beta[0] == beta[1] == beta[2] != uninterrupted("adaptive")._stream.kl_controller.value
     assert uninterrupted("adaptive")._stream.score_moments.count == 3 * 8
     assert len({g["lr"] for g in checkpoint_groups("adaptive")}) == 2
     assert sum(logged(uninterrupted("in_loss"), "policy/skipped_steps")) > 0

@@ -58,6 +58,17 @@ def loss_and_gradients(trainer):
     return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("peft_config", [None, "lora"])
+def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_path, peft_config):
+    stopped = [True, False] * 4
+    columns = {"chosen_stopped": stopped, "rejected_stopped": stopped[::-1]}
+    trainer = a_trainer(base, tmp_path, rows(**columns), peft_config=lora() if peft_config else None)
+    ends = {name: [row[-1] == 1 for row in trainer.train_dataset[f"{name}_ids"]] for name in ("chosen", "rejected")}
+    assert ends == {"chosen": stopped, "rejected": stopped[::-1]}
+    whole = a_trainer(base, tmp_path / "whole", rows(), peft_config=lora() if peft_config else None)
+    assert [row[:-1] for row in whole.train_dataset["chosen_ids"]][1::2] == trainer.train_dataset["chosen_ids"][1::2]
+
+
 @pytest.mark.parametrize("certain", [1.0, 0.0])
 def test_a_certain_soft_label_is_the_hard_label_with_equal_gradients(base, tmp_path, certain):
     soft = a_trainer(base, tmp_path, rows(probability=[certain] * 8))

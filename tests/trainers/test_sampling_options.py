@@ -8,8 +8,8 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onetrunk.randomness import EVALUATION_STREAM
 from onetrunk.trainers.prompt_order import PromptOrder
-from onetrunk.trainers.sampling import EVALUATION_STREAM
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainers.support import make_trainer, prompts, trained
 

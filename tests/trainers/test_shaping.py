@@ -200,6 +200,15 @@ def test_kl_target_moves_beta_by_the_rule_of_ziegler(tmp_path):
     assert beta[2] == pytest.approx(beta[1] * (1 + error * 4 / 40))
 
 
+def test_beta_does_not_move_before_the_policy_has_trained(tmp_path):
+    settings = {"beta": 0.5, "kl_target": 2.0, "kl_horizon": 40, "num_rollouts": 4, "value_pretraining_rollouts": 1}
+    trainer = trained(tmp_path, **settings)
+    beta, kl = logged(trainer, "kl/beta"), logged(trainer, "kl/ref")
+    # The policy trains in the second rollout, so that the third is the first with a KL.
+    assert kl[0] == kl[1] == 0 and kl[2] != 0
+    assert beta[:3] == [0.5] * 3 and beta[3] != 0.5
+
+
 def test_the_loss_of_a_rollout_uses_the_beta_that_is_logged_for_it(tmp_path):
     settings = {"beta": 0.5, "kl_target": 1e-3, "kl_horizon": 4, "kl_in_loss": True, "kl_estimator": "k3"}
     trainer = make_trainer(tmp_path, num_rollouts=2, num_ppo_epochs=2, value_coef=0.0, **settings)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from onetrunk.feedback.failures import FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict
+from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict, stopped_keyword
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.kept import keep_answer, kept_answer, rating_key
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, Question, judge_pairs, questions, verdict_key
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
 
 class Asker:
@@ -66,7 +66,7 @@ class Asker:
         return labels
 
     def ratings(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[str]]
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
     ) -> list[tuple[list[float | None], bool]]:
         """Return, per prompt, the rating of each completion, and whether one of them got no answer.
 
@@ -76,7 +76,11 @@ class Asker:
         Raises:
             RuntimeError: too many questions got no answer.
         """
-        flat = [(prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts]
+        flat = [
+            (prompt, sampled.text, sampled.stopped)
+            for prompt, row in zip(prompts, completions, strict=True)
+            for sampled in row
+        ]
         by_principle = [self._scores(flat, principle) for principle in self.constitution.principles]
         weights = [principle.weight for principle in self.constitution.principles]
         found = iter([_weighted(scores, weights) for scores in zip(*by_principle, strict=True)])
@@ -88,20 +92,21 @@ class Asker:
         shown = pair.flipped() if question.flipped else pair
         return verdict_key(self.judge, self.constitution.principles[question.principle], shown)
 
-    def _scores(self, flat: Sequence[tuple[Prompt, str]], principle: Principle) -> list[Rating]:
-        keys = [rating_key(self.judge, principle, prompt, text) for prompt, text in flat]
+    def _scores(self, flat: Sequence[tuple[Prompt, str, bool]], principle: Principle) -> list[Rating]:
+        keys = [rating_key(self.judge, principle, *row) for row in flat]
         found = {key: rating for key in keys if (rating := kept_answer(self.ledger, key, Rating)) is not None}
         # The same text twice is one question.
         missing = list({key: row for key, row in zip(keys, flat, strict=True) if key not in found}.items())
 
         def keep(index: int, rating: Rating) -> None:
-            key, (prompt, _) = missing[index]
+            key, (prompt, *_) = missing[index]
             found[key] = rating
             keep_answer(self.ledger, key, rating)
             self.limit.note(rating.error, rating.error_kind, prompt)
 
         if missing:
-            self.judge.rate([row[0] for _, row in missing], [row[1] for _, row in missing], principle, keep)
+            prompts, texts, stopped = (list(column) for column in zip(*(row for _, row in missing), strict=True))
+            self.judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
         for rating in found.values():
             self.statistics.add_rating(rating)
         return [found[key] for key in keys]

@@ -13,11 +13,10 @@ from itertools import combinations
 
 import numpy as np
 
+from onetrunk.randomness import PAIRING_STREAM, generator_of
 from onetrunk.row_faults import text_fault
 
 PAIRINGS = ("all", "best_worst", "random")
-# Keeps these draws apart from those of other purposes under the same seed and prompt.
-PAIRING_STREAM = 1
 
 
 def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:
@@ -89,7 +88,7 @@ def best_worst_pair(
 
 
 def _draws(words: Sequence[int]) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((*words, PAIRING_STREAM))))
+    return generator_of((*words, 0, PAIRING_STREAM))
 
 
 def _turned(pairs: list[tuple[int, int]], draws: np.random.Generator) -> list[tuple[int, int]]:

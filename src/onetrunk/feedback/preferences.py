@@ -1,8 +1,9 @@
 """From completions to preference rows: which are paired, what a judge says of them, what is written of that.
 
-A row is TRL's `prompt, chosen, rejected` and ours: `probability` that chosen is the better one, `margin` (its logit),
-`votes` (JSON: what each principle said, for chosen) and `consistent`. A pair without an answer makes no row and is
-counted as unjudged; so is a tie, unless it is wanted. Knows pairs, labels and counts; no model and no file.
+A row is TRL's `prompt, chosen, rejected` and ours: `chosen_stopped` and `rejected_stopped` (False for a completion
+that was cut off at the length limit), `probability` that chosen is the better one, `margin` (its logit), `votes`
+(JSON: what each principle said, for chosen) and `consistent`. A pair without an answer makes no row and is counted as
+unjudged; so is a tie, unless it is wanted. Knows pairs, labels and counts; no model and no file.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import PairLabel
 from onetrunk.row_faults import text_fault
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
 COLUMNS: dict[str, type] = {
     "prompt": list,
     "chosen": list,
     "rejected": list,
+    "chosen_stopped": bool,
+    "rejected_stopped": bool,
     "probability": float,
     "margin": float,
     "votes": str,
@@ -57,7 +60,7 @@ class PreferenceMaker:
     counts: Counter[str] = field(default_factory=Counter)
     figures: PreferenceFigures = field(default_factory=PreferenceFigures)
 
-    def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> list[dict[str, Any]]:
         """Return the rows of a chunk, in the order of prompts and pairs.
 
         Args:
@@ -69,8 +72,8 @@ class PreferenceMaker:
         """
         plans = self._plans(items, completions)
         pairs = [
-            Pair(item.prompt, texts[first], texts[second])
-            for item, texts, plan in zip(items, completions, plans, strict=True)
+            Pair(item.prompt, row[first].text, row[second].text, row[first].stopped, row[second].stopped)
+            for item, row, plan in zip(items, completions, plans, strict=True)
             for first, second in plan
         ]
         rows = [self._row(pair, label) for pair, label in zip(pairs, self.asker.labels(pairs), strict=True)]
@@ -80,14 +83,17 @@ class PreferenceMaker:
         self.figures.add(written)
         return written
 
-    def _plans(self, items: Sequence[PromptItem], completions: Sequence[Sequence[str]]) -> list[list[tuple[int, int]]]:
+    def _plans(
+        self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]
+    ) -> list[list[tuple[int, int]]]:
         """Return the pairs of every prompt, as indices of its completions."""
         unrated: set[int] = set()
         if self.pairing == "best_worst":
             rated = self.asker.ratings([item.prompt for item in items], completions)
             unrated = {i for i, (_, has_failed) in enumerate(rated) if has_failed}
         plans = []
-        for i, (item, texts) in enumerate(zip(items, completions, strict=True)):
+        for i, (item, row) in enumerate(zip(items, completions, strict=True)):
+            texts = [sampled.text for sampled in row]
             words = (self.seed, *prompt_words(item.key))
             if i in unrated:
                 # A pair there will be, once the judge answers.
@@ -127,11 +133,13 @@ def preference_row(pair: Pair, label: PairLabel) -> dict[str, Any]:
     """Return the row of a pair that has a label; of a tie the completion shown first is chosen."""
     first_is_chosen = label.probability >= 0.5
     probability = label.probability if first_is_chosen else 1 - label.probability
-    chosen, rejected = (pair.first, pair.second) if first_is_chosen else (pair.second, pair.first)
+    ordered = pair if first_is_chosen else pair.flipped()
     return {
         "prompt": pair.prompt,
-        "chosen": as_completion(pair.prompt, chosen),
-        "rejected": as_completion(pair.prompt, rejected),
+        "chosen": as_completion(pair.prompt, ordered.first),
+        "rejected": as_completion(pair.prompt, ordered.second),
+        "chosen_stopped": ordered.first_stopped,
+        "rejected_stopped": ordered.second_stopped,
         "probability": probability,
         "margin": logit(probability),
         "votes": json.dumps(votes_for(label, first_is_chosen), ensure_ascii=False),

@@ -16,11 +16,10 @@ import numpy as np
 from onetrunk.feedback.sampler import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
+from onetrunk.randomness import PRINCIPLE_STREAM, generator_of
 from onetrunk.row_faults import text_fault
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
-# Keeps these draws apart from those of other purposes under the same seed and prompt.
-PRINCIPLE_STREAM = 2
 COLUMNS: dict[str, type] = {"prompt": list, "completion": list, "original": str, "trail": str}
 
 CRITIQUE_TURN = (
@@ -57,7 +56,9 @@ class Reviser:
     num_revisions: int = 1
     max_prompt_length: int | None = None
 
-    def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[str]]) -> list[dict[str, Any] | None]:
+    def rows(
+        self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]
+    ) -> list[dict[str, Any] | None]:
         """Return a row per completion, in order; None where `reward` would reject the completion or its last revision
         (blank, or with a NUL character).
 
@@ -70,7 +71,9 @@ class Reviser:
             critique, revision}. Prompt and completion are texts, or messages after a conversation.
         """
         written = [
-            (item, index, text) for item, row in zip(items, completions, strict=True) for index, text in enumerate(row)
+            (item, index, sampled.text)
+            for item, row in zip(items, completions, strict=True)
+            for index, sampled in enumerate(row)
         ]
         texts = [text for _, _, text in written]
         trails: list[list[dict[str, str]]] = [[] for _ in written]
@@ -89,7 +92,7 @@ class Reviser:
     def plan(self, item: PromptItem, index: int) -> list[int]:
         """Return the numbers of the principles by which a completion is revised, one per revision."""
         words = (self.policy.seed, *prompt_words(item.key), index, PRINCIPLE_STREAM)
-        draws = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+        draws = generator_of(words)
         weights = np.array([principle.weight for principle in self.principles])
         again = self.num_revisions > len(weights)
         return draws.choice(len(weights), self.num_revisions, replace=again, p=weights / weights.sum()).tolist()
@@ -109,7 +112,7 @@ class Reviser:
 
     def _write(self, sampler: TextSampler, prompts: Sequence[Prompt]) -> list[str]:
         texts = sampler.sample(sampler.items(prompts, self.max_prompt_length), 1)
-        return [text.strip() for (text,) in texts]
+        return [sampled.text.strip() for (sampled,) in texts]
 
 
 def critique_prompt(prompt: Prompt, completion: str, principle: str) -> Prompt:

@@ -20,7 +20,7 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.shards import prompt_key, prompt_words
 from onetrunk.judges.base import digest
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TextSampler:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     num_sampled: int = 0
 
-    def sample(self, items: Sequence[PromptItem], num_completions: int) -> list[list[str]]:
+    def sample(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
         """Return `num_completions` texts per prompt.
 
         Where one of the chunk is missing in the ledger, all are sampled: only the same batch gives the same bits.
@@ -96,7 +96,7 @@ class TextSampler:
             for prompt, ids in zip(prompts, rows["prompt_ids"], strict=True)
         ]
 
-    def draw(self, items: Sequence[PromptItem], num_completions: int) -> list[list[str]]:
+    def draw(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
         """Return `num_completions` texts per prompt, sampled now, whatever the ledger holds.
 
         Args:
@@ -109,21 +109,25 @@ class TextSampler:
         self.num_sampled += len(rows)
         # As text also after a conversation: a judge reads texts.
         texts = [
-            decode_completion(self.tokenizer, ids, stopped, "")
+            SampledText(decode_completion(self.tokenizer, ids, stopped, ""), bool(stopped))
             for ids, stopped in zip(rollout.completion_ids, rollout.stopped, strict=True)
         ]
         return [texts[start : start + num_completions] for start in range(0, len(texts), num_completions)]
 
-    def kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[str]] | None:
+    def kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]] | None:
         """Return the texts of a chunk from the ledger; None where one of them is missing."""
-        found = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
-        return None if any(text is None for row in found for text in row) else found
+        values = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
+        if any(value is None for row in values for value in row):
+            return None
+        return [
+            [SampledText(value) if isinstance(value, str) else SampledText(**value) for value in row] for row in values
+        ]
 
-    def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[str]]) -> None:
-        """Put sampled texts into the ledger."""
+    def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> None:
+        """Put sampled texts into the ledger: as a string, or as a dict where the completion was cut off."""
         for item, texts in zip(items, completions, strict=True):
-            for index, text in enumerate(texts):
-                self.ledger.put(self.key(item, index), text)
+            for index, sampled in enumerate(texts):
+                self.ledger.put(self.key(item, index), sampled.text if sampled.stopped else asdict(sampled))
 
 
 def encoded(rows: Dataset, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Dataset:

@@ -41,15 +41,23 @@ class Principle:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two completions of one prompt, in the order in which a judge is shown them."""
+    """Two completions of one prompt, in the order in which a judge is shown them.
+
+    Args:
+        prompt: of both.
+        first, second: the texts.
+        first_stopped, second_stopped: False for a completion that was cut off at a length limit.
+    """
 
     prompt: Prompt
     first: str
     second: str
+    first_stopped: bool = True
+    second_stopped: bool = True
 
     def flipped(self) -> Pair:
         """Return the pair in the other order."""
-        return Pair(self.prompt, self.second, self.first)
+        return Pair(self.prompt, self.second, self.first, self.second_stopped, self.first_stopped)
 
 
 @dataclass(frozen=True)
@@ -110,9 +118,19 @@ class Judge(Protocol):
         completions: Sequence[str],
         principle: Principle,
         done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion; `done` as in `compare`."""
+        """Return a rating per completion; `done` as in `compare`.
+
+        `stopped` is passed only where a completion was cut off at a length limit, which is False there. It is for
+        judges that read an end token (reward models); judges that read text may ignore it.
+        """
         ...
+
+
+def stopped_keyword(stopped: Sequence[bool]) -> dict[str, list[bool]]:
+    """Return the keyword `stopped` of `Judge.rate`; empty where no completion was cut off."""
+    return {} if all(stopped) else {"stopped": list(stopped)}
 
 
 def digest(value: Any) -> str:

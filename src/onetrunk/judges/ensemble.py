@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict, stopped_keyword
 from onetrunk.types import Prompt
 
 # Questions that go through all members before the next ones do: what a kill can lose of all members but the last.
@@ -61,16 +61,19 @@ class EnsembleJudge:
         completions: Sequence[str],
         principle: Principle,
         done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
         """Return a rating per completion; raises what its members raise."""
 
-        def ask(judge: Judge, part: Sequence[tuple[Prompt, str]], told: Told | None) -> list[Rating]:
-            return judge.rate([prompt for prompt, _ in part], [text for _, text in part], principle, told)
+        def ask(judge: Judge, part: Sequence[tuple[Prompt, str, bool]], told: Told | None) -> list[Rating]:
+            prompts, texts, has_stopped = (list(column) for column in zip(*part, strict=True))
+            return judge.rate(prompts, texts, principle, told, **stopped_keyword(has_stopped))
 
         def joined(answers: Sequence[Rating]) -> Rating:
             return Rating(*self._joined([(a.score, a.reason, a.error) for a in answers]), _worst_kind(answers))
 
-        return self._ask(list(zip(prompts, completions, strict=True)), ask, joined, done)
+        rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
+        return self._ask(rows, ask, joined, done)
 
     def _ask(
         self, items: Sequence[Any], ask: Callable[..., list[Any]], joined: Callable[..., Any], done: Told | None

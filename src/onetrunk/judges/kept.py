@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict, digest
+from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict, digest, stopped_keyword
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import PairLabel, Question, judge_pairs, questions, verdict_key
 from onetrunk.types import Prompt
@@ -125,6 +125,7 @@ def kept_ratings(
     completions: Sequence[str],
     constitution: Constitution,
     memory: Memory | None = None,
+    stopped: Sequence[bool] | None = None,
 ) -> list[RatingLabel]:
     """Return a rating per completion; what the memory holds is not asked for.
 
@@ -134,24 +135,28 @@ def kept_ratings(
         completions: n texts.
         constitution: its principles.
         memory: None: every question is asked.
+        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
     """
     # Not `or`: an empty ledger is false.
     memory = Forgetful() if memory is None else memory
-    by_principle = [_ratings(judge, prompts, completions, p, memory) for p in constitution.principles]
+    rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
+    by_principle = [_ratings(judge, rows, p, memory) for p in constitution.principles]
     weights = [principle.weight for principle in constitution.principles]
     return [_rating_label(ratings, weights) for ratings in zip(*by_principle, strict=True)]
 
 
-def rating_key(judge: Judge, principle: Principle, prompt: Prompt, completion: str) -> str:
+def rating_key(judge: Judge, principle: Principle, prompt: Prompt, completion: str, stopped: bool = True) -> str:
     """Return what a rating is kept under: everything that it depends on."""
     about: dict[str, Any] = {"prompt": prompt, "completion": completion, "principle": principle.key}
+    if not stopped:
+        about["stopped"] = False
     return digest({"rating": about, "judge": judge.identity})
 
 
 def _ratings(
-    judge: Judge, prompts: Sequence[Prompt], completions: Sequence[str], principle: Principle, memory: Memory
+    judge: Judge, rows: Sequence[tuple[Prompt, str, bool]], principle: Principle, memory: Memory
 ) -> list[Rating]:
-    keys = [rating_key(judge, principle, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+    keys = [rating_key(judge, principle, *row) for row in rows]
     found = {key: rating for key in keys if (rating := kept_answer(memory, key, Rating)) is not None}
     # The same text twice is one question.
     missing = {key: index for index, key in enumerate(keys) if key not in found}
@@ -161,8 +166,8 @@ def _ratings(
         keep_answer(memory, order[index], rating)
 
     if missing:
-        asked = [prompts[index] for index in missing.values()], [completions[index] for index in missing.values()]
-        found |= dict(zip(order, judge.rate(*asked, principle, keep), strict=True))
+        prompts, texts, stopped = (list(column) for column in zip(*(rows[i] for i in missing.values()), strict=True))
+        found |= dict(zip(order, judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped)), strict=True))
     return [found[key] for key in keys]
 
 

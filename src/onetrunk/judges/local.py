@@ -150,6 +150,7 @@ class CausalJudge:
         completions: Sequence[str],
         principle: Principle,
         done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
         """Return a rating per completion: the mean of the marks, from 0 for the lowest to 1 for the highest.
 

@@ -82,7 +82,11 @@ class RewardModelJudge:
             ValueError: conversations, and a tokenizer without a chat template.
         """
         prompts = [pair.prompt for pair in pairs]
-        scores = self._scores([*prompts, *prompts], [p.first for p in pairs] + [p.second for p in pairs])
+        scores = self._scores(
+            [*prompts, *prompts],
+            [p.first for p in pairs] + [p.second for p in pairs],
+            [p.first_stopped for p in pairs] + [p.second_stopped for p in pairs],
+        )
         verdicts = []
         for index in range(len(pairs)):
             first, second = scores[index], scores[index + len(pairs)]
@@ -100,10 +104,11 @@ class RewardModelJudge:
         completions: Sequence[str],
         principle: Principle,
         done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
         """Return a rating per completion; raises as `compare`."""
         ratings = []
-        for index, score in enumerate(self._scores(prompts, completions)):
+        for index, score in enumerate(self._scores(prompts, completions, stopped or [True] * len(prompts))):
             if score is None:
                 ratings.append(Rating(None, "the score is not finite"))
             else:
@@ -113,16 +118,19 @@ class RewardModelJudge:
                 done(index, ratings[-1])
         return ratings
 
-    def _scores(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
-        keys = [digest([prompt, text]) for prompt, text in zip(prompts, completions, strict=True)]
-        asked = dict(zip(keys, zip(prompts, completions, strict=True), strict=True))
+    def _scores(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], stopped: Sequence[bool]
+    ) -> list[float | None]:
+        given = list(zip(prompts, completions, stopped, strict=True))
+        keys = [digest([prompt, text] if is_stopped else [prompt, text, False]) for prompt, text, is_stopped in given]
+        asked = dict(zip(keys, given, strict=True))
         if not asked:
             return []
         # In an order of their own: which completion stands first changes no batch, so not a bit of its score.
         order = sorted(asked)
         shown = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in (asked[key] for key in order)
+            for prompt, text, _ in (asked[key] for key in order)
         ]
         rows, num_shortened = encode_rows(
             self.tokenizer,
@@ -131,6 +139,7 @@ class RewardModelJudge:
             self.max_length,
             reads_end_token(self.model),
             self.name,
+            [asked[key][2] for key in order],
         )
         if num_shortened and not self.num_shortened:
             logger.warning(

@@ -102,6 +102,7 @@ class RubricJudge:
         completions: Sequence[str],
         principle: Principle,
         done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
         """Return a rating per completion: its score.
 

@@ -155,7 +155,9 @@ def questions(pairs: Sequence[Pair], constitution: Constitution, both_orders: bo
 
 def verdict_key(judge: Judge, principle: Principle, pair: Pair) -> str:
     """Return what a verdict is kept under: everything that it depends on. `pair` is in the order shown."""
-    shown = {"prompt": pair.prompt, "first": pair.first, "second": pair.second}
+    shown: dict[str, Any] = {"prompt": pair.prompt, "first": pair.first, "second": pair.second}
+    if not (pair.first_stopped and pair.second_stopped):
+        shown["stopped"] = [pair.first_stopped, pair.second_stopped]
     return digest({"verdict": shown, "principle": principle.key, "judge": judge.identity})
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -184,6 +184,26 @@ def parse_adapter_layers(adapter_layers: str, num_layers: int) -> int:
     return num_layers - int(found.group(1))
 
 
+def require_lora(config: PeftConfig, subject: str) -> None:
+    """Reject every kind of PEFT adapter but plain LoRA, by its name.
+
+    Not by its class: AdaLoRA's config is a LoraConfig, and its ranks change only where its own schedule is called.
+
+    Args:
+        config: of the adapter.
+        subject: what the message calls it.
+
+    Raises:
+        ValueError: another peft_type.
+    """
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != PeftType.LORA.value or not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"{subject} is of the kind {kind} ({type(config).__name__}), and only LORA is supported; train a LoRA"
+            " adapter, or merge this one into its base model and give that folder"
+        )
+
+
 def check_adapter_config(config: PeftConfig) -> None:
     """Refuse adapters that the shared trunk can't carry.
 
@@ -191,8 +211,7 @@ def check_adapter_config(config: PeftConfig) -> None:
         ValueError: not LoRA; trained whole modules; an adapted head or embedding; bias training; a start that is not
             the base model itself; a variant of LoRA that changes the trunk or was not tried.
     """
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"peft_config is a {type(config).__name__}; onetrunk trains LoRA adapters: pass a LoraConfig")
+    require_lora(config, "peft_config")
     if config.modules_to_save:
         raise ValueError(
             f"peft_config.modules_to_save={config.modules_to_save} would copy whole modules into the adapter, and the"

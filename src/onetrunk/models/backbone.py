@@ -30,6 +30,13 @@ from onetrunk.models.sources import pinned_source
 
 logger = logging.getLogger(__name__)
 
+# Decoders that pass every check of structure and can't be sampled from here.
+_UNSUPPORTED = {
+    "kimi_linear": "its linear attention keeps states that batches of unequal prompts were not verified with",
+    "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
+    "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
+}
+
 _DROPOUT_MODULES = (
     nn.Dropout,
     nn.Dropout1d,
@@ -68,6 +75,7 @@ def load_base(
     config = read_config("model", name_or_path, **source)
     if config.is_encoder_decoder:
         raise ValueError(f"{name_or_path} is an encoder-decoder ({config.model_type}); give a decoder-only model")
+    check_supported(config)
     model, report = load_weights(
         AutoModelForCausalLM,
         "model",
@@ -86,6 +94,20 @@ def load_base(
             "language model's checkpoint"
         )
     return model
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Reject architectures that are known not to work as a trunk.
+
+    Raises:
+        ValueError: names the architecture and the reason.
+    """
+    model_type = config.get_text_config().model_type
+    if model_type in _UNSUPPORTED:
+        raise ValueError(
+            f"the architecture {model_type} is not supported: {_UNSUPPORTED[model_type]}; take a model of another"
+            " architecture"
+        )
 
 
 def load_tokenizer(

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from onetrunk.models.adapter_files import ADAPTER_FILE, check_adapter_fits, read_adapter, set_adapter_weights
-from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, parse_adapter_layers
+from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, check_adapter_config, parse_adapter_layers
 from onetrunk.models.backbone import decoder_layers, load_base
 from onetrunk.models.base_marks import check_base_marks
 from onetrunk.models.loading import put_adapter_on, read_adapter_weights
@@ -60,6 +60,8 @@ def build_trunk(
     """
     model = source = fspath(model) if isinstance(model, PathLike) else model
     check_model_type(model)
+    if peft_config is not None:
+        check_adapter_config(peft_config)
     if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
         raise ValueError(
             "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded"

@@ -26,6 +26,7 @@ from onetrunk.models.adapters import (
     check_adapter_config,
     layer_index,
     list_name,
+    require_lora,
 )
 from onetrunk.models.backbone import decoder_layers, output_head
 from onetrunk.models.base_marks import check_base_marks
@@ -147,11 +148,7 @@ def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
             f"reward adapter {name} has the task_type {config.task_type}, and no score head; give one with SEQ_CLS, as"
             " a sequence-classification model with an adapter saves it"
         )
-    if config.peft_type != "LORA":
-        raise ValueError(
-            f"reward adapter {name} is of the kind {config.peft_type}, and branches of the trunk are LORA; merge it"
-            " into its base model and give that folder"
-        )
+    require_lora(config, f"reward adapter {name}")
     config = copy.deepcopy(config)
     if set(getattr(config, "modules_to_save", None) or ()) <= HEAD_MODULES:
         config.modules_to_save = None

@@ -17,6 +17,8 @@ from onetrunk.models.scorer import encode_texts
 from onetrunk.types import Conversation, Message, Prompt
 
 Completion = str | list[Message]
+# Shows where a rendered completion ends and its chat template goes on with an end token.
+CUT_MARK = "<onetrunk:cut>"
 
 
 def encode_rows(
@@ -26,8 +28,12 @@ def encode_rows(
     max_length: int | None,
     end_token: bool,
     name: str,
+    stopped: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Return what a reward model reads of each row: n lists of token ids, and how many of them are shortened.
+
+    A completion that was cut off at a length limit is read as it is, without an end token, so that its score is the
+    one that a reward adapter on the policy's trunk gives.
 
     Args:
         prompts: n texts or n conversations.
@@ -35,14 +41,21 @@ def encode_rows(
         max_length: tokens; None for no limit.
         end_token: True where its rows end with the end token (`encode_texts`).
         name: of the reward model, for errors.
+        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
 
     Raises:
         ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
     """
-    pairs = list(zip(prompts, completions, strict=True))
-    conversational = bool(pairs) and not isinstance(prompts[0], str)
-    texts = [_render(tokenizer, *pair, name) if conversational else pair[0] + pair[1] for pair in pairs]
-    return encode_texts(tokenizer, texts, max_length, add_special_tokens=not conversational, end_token=end_token)
+    stopped = [True] * len(prompts) if stopped is None else stopped
+    rows = list(zip(prompts, completions, stopped, strict=True))
+    conversational = bool(rows) and not isinstance(prompts[0], str)
+    texts = [
+        _render(tokenizer, prompt, completion, is_stopped, name) if conversational else prompt + completion
+        for prompt, completion, is_stopped in rows
+    ]
+    return encode_texts(
+        tokenizer, texts, max_length, add_special_tokens=not conversational, end_token=end_token, stopped=stopped
+    )
 
 
 def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -56,7 +69,9 @@ def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     return read_tokenizer(source, "tokenizer of the reward adapter") if has_own else None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], name: str) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], is_stopped: bool, name: str
+) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the prompts are conversations and the tokenizer of reward model {name!r} has no chat "
@@ -68,4 +83,14 @@ def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion
         opened = messages[len(prompt) - 1]
         joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
         messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
-    return apply_chat_template(tokenizer, messages, tokenize=False)
+    if is_stopped:
+        return apply_chat_template(tokenizer, messages, tokenize=False)
+    # transformers' continue_final_message raises where a template rewrites the message (it moves the reasoning, say).
+    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + CUT_MARK}
+    text, mark, _ = apply_chat_template(tokenizer, messages, tokenize=False).rpartition(CUT_MARK)
+    if not mark:
+        raise ValueError(
+            f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"
+            " was cut off cannot be scored; set tokenizer.chat_template to one that keeps the whole message"
+        )
+    return text

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.models.loading import check_source, load_weights, read_config
+from onetrunk.ops.token_ids import without_second_bos
 
 # Tokenizers that know no limit report a number beyond any text.
 NO_LIMIT = 10**9
@@ -138,6 +139,7 @@ def encode_texts(
     max_length: int | None,
     add_special_tokens: bool = True,
     end_token: bool = False,
+    stopped: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Tokenize texts; of one that is too long, keep the first special token and the end, where the completion is.
 
@@ -146,6 +148,8 @@ def encode_texts(
         add_special_tokens: False for texts that a chat template has written, special tokens and all.
         end_token: True lets every row end with the tokenizer's end token, as sampled completions do: it is added, or
             the white space that a chat template writes behind it is left out.
+        stopped: n booleans, False for a text that was cut off at a length limit: it never ends with an end token.
+            None: no text was cut off.
 
     Returns:
         n lists of token ids, and how many of them were shortened.
@@ -158,8 +162,13 @@ def encode_texts(
     empty = [index for index, row in enumerate(rows) if not row]
     if empty:
         raise ValueError(f"the texts at {empty[:20]} have no tokens to score; leave empty completions out")
-    if end_token:
-        rows = [_at_end_token(tokenizer, row) for row in rows]
+    if add_special_tokens:
+        rows = [without_second_bos(row, tokenizer.bos_token_id) for row in rows]
+    stopped = [True] * len(rows) if stopped is None else stopped
+    rows = [
+        (_at_end_token(tokenizer, row) if end_token else row) if is_stopped else _without_end_token(tokenizer, row)
+        for row, is_stopped in zip(rows, stopped, strict=True)
+    ]
     if max_length is None:
         return rows, 0
     starts = {tokenizer.bos_token_id, tokenizer.cls_token_id} - {None}
@@ -181,6 +190,16 @@ def _at_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[in
         if not tokenizer.decode(row[last:]).strip():
             return row[:last]
     return [*row, end]
+
+
+def _without_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:
+    """Return a row without the end token that the tokenizer adds by itself.
+
+    An encoder's end token is its separator (RoBERTa), which closes every text, however it ended.
+    """
+    end = tokenizer.eos_token_id
+    is_separator = end is not None and end == tokenizer.sep_token_id
+    return row[:-1] if len(row) > 1 and row[-1] == end and not is_separator else row
 
 
 def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_size: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils import find_adapter_config_file, has_file
 
+from onetrunk.models.adapters import require_lora
 from onetrunk.models.loading import check_source, read_adapter_config, read_config
 
 
@@ -63,12 +64,14 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
 
     Raises:
         RuntimeError: nothing lies at `name`, or its config names a base that is not there.
-        ValueError: its config names no base, or its weights are pickled.
+        ValueError: its config names no base, its weights are pickled, or it is no LoRA adapter.
     """
     if not is_adapter(name, revision):
         return None
     require_safetensors(name, revision)
-    base = read_adapter_config(name, revision).base_model_name_or_path
+    config = read_adapter_config(name, revision)
+    require_lora(config, f"the adapter {name}")
+    base = config.base_model_name_or_path
     if not base:
         raise ValueError(
             f"the adapter {name!r} does not say what its base model is; set base_model_name_or_path in its"

@@ -41,6 +41,7 @@ from onetrunk.models.adapters import (
 )
 from onetrunk.models.backbone import (
     backbone,
+    check_supported,
     decoder_layers,
     disable_dropout,
     output_head,
@@ -90,6 +91,7 @@ class TrunkModel(PeftModelForCausalLM):
     ):
         if value_head not in VALUE_HEADS:
             raise ValueError(f"value_head {value_head!r} is none of {', '.join(VALUE_HEADS)}")
+        check_supported(base.config)
         num_layers = len(decoder_layers(base))
         first_layer = parse_adapter_layers(adapter_layers, num_layers)
         keep_train_kernels(base)

@@ -1,4 +1,4 @@
-"""The Triton kernel of the PPO loss: every term, every stat and every gradient in one pass over the tokens.
+"""The Triton kernel of the PPO loss: every term, its stats and every gradient in one pass over the tokens.
 
 What comes out is stated by `losses.policy_loss_reference`, `losses.value_loss_reference` and
 `ppo_loss.ppo_loss_reference`, its naive twins. A block of tokens writes its own sums, which are added up afterwards
@@ -17,14 +17,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from onetrunk.ops.losses import value_moments
+
 BLOCK = 1024
 # The order in which `_ppo_terms` stores them; the tensor without which there is none is at the right.
 SUMS = {
     "policy/loss": "logprobs", "policy/clip_fraction": "logprobs", "policy/ratio_mean": "logprobs",
     "policy/ratio_max": "logprobs", "policy/approx_kl": "logprobs", "policy/entropy": "entropy",
     "kl/loss": "ref_logprobs",
-    "value/loss": "values", "value/clip_fraction": "values", "value/return_mean": "values",
-    "value/return_square_mean": "values", "value/error_mean": "values", "value/error_square_mean": "values",
+    "value/loss": "values", "value/clip_fraction": "values",
 }  # fmt: skip
 INDEX = {name: index for index, name in enumerate(SUMS)}
 ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
@@ -81,6 +82,9 @@ def fused_loss(
         if tensors.get(SUMS[name]) is not None:
             group, key = name.split("/")
             stats.setdefault(group, {})[key] = each
+    if "value" in stats:
+        # Not in the kernel: its sums are float32.
+        stats["value"] |= value_moments(tensors["values"], tensors["returns"], mask, num_tokens)
     return loss, stats
 
 
@@ -254,10 +258,6 @@ def _value_term(
         losses = tl.where(is_clipped, moved * moved, losses)
     tl.store(sums_ptr + 7, tl.sum(losses / 2, 0))
     tl.store(sums_ptr + 8, tl.sum(is_clipped.to(dtype), 0))
-    tl.store(sums_ptr + 9, tl.sum(returns, 0))
-    tl.store(sums_ptr + 10, tl.sum(returns * returns, 0))
-    tl.store(sums_ptr + 11, tl.sum(error, 0))
-    tl.store(sums_ptr + 12, tl.sum(error * error, 0))
     tl.store(grads_ptr + at, tl.where(is_clipped, 0.0, -COEF * error) / num_tokens, mask=exists)
 
 

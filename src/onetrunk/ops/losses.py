@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.kernels import runs_kernels
-from onetrunk.ops.masking import at_least_float32, masked_mean, masked_variance
+from onetrunk.ops.masking import at_least_float32, masked_mean, masked_variance, widest_dtype
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -166,17 +166,27 @@ def value_loss_reference(
         losses, is_clipped = torch.maximum(losses, clipped), clipped > losses
 
     loss = masked_mean(losses / 2, mask, num_tokens=num_tokens)
-    with torch.no_grad():
-        error = returns - values
-        stats = {
-            "loss": loss.detach(),
-            "clip_fraction": masked_mean(is_clipped.to(losses.dtype), mask, num_tokens=num_tokens),
-            "return_mean": masked_mean(returns, mask, num_tokens=num_tokens),
-            "return_square_mean": masked_mean(returns**2, mask, num_tokens=num_tokens),
-            "error_mean": masked_mean(error, mask, num_tokens=num_tokens),
-            "error_square_mean": masked_mean(error**2, mask, num_tokens=num_tokens),
-        }
-    return loss, stats
+    clip_fraction = masked_mean(is_clipped.to(losses.dtype), mask, num_tokens=num_tokens)
+    stats = {"loss": loss.detach(), "clip_fraction": clip_fraction}
+    return loss, stats | value_moments(values, returns, mask, num_tokens)
+
+
+@torch.no_grad()
+def value_moments(values: Tensor, returns: Tensor, mask: Tensor, num_tokens: float | Tensor | None = None) -> Stats:
+    """Return the means and mean squares of returns and errors, of which `value_loss` speaks, in float64.
+
+    Their differences are variances: of returns around 1000 float32 would leave no digit of them.
+
+    Args: as of `value_loss`.
+    """
+    # In one order, however the tensors lie in memory: sums then have the same bits.
+    values, returns = (torch.where(mask, x, 0.0).contiguous().to(widest_dtype(x.device)) for x in (values, returns))
+    mask, error = mask.contiguous(), returns - values
+    moments = {"return": returns, "error": error}
+    means = {f"{name}_mean": masked_mean(x, mask, num_tokens=num_tokens) for name, x in moments.items()}
+    return means | {
+        f"{name}_square_mean": masked_mean(x**2, mask, num_tokens=num_tokens) for name, x in moments.items()
+    }
 
 
 def ratio_bounds(clip_low: float, clip_high: float | None) -> tuple[float, float]:

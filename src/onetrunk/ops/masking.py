@@ -21,6 +21,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64; float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def length_mask(lengths: Tensor, width: int) -> Tensor:
     """Return the mask that is True at the first lengths[i] entries of row i.
 

@@ -9,10 +9,12 @@ one number per completion, or None where it does not apply:
         return [float("thank you" in text) if words else None for text, words in zip(texts, min_words)]
 
 It receives `prompts`, `completions` (text, or a list with one assistant message after a conversation),
-`completion_ids`, every other column of the dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`;
-`**kwargs` takes what it does not use. In YAML it is named by a dotted path, "my_package.rewards.ends_politely", or by
-a file, "rewards.py:ends_politely"; a reward model by its folder or Hub name, or by the address of a server,
-"http://127.0.0.1:8000/classify#model=my-reward-model" (see `rewards/remote.py`). Several are summed with weights:
+`completion_ids`, `completion_stopped` (False for a completion that was cut off at max_completion_length), every other
+column of the dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes what it does
+not use. The lists are the function's own copies. In YAML it is named by a dotted path,
+"my_package.rewards.ends_politely", or by a file, "rewards.py:ends_politely"; a reward model by its folder or Hub name,
+or by the address of a server, "http://127.0.0.1:8000/classify#model=my-reward-model" (see `rewards/remote.py`).
+Several are summed with weights:
 
     rewards = RewardSet([ends_politely, ModelReward("path/to/reward-model")], weights=[0.5, 1.0])
     scores = rewards.score(prompts, completions, completion_ids, {"min_words": [3, 0]})

@@ -29,13 +29,15 @@ Completion = str | list[Message]
 class RewardFunction(Protocol):
     """A function, async function or callable object that gives one raw number per completion.
 
-    It is called with keywords only. Beyond the three below it receives every column of the dataset as a list of n
-    entries, and `trainer_state`, `log_extra`, `log_metric`; so it takes `**columns`, whatever it uses of them.
+    It is called with keywords only. Beyond the three below it receives `completion_stopped` (n booleans, False where
+    the completion was cut off at the length limit), every column of the dataset as a list of n entries, and
+    `trainer_state`, `log_extra`, `log_metric`; so it takes `**columns`, whatever it uses of them.
+    All lists are copies.
 
     Args:
         prompts: n texts or n conversations.
         completions: n texts, or n lists with one assistant message where the prompts are conversations.
-        completion_ids: n lists of token ids, the stop token included.
+        completion_ids: n lists of token ids, the stop token included where there is one.
 
     Returns:
         n numbers; None where the function does not apply to the row.

@@ -6,6 +6,7 @@ Knows how reward functions are called, alone and concurrently, and what they may
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import os
@@ -24,6 +25,8 @@ from onetrunk.types import Prompt
 # Given under another name, or ours alone: not passed on as columns.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
+# Not among TRL's keywords: a function that lists all of those and has no **kwargs is called without it.
+OPTIONAL = "completion_stopped"
 
 
 def _ignore(*_args: Any, **_kwargs: Any) -> None:
@@ -83,8 +86,9 @@ class RewardSet:
         """
         keywords = ["prompts", "completions", "completion_ids", *EXTRAS]
         keywords += [name for name in columns if name not in OWN_COLUMNS and name not in keywords]
+        keywords = [name for name in keywords if name != OPTIONAL]
         for name, function in zip(self.names, self.functions, strict=True):
-            _check_signature(name, function, keywords)
+            _check_signature(name, function, [*keywords, OPTIONAL] if _takes(function, OPTIONAL) else keywords)
 
     def score(
         self,
@@ -93,6 +97,7 @@ class RewardSet:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]],
         trunk_scores: Callable[[], list[float]] | None = None,
+        completion_stopped: Sequence[bool] | None = None,
         **extras: Any,
     ) -> Scores:
         """Score n completions with every function.
@@ -105,6 +110,7 @@ class RewardSet:
             completion_ids: n lists of token ids.
             columns: the dataset's columns, n entries each.
             trunk_scores: returns the n scores of the reward adapter on the trunk; called when all others are done.
+            completion_stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
             extras: `trainer_state`, `log_extra`, `log_metric` for the functions, and whatever else they should get.
 
         Raises:
@@ -112,7 +118,8 @@ class RewardSet:
             TypeError: a function's signature does not fit, or it returned something that is not a number.
             ValueError: a list of the wrong length, from the caller or from a function.
         """
-        given = {"completions": completions, "completion_ids": completion_ids, **columns}
+        stopped = [True] * len(prompts) if completion_stopped is None else list(completion_stopped)
+        given = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped, **columns}
         for name, entries in given.items():
             if len(entries) != len(prompts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(prompts)} prompts; give one each")
@@ -127,6 +134,7 @@ class RewardSet:
             "prompts": prompts,
             "completions": completions,
             "completion_ids": completion_ids,
+            OPTIONAL: stopped,
         }
         results = self._call_all(keywords, trunk_scores)
         rows = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
@@ -138,13 +146,13 @@ class RewardSet:
         for index, function in enumerate(self.functions):
             if index not in waiting and function is not self.trunk_reward:
                 try:
-                    results[index] = function(**keywords)
+                    results[index] = function(**_own_keywords(function, keywords))
                 except BaseException as error:
                     if _ends_the_run(error):
                         raise
                     raise _failure(self.names[index], error) from error
         if waiting:
-            calls = [self.functions[index](**keywords) for index in waiting]
+            calls = [self.functions[index](**_own_keywords(self.functions[index], keywords)) for index in waiting]
             for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
                 if isinstance(result, BaseException):
                     raise _failure(self.names[index], result) from result
@@ -210,6 +218,25 @@ class _BackgroundLoop:
 
 
 _LOOP = _BackgroundLoop()
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
+
+
+def _own_keywords(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of one call, with copies of all lists: a function may change what it receives."""
+    own = dict(keywords) if _takes(function, OPTIONAL) else {n: v for n, v in keywords.items() if n != OPTIONAL}
+    for name, value in own.items():
+        if name == "completion_ids":  # A deep copy looks at every integer.
+            own[name] = [list(ids) for ids in value]
+        elif isinstance(value, list):
+            own[name] = copy.deepcopy(value)
+    return own
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:

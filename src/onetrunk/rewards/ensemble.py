@@ -85,9 +85,12 @@ class EnsembleReward:
         self.penalty = penalty
         self.__name__ = name
 
-    def member_scores(self, prompts: list[Prompt], completions: list[Completion]) -> Tensor:
-        """Return the standardised scores [members, n]."""
-        scores = [torch.tensor(member(prompts=prompts, completions=completions)) for member in self.members]
+    def member_scores(
+        self, prompts: list[Prompt], completions: list[Completion], stopped: list[bool] | None = None
+    ) -> Tensor:
+        """Return the standardised scores [members, n]; `stopped` is False for completions that were cut off."""
+        rows = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
+        scores = [torch.tensor(member(**rows)) for member in self.members]
         return torch.stack([scale.standardize(s) for scale, s in zip(self.scales, scores, strict=True)])
 
     def __call__(
@@ -97,10 +100,10 @@ class EnsembleReward:
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return n scores; token ids of the policy and other columns are of no use here."""
+        """Return n scores. Of the columns only `completion_stopped` is read, and no token id of the policy."""
         if not prompts:
             return []
-        scores = self.member_scores(prompts, completions)
+        scores = self.member_scores(prompts, completions, columns.get("completion_stopped"))
         disagreement = scores.std(dim=0, correction=0)
         if "log_metric" in columns:
             columns["log_metric"](f"score/{self.__name__}_disagreement", float(disagreement.mean()))

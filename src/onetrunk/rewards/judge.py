@@ -44,7 +44,8 @@ class JudgeReward:
         if not prompts:
             return []
         texts = [as_text(completion) for completion in completions]
-        labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory)
+        stopped = columns.get("completion_stopped")
+        labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
         # A mean over a part of the principles would be another number once the rest is answered.
         return [None if label.errors else label.score for label in labels]
 

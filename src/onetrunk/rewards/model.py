@@ -33,6 +33,7 @@ class ModelReward:
 
     Plain prompts: prompt + completion, with the tokenizer's own special tokens. Conversations: the messages of both
     through the model's chat template. Texts that are too long lose their beginning, never the end of the completion.
+    A completion that was cut off (False in `completion_stopped`) is read without an end token.
 
     Args:
         model_or_path: a model, or the path or Hub name of one (see `load_scorer`).
@@ -91,11 +92,17 @@ class ModelReward:
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return n scores; token ids of the policy and other columns are of no use here."""
+        """Return n scores. Of the columns only `completion_stopped` is read, and no token id of the policy."""
         if not prompts:
             return []
         rows, num_shortened = encode_rows(
-            self.tokenizer, prompts, completions, self.max_length, reads_end_token(self.model), self.__name__
+            self.tokenizer,
+            prompts,
+            completions,
+            self.max_length,
+            reads_end_token(self.model),
+            self.__name__,
+            columns.get("completion_stopped"),
         )
         self._count_shortened(num_shortened, len(rows))
         return score_token_ids(self.model, rows, self.batch_size).tolist()

@@ -17,7 +17,7 @@ from onetrunk.judges.kept import Memory, kept_labels
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.rewards.base import Completion
 from onetrunk.rewards.judge import as_text
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, SampledText
 
 COLUMN = "reference_completion"
 AS_GOOD = 0.5
@@ -34,7 +34,8 @@ class PairwiseReward:
         constitution: its principles.
         beta: above 0; what PPO's own `beta` is measured against.
         floor: least P that counts, in (0, 1/2): log 0 would be no number, and a judge of plain checks is that sure.
-        references: y_ref by `prompt_key(prompt)`, for rows without the column `reference_completion`.
+        references: y_ref, and whether it stopped by itself, by `prompt_key(prompt)`, for rows without the column
+            `reference_completion`.
         memory: of the judge's answers; None: every question is asked.
         name: for metrics.
 
@@ -49,7 +50,7 @@ class PairwiseReward:
         *,
         beta: float = 1.0,
         floor: float = 0.01,
-        references: dict[str, str] | None = None,
+        references: dict[str, SampledText] | None = None,
         memory: Memory | None = None,
         name: str = "pairwise",
     ):
@@ -78,9 +79,12 @@ class PairwiseReward:
             RuntimeError: a prompt without y_ref.
         """
         references = self._references(prompts, columns.get(COLUMN))
+        stopped = columns.get("completion_stopped") or [True] * len(prompts)
         pairs = [
-            Pair(prompt, as_text(completion), reference)
-            for prompt, completion, reference in zip(prompts, completions, references, strict=True)
+            Pair(prompt, as_text(completion), reference.text, has_stopped, reference.stopped)
+            for prompt, completion, reference, has_stopped in zip(
+                prompts, completions, references, stopped, strict=True
+            )
         ]
         asked = [index for index, pair in enumerate(pairs) if pair.first != pair.second]
         labels = kept_labels(self.judge, [pairs[i] for i in asked], self.constitution, self.memory) if asked else []
@@ -91,9 +95,9 @@ class PairwiseReward:
             self._log(columns["log_metric"], labels, probabilities)
         return [None if p is None else self.beta * math.log(max(p, self.floor)) for p in probabilities]
 
-    def _references(self, prompts: Sequence[Prompt], column: Sequence[Completion] | None) -> list[str]:
+    def _references(self, prompts: Sequence[Prompt], column: Sequence[Completion] | None) -> list[SampledText]:
         if column is not None:
-            return [as_text(completion) for completion in column]
+            return [SampledText(as_text(completion)) for completion in column]
         found = [self.references.get(prompt_key(prompt)) for prompt in prompts]
         missing = next((prompt for prompt, text in zip(prompts, found, strict=True) if text is None), None)
         if missing is not None:

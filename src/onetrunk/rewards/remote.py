@@ -7,7 +7,8 @@ In a recipe it is named by its address, options behind '#', which no server ever
       - https://scores.example.com/rate#api_key_env=SCORES_KEY&batch_size=32&name=safety
 
 A path that ends in /classify or /score is vLLM's; any other is a JSON service, which is sent {"prompts": [...],
-"completions": [...]} (texts or messages, as the dataset has them) and answers {"scores": [number or null, ...]}.
+"completions": [...], "completion_stopped": [...]} (texts or messages, as the dataset has them; false for a completion
+that was cut off at max_completion_length) and answers {"scores": [number or null, ...]}.
 Options are the arguments of `RemoteReward`. Knows no policy and no trainer.
 """
 
@@ -111,7 +112,7 @@ class RemoteReward:
             RuntimeError: no server, or no reward model: one sentence.
         """
         check_host(self.url, WHAT, self.allow_http)
-        rows = [TRIAL_PROMPT] * 2, TRIAL_COMPLETIONS
+        rows = [TRIAL_PROMPT] * 2, TRIAL_COMPLETIONS, [True] * 2
 
         async def trial() -> list[float | None]:
             async with self._client() as client:
@@ -134,7 +135,7 @@ class RemoteReward:
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return n scores, None where there is none; token ids of the policy and other columns are of no use here.
+        """Return n scores, None where there is none. Of the columns only `completion_stopped` is read.
 
         Raises:
             ServerUnavailable: no call was answered for as long as `policy` has patience.
@@ -143,15 +144,16 @@ class RemoteReward:
         scores: list[float | None] = [None] * len(prompts)
         if not prompts:
             return scores
+        stopped = columns.get("completion_stopped") or [True] * len(prompts)
         at_once = rows_per_call(self.kind, not isinstance(prompts[0], str), self._encoder is not None, self.batch_size)
         batches = [range(i, min(i + at_once, len(prompts))) for i in range(0, len(prompts), at_once)]
         async with self._client() as client:
-            failed = await self._score(client, batches, prompts, completions, scores)
+            failed = await self._score(client, batches, (prompts, completions, stopped), scores)
             # One row that is too long must not take the others of its batch with it.
             alone = [range(i, i + 1) for batch, e in failed if e.kind == "refused" and len(batch) > 1 for i in batch]
             failed = [(batch, e) for batch, e in failed if e.kind != "refused" or len(batch) == 1]
             if alone:
-                failed += await self._score(client, alone, prompts, completions, scores)
+                failed += await self._score(client, alone, (prompts, completions, stopped), scores)
         num_failed = sum(len(batch) for batch, _ in failed)
         if num_failed == len(prompts) > 1 and all(error.kind == "refused" for _, error in failed):
             raise RuntimeError(f"{self} refuses every row: {failed[-1][1]}")
@@ -166,16 +168,15 @@ class RemoteReward:
         self,
         client: httpx2.AsyncClient,
         batches: Sequence[range],
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
+        columns: tuple[Sequence[Prompt], Sequence[Completion], Sequence[bool]],
         scores: list[float | None],
     ) -> list[tuple[range, CallError]]:
         """Fill in the scores of some batches; return those that have none, each with its error."""
         failed: list[tuple[range, CallError]] = []
 
         async def call(index: int) -> list[float | None]:
-            batch = batches[index]
-            return await self._call(client, [prompts[i] for i in batch], [completions[i] for i in batch])
+            prompts, completions, stopped = ([column[i] for i in batches[index]] for column in columns)
+            return await self._call(client, prompts, completions, stopped)
 
         def done(index: int, outcome: list[float | None] | CallError) -> None:
             if isinstance(outcome, CallError):
@@ -191,10 +192,14 @@ class RemoteReward:
         return failed
 
     async def _call(
-        self, client: httpx2.AsyncClient, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self,
+        client: httpx2.AsyncClient,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        stopped: Sequence[bool],
     ) -> list[float | None]:
-        token_ids = None if self._encoder is None else self._encoder(prompts, completions, self.__name__)
-        body = body_of(self.kind, prompts, completions, self.model, token_ids)
+        token_ids = None if self._encoder is None else self._encoder(prompts, completions, stopped, self.__name__)
+        body = body_of(self.kind, prompts, completions, stopped, self.model, token_ids)
         secret = read_secret(self.api_key_env)
         try:
             response = await client.post(self.url, json=body)
@@ -225,8 +230,10 @@ class _Encoder:
         limits = [getattr(config.get_text_config(), "max_position_embeddings", None), self.tokenizer.model_max_length]
         self.max_length = min((limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT), default=None)
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], name: str) -> list[list[int]]:
-        return encode_rows(self.tokenizer, prompts, completions, self.max_length, self.end_token, name)[0]
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool], name: str
+    ) -> list[list[int]]:
+        return encode_rows(self.tokenizer, prompts, completions, self.max_length, self.end_token, name, stopped)[0]
 
 
 # What may stand behind '#', and how it is read.

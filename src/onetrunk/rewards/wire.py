@@ -32,6 +32,7 @@ def body_of(
     kind: Kind,
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
+    stopped: Sequence[bool],
     model: str | None,
     token_ids: Sequence[list[int]] | None = None,
 ) -> dict[str, Any]:
@@ -39,19 +40,22 @@ def body_of(
 
     classify: {"input": texts or token ids, "use_activation": false}; a conversation that was not made into token ids
     is {"messages": ...}, one row at a time, rendered by the server's chat template. score: {"text_1": prompts,
-    "text_2": completions, "use_activation": false}. json: {"prompts": ..., "completions": ...}, texts or lists of
-    messages as the dataset has them. All with {"model": name} where one is named.
+    "text_2": completions, "use_activation": false}. json: {"prompts": ..., "completions": ..., "completion_stopped":
+    ...}, texts or lists of messages as the dataset has them. All with {"model": name} where one is named. A completion
+    that was cut off is sent with "continue_final_message" among messages, so that no end token follows it.
 
     Args:
         kind: of the server.
         prompts: n texts or conversations.
         completions: n texts, or lists of one message.
+        stopped: n booleans, False for a completion that was cut off.
         model: its name on the server; None leaves it out.
         token_ids: n lists, for classify.
     """
     named = {} if model is None else {"model": model}
     if kind == "json":
-        return {**named, "prompts": list(prompts), "completions": list(completions)}
+        columns = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
+        return {**named, **{name: list(values) for name, values in columns.items()}}
     # Raw scores: a sigmoid flattens what differs most, and a softmax over one label is 1 whatever the text.
     raw = {**named, "use_activation": False}
     if kind == "score":
@@ -60,7 +64,8 @@ def body_of(
         return {**raw, "input": list(token_ids)}
     if isinstance(prompts[0], str):
         return {**raw, "input": [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]}
-    return {**raw, "messages": [*prompts[0], *completions[0]]}
+    cut = {} if stopped[0] else {"continue_final_message": True}
+    return {**raw, "messages": [*prompts[0], *completions[0]], **cut}
 
 
 def rows_per_call(kind: Kind, conversational: bool, has_token_ids: bool, batch_size: int) -> int:

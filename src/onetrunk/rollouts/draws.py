@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onetrunk.randomness import generator_of
 from onetrunk.types import RowKey
 
 
@@ -19,7 +20,7 @@ def row_uniforms(key: RowKey, count: int) -> np.ndarray:
         key: non-negative integers below 2**32. Keys of one length never collide; (1, 2) and (1, 2, 0) do.
         count: tokens.
     """
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+    return generator_of(key).random(count)
 
 
 def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
+from onetrunk.randomness import require_seed
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
 from onetrunk.trainers.ppo_config import PPOConfig, bf16_by_default
 from onetrunk.trainers.secret_free import SecretFreeArguments
@@ -170,6 +171,8 @@ class SFTArguments(CheckpointSettings, SecretFreeArguments, SFTConfig):
 
     def __post_init__(self) -> None:
         _require_output_dir(self)
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
         super().__post_init__()

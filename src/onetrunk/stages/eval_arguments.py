@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from onetrunk.randomness import require_seed
 from onetrunk.stages.arguments import DatasetArguments
 from onetrunk.stages.reward_arguments import require_output_dir_is_set
 from onetrunk.trainers.ppo_config import PPOConfig
@@ -67,6 +68,7 @@ class EvalArguments(DatasetArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_output_dir_is_set(self)
+        require_seed("seed", self.seed)
         for name in ("reward_funcs", "checks"):
             value = getattr(self, name)
             setattr(self, name, [value] if isinstance(value, str) else value)

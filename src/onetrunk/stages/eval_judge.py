@@ -197,7 +197,8 @@ def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
     Raises:
         ValueError: a check said something else than True, False or None.
     """
-    scores = checks.score(answers.prompts, answers.completions, answers.completion_ids, answers.columns)
+    rows = (answers.prompts, answers.completions, answers.completion_ids, answers.columns)
+    scores = checks.score(*rows, completion_stopped=answers.stopped)
     shares = {}
     for name, values in scores.by_function.items():
         said = values[~values.isnan()]

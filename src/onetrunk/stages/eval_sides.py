@@ -40,12 +40,14 @@ class Answers:
     Args:
         prompts, completions: as the reward functions see them.
         completion_ids: token ids.
+        stopped: False for a completion that was cut off at the length limit.
         columns: the dataset's other columns.
     """
 
     prompts: list[Prompt]
     completions: list[Completion]
     completion_ids: list[list[int]]
+    stopped: list[bool]
     columns: dict[str, list[Any]]
 
     @property
@@ -143,6 +145,7 @@ def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Acceler
             scored.batch.prompts[i],
             completion,
             list(scored.rollout.completion_ids[i]),
+            bool(scored.rollout.stopped[i]),
             {name: values[i] for name, values in columns.items()},
         )
         for i, completion in enumerate(scored.completions)
@@ -152,7 +155,8 @@ def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Acceler
         prompts=[row[1] for row in rows],
         completions=[row[2] for row in rows],
         completion_ids=[row[3] for row in rows],
-        columns={name: [row[4][name] for row in rows] for name in columns},
+        stopped=[row[4] for row in rows],
+        columns={name: [row[5][name] for row in rows] for name in columns},
     )
 
 
@@ -168,4 +172,5 @@ def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
             " same: their chat templates make some of them overlong for one alone; raise max_prompt_length, or set"
             " overlong_prompts to error"
         )
-    return [Pair(*entries) for entries in zip(policy.prompts, policy.texts, opponent.texts, strict=True)]
+    columns = (policy.prompts, policy.texts, opponent.texts, policy.stopped, opponent.stopped)
+    return [Pair(*entries) for entries in zip(*columns, strict=True)]

@@ -44,7 +44,9 @@ def preference_rows(rows: Dataset) -> Dataset:
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
-    """Return rows with `prompt` and `completion`, every one checked; None where no dataset is named.
+    """Return rows with `prompt` and `completion` (and `completion_stopped`, if there is one), every one checked.
+
+    None where no dataset is named.
 
     Raises:
         ValueError: bad rows, or other columns.
@@ -57,4 +59,5 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
             f"unlabelled_dataset_name {name} has no columns prompt and completion, which the teacher scores; give rows"
             " that have them"
         )
-    return rows.select_columns(["prompt", "completion"])
+    optional = [name for name in ("completion_stopped",) if name in rows.column_names]
+    return rows.select_columns(["prompt", "completion", *optional])

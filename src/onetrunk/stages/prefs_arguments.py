@@ -9,6 +9,7 @@ from typing import Any
 
 from onetrunk.feedback.pairing import PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
+from onetrunk.randomness import require_seed
 from onetrunk.stages.arguments import DatasetArguments
 
 MODES = ("pairs", "revise")
@@ -107,8 +108,7 @@ class PrefsArguments(DatasetArguments):
         Shard.parse(self.shard or "0/1")
         if not 0 <= self.max_failed_fraction <= 1:
             raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; set it from 0 to 2**32 - 1")
+        require_seed("seed", self.seed)
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         for name in ("num_generations", "num_revisions", "prompts_per_chunk", "max_waiting_chunks", "ray_workers"):

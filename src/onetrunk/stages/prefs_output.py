@@ -35,7 +35,8 @@ LENGTH_WARNING = 0.65
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
     " the better one: the mean over principles{orders}. `margin` is its logit, `votes` what each principle said,"
-    " `consistent` whether both orders agree.",
+    " `consistent` whether both orders agree. `chosen_stopped` and `rejected_stopped` are false for a completion that"
+    " was cut off at max_completion_length, which a reward model reads without an end token.",
     "revise": "Completions that a model has criticised by a principle and written anew, for supervised fine-tuning:"
     " `completion` is the last revision, `original` the completion before, `trail` the principles, critiques and"
     " revisions between them.",

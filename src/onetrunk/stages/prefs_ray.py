@@ -20,6 +20,7 @@ from onetrunk.feedback.sampler import PromptItem, TextSampler
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs_arguments import PrefsArguments
 from onetrunk.stages.prefs_parts import load_sampler, policy_device
+from onetrunk.types import SampledText
 
 # Chunks that Ray is given at once per worker: between two such windows the workers start anew.
 CHUNKS_PER_WORKER = 256
@@ -55,7 +56,9 @@ class RaySampling:
     model_args: ModelArguments
     sampler: TextSampler
 
-    def __call__(self, chunks: Iterator[list[PromptItem]]) -> Iterator[tuple[list[PromptItem], list[list[str]]]]:
+    def __call__(
+        self, chunks: Iterator[list[PromptItem]]
+    ) -> Iterator[tuple[list[PromptItem], list[list[SampledText]]]]:
         """Yield chunks with their completions; what the ledger holds goes to no worker.
 
         Raises:
@@ -71,7 +74,7 @@ class RaySampling:
                     self.sampler.keep(items, next(drawn))
                 yield items, self.sampler.kept(items, number)
 
-    def _drawn(self, chunks: Sequence[list[PromptItem]]) -> Iterator[list[list[str]]]:
+    def _drawn(self, chunks: Sequence[list[PromptItem]]) -> Iterator[list[list[SampledText]]]:
         if not chunks:
             return
         ray = require_ray()
@@ -97,7 +100,7 @@ class RaySampling:
         try:
             for row in drawn.iter_rows():
                 self.sampler.num_sampled += len(chunks[0]) * self.args.num_generations
-                yield json.loads(row["texts"])
+                yield [[SampledText(**sampled) for sampled in texts] for texts in json.loads(row["texts"])]
         except ray.exceptions.RayError as error:
             raise RuntimeError(
                 f"Ray failed while it sampled ({_reason(error)}); what was sampled is kept: repair the cause, and run"
@@ -129,7 +132,8 @@ class Worker:
         texts = []
         for chunk in batch["chunk"]:
             items = [PromptItem(**item) for item in json.loads(chunk)]
-            texts.append(json.dumps(self.sampler.draw(items, self.args.num_generations)))
+            drawn = self.sampler.draw(items, self.args.num_generations)
+            texts.append(json.dumps([[asdict(sampled) for sampled in row] for row in drawn]))
         return {"texts": texts}
 
 

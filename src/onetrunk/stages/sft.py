@@ -93,6 +93,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     from trl import get_quantization_config
 
     from onetrunk.chat_template import template_errors
+    from onetrunk.data import without_written_bos
     from onetrunk.models.backbone import load_base, load_tokenizer
     from onetrunk.models.sources import is_adapter, load_config
     from onetrunk.trainers.checks import check_tokenizer
@@ -119,6 +120,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         kwargs["dtype"] = "float32"
     args.model_init_kwargs = None
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
+    train, held_out = (rows and without_written_bos(rows, tokenizer) for rows in (train, held_out))
     datasets = [rows for rows in (train, held_out) if rows is not None]
     if args.chat_template_path is None:
         vocab_size = load_config(name, revision, kwargs["trust_remote_code"]).vocab_size

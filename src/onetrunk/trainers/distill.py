@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.models.score_scale import ScoreScale
 from onetrunk.models.scorer import score_layer
 from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.preference_rows import stopped_column
 from onetrunk.rewards.model import encode_rows
 from onetrunk.trainers.reward import PairCollator, RewardModelConfig, RewardModelTrainer, option
 
@@ -90,7 +91,7 @@ class DistillationCollator(PairCollator):
 
 class RewardDistillationTrainer(RewardModelTrainer):
     """Trains a student on labelled rows: `prompt`, `chosen`, and any of `rejected`, `chosen_score`, `rejected_score`,
-    `probability`, null where a row has none.
+    `probability`, null where a row has none; and `chosen_stopped`, `rejected_stopped` as in preference rows.
 
     While it trains, the student's scores are in the teacher's standard deviations; `to_teacher_scale` brings them to
     the teacher's scale less its mean, so that sigmoid of a difference is a probability. Call it before saving.
@@ -128,16 +129,17 @@ class RewardDistillationTrainer(RewardModelTrainer):
         """Check that every row teaches something and return token ids and labels; no second completion: no ids."""
         check_labels(dataset, args.regression_weight, args.pairwise_weight)
         prompts, rejected = dataset["prompt"], [[] for _ in range(len(dataset))]
-        chosen, _ = encode_rows(tokenizer, prompts, dataset["chosen"], None, self.reads_end, "to train")
+        stopped = {name: stopped_column(dataset, f"{name}_stopped") for name in ("chosen", "rejected")}
+        settings = (None, self.reads_end, "to train")
+        chosen, _ = encode_rows(tokenizer, prompts, dataset["chosen"], *settings, stopped["chosen"])
         given = dataset["rejected"] if "rejected" in dataset.column_names else [None] * len(dataset)
         pairs = [index for index, completion in enumerate(given) if completion is not None]
         second, _ = encode_rows(
             tokenizer,
             [prompts[index] for index in pairs],
             [given[index] for index in pairs],
-            None,
-            self.reads_end,
-            "to train",
+            *settings,
+            [stopped["rejected"][index] for index in pairs],
         )
         for index, ids in zip(pairs, second, strict=True):
             rejected[index] = ids

@@ -16,9 +16,10 @@ from datasets import Dataset
 from transformers import Trainer
 
 from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.randomness import EVALUATION_STREAM
 from onetrunk.trainers.checks import check_lengths
 from onetrunk.trainers.rollout_figures import rollout_figures
-from onetrunk.trainers.sampling import EVALUATION_STREAM, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.trainers.sampling import Sampler, ScoredRollout, prompt_batch, rollout_packs
 from onetrunk.trainers.setup import prepare_dataset
 
 

@@ -22,17 +22,12 @@ from onetrunk.models.pack_output import PackOutput
 from onetrunk.models.trunk_cache import TrunkCache
 from onetrunk.ops.advantages import gae, length_adaptive_lam
 from onetrunk.ops.packing import deal_rows
+from onetrunk.randomness import DEAL_STREAM, MINIBATCH_STREAM, ROLLOUT_STREAM, derived_seed
 from onetrunk.rewards.normalize import RunningMoments
 from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 from onetrunk.trainers.background import Background
 from onetrunk.trainers.batch_plan import plan_batches
-from onetrunk.trainers.derived_seed import (
-    DEAL_STREAM,
-    MINIBATCH_STREAM,
-    ROLLOUT_STREAM,
-    derived_seed,
-    seed_generators,
-)
+from onetrunk.trainers.derived_seed import seed_generators
 from onetrunk.trainers.metrics import MetricLog
 from onetrunk.trainers.ppo_config import PPOConfig
 from onetrunk.trainers.prompt_order import PromptOrder
@@ -103,6 +98,9 @@ class ExperienceStream:
         )
         self.kl_controller = kl_controller(config.beta, config.kl_target, config.kl_horizon)
         self.score_moments = RunningMoments()
+        if any(getattr(type(self), n) is not getattr(ExperienceStream, n) for n in ("advantages", "shape")):
+            # They may read next_values, the value of the state that a row's last token leaves.
+            sampler.captures_last = True
         self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
@@ -283,8 +281,10 @@ class ExperienceStream:
         require_scored(unscored, self.config, self.state.iteration, self.sampler.rewards.names)
         self.state.beta = self.kl_controller.value
         figures |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
-        # Before the policy trains, its KL is 0 and says nothing of beta.
-        if "kl/ref" in figures and self.state.iteration >= self.config.value_pretraining_rollouts:
+        # Until the policy's first step its KL is 0 and says nothing of beta, in the rollout after pretraining too.
+        # Without pretraining the first rollout counts, as in Ziegler et al.
+        pretraining = self.config.value_pretraining_rollouts
+        if "kl/ref" in figures and (self.state.iteration > pretraining or not pretraining):
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(figures["kl/ref"], num_rows)
         self.metrics.add_rollout(figures)

@@ -31,7 +31,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "repetition_penalty": _SAMPLER + "; put a penalty into a reward function",
     "generation_kwargs": _SAMPLER + "; pass a rollout_backend of your own",
     "group_by_length": "packs are sorted by length already",
-    "cast_lm_head_to_fp32": "logprobs are computed in float32 whatever the head's dtype",
+    "cast_lm_head_to_fp32": "the head multiplies in the model's dtype, in sampling and in training, and only the"
+    " softmax is in float32; for a float32 head load the model in float32: model_init_kwargs: {dtype: float32}",
     "cache_implementation": "the rollout backend keeps its own cache",
     "disable_dropout": "dropout is always 0 here",
     "padding_free": "rows of a pack stay apart, padded; sorted by length they waste little of it, and feed-forward"

@@ -77,16 +77,16 @@ class JudgedSamples:
             )
         first, world = accelerator.process_index, accelerator.num_processes
         own = [
-            (first + i * world, scored.batch.prompts[i], as_text(completion), total)
+            (first + i * world, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
             for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
         ]
         answered = sorted((row for row in gather_object(own) if row[0] < len(rows)), key=lambda row: row[0])
         ratings: list[float | None] = [None] * len(rows)
         failure = None
         if accelerator.is_main_process:
-            ratings, failure = self._rate([row[1] for row in answered], [row[2] for row in answered])
+            ratings, failure = self._rate(*(list(column) for column in list(zip(*answered, strict=True))[1:4]))
         ratings = _from_first(ratings)
-        proxy = [row[3] if math.isfinite(row[3]) else None for row in answered]
+        proxy = [row[4] if math.isfinite(row[4]) else None for row in answered]
         # A row without one of the two scores has neither.
         both = [
             (p, r) if p is not None and r is not None else (None, None) for p, r in zip(proxy, ratings, strict=True)
@@ -100,9 +100,11 @@ class JudgedSamples:
         self.is_out = False
         return {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
 
-    def _rate(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> tuple[list[float | None], str | None]:
+    def _rate(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], stopped: Sequence[bool]
+    ) -> tuple[list[float | None], str | None]:
         try:
-            labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory)
+            labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
         except Exception as error:  # Whatever it is: training does not depend on it.
             return [None] * len(prompts), f"{type(error).__name__}: {error}"
         failure = next((label.failure for label in labels if label.failure), None)

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from onetrunk.ops.losses import explained_variance_from_stats
+from onetrunk.ops.masking import widest_dtype
 from onetrunk.trainers.rollout_totals import RolloutTotals
 
 STEP_NAMES = {
@@ -58,7 +59,8 @@ class MetricLog:
 
     def add_stats(self, room: str, stats: dict[str, Tensor]) -> None:
         """Add the stats of one pack; keys ending in `_max` are maxima, all others sums over the global count."""
-        self._pending += [(f"{room}/{key}", value.detach().float()) for key, value in stats.items()]
+        wide = widest_dtype(self.accelerator.device)
+        self._pending += [(f"{room}/{key}", value.detach().to(wide)) for key, value in stats.items()]
 
     def drop_step(self) -> None:
         """Forget the stats of the packs of an optimizer step that is made again."""
@@ -144,7 +146,8 @@ class MetricLog:
         self._clear()
         device = self.accelerator.device
         for name, own in (("sums", self._sums), ("maxima", self._maxima)):
-            own.update({key: torch.tensor(value, device=device) for key, value in state[name].items()})
+            wide = widest_dtype(device)
+            own.update({key: torch.tensor(value, device=device, dtype=wide) for key, value in state[name].items()})
         self._rollouts.update(state["rollouts"])
         self._own.update(state["own"])
         self._seconds.update(state["seconds"])

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.trunk_cache import PLACES
+from onetrunk.randomness import require_seed
 from onetrunk.trainers.alarm_settings import AlarmSettings, check_alarm_settings
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
 from onetrunk.trainers.foreign_keys import (
@@ -226,6 +227,8 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
             self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
 
     def _check_ranges(self) -> None:
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
         whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
         whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
         whole += " per_device_train_batch_size per_device_eval_batch_size"

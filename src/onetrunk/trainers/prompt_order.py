@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onetrunk.randomness import PROMPTS_STREAM, generator_of
 from onetrunk.types import RowKey
-
-PROMPTS_STREAM = 2**32 - 2
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class PromptOrder:
         number, place = divmod(iteration, self.rollouts_per_pass)
         order = np.arange(self.num_prompts)
         if self.shuffle:
-            seeds = np.random.SeedSequence((self.order_seed, PROMPTS_STREAM, number))
-            order = np.random.Generator(np.random.Philox(seeds)).permutation(self.num_prompts)
+            order = generator_of((self.order_seed, PROMPTS_STREAM, number)).permutation(self.num_prompts)
         first = place * self.rollout_batch_size
         return order[np.arange(first, first + self.rollout_batch_size) % self.num_prompts]
 

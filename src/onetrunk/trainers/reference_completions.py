@@ -26,6 +26,7 @@ from onetrunk.rewards.pairwise import COLUMN, prompt_key
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.trainers.ppo import PPOTrainer
 from onetrunk.trainers.prompt_order import PromptOrder
+from onetrunk.types import SampledText
 
 # What a run keeps for itself: Trainer pushes nothing to the Hub whose name begins so.
 FOLDER = "_kept"
@@ -34,7 +35,7 @@ FILE = "reference_completions"
 CHUNK = 64
 
 
-def sample_references(trainer: PPOTrainer, more: Sequence[Dataset] = ()) -> dict[str, str]:
+def sample_references(trainer: PPOTrainer, more: Sequence[Dataset] = ()) -> dict[str, SampledText]:
     """Return a completion of the reference by `prompt_key`, for the prompts of the planned run and its evaluations.
 
     Every process samples a share, and keeps it in `output_dir`/_kept; all get all of them.
@@ -57,7 +58,7 @@ def sample_references(trainer: PPOTrainer, more: Sequence[Dataset] = ()) -> dict
             dynamic_ncols=True,
             disable=trainer.args.disable_tqdm or rank > 0,
         )
-        found: dict[str, str] = {}
+        found: dict[str, SampledText] = {}
         with bar:
             for start in range(0, len(own), CHUNK):
                 items = own[start : start + CHUNK]

@@ -20,9 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
+from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.preference_rows import validate_preferences
+from onetrunk.preference_rows import stopped_column, validate_preferences
+from onetrunk.randomness import require_seed
 from onetrunk.rewards.model import encode_rows
 from onetrunk.trainers.checkpoint import SafeCheckpoints
 from onetrunk.trainers.checkpoint_settings import CheckpointSettings
@@ -61,6 +63,8 @@ class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
     remove_unused_columns: bool = option(False, "Always False: labels are columns that the model does not know.")
 
     def __post_init__(self) -> None:
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns is true, which would drop the labels; leave it out")
@@ -108,8 +112,9 @@ class PairCollator:
 class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoints, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
-    Rows have `prompt`, `chosen`, `rejected`, and may have `probability` and `margin` (`validate_preferences`). They
-    are tokenized as `ModelReward` does it in PPO: prompt + completion, or both through the chat template.
+    Rows have `prompt`, `chosen`, `rejected`, and may have `chosen_stopped`, `rejected_stopped`, `probability` and
+    `margin` (`validate_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
+    both through the chat template.
 
     Args:
         model: a sequence-classification model with one label, or a PeftModel of one; for a language model's folder or
@@ -133,6 +138,8 @@ class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoin
         processing_class: PreTrainedTokenizerBase | None = None,
         **trl: Any,
     ):
+        if trl.get("peft_config") is not None:
+            require_lora(trl["peft_config"], "peft_config")
         check_tokenizer(processing_class, model)
         check_length(args, model, processing_class)
         reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
@@ -177,12 +184,11 @@ class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoin
     def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
         """Check rows and return them as chosen_ids, rejected_ids and the labels that are used."""
         validate_preferences(dataset)
-        columns: dict[str, Any] = {
-            f"{name}_ids": encode_rows(tokenizer, dataset["prompt"], dataset[name], None, self.reads_end, "to train")[
-                0
-            ]
-            for name in ("chosen", "rejected")
-        }
+        columns: dict[str, Any] = {}
+        for name in ("chosen", "rejected"):
+            stopped = stopped_column(dataset, f"{name}_stopped")
+            rows = (dataset["prompt"], dataset[name], None, self.reads_end, "to train", stopped)
+            columns[f"{name}_ids"], _ = encode_rows(tokenizer, *rows)
         for name, is_used in (("probability", args.soft_labels), ("margin", args.use_margin)):
             if is_used and name in dataset.column_names:
                 columns[name] = dataset[name]

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from onetrunk.ops.losses import explained_variance_from_stats
+from onetrunk.ops.masking import widest_dtype
 
 # Figures of sampling, and stats of the steps, that are kept; of the value's all but maxima.
 SAMPLED = (
@@ -85,5 +86,6 @@ class RolloutTotals:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from what `state_dict` returned."""
         self._figures = dict(state["figures"])
-        self._sums = {name: torch.tensor(value, device=device) for name, value in state["sums"].items()}
+        wide = widest_dtype(device)
+        self._sums = {n: torch.tensor(value, device=device, dtype=wide) for n, value in state["sums"].items()}
         self._num_steps, self._num_measured, self._num_skipped = state["counts"]

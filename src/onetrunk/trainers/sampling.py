@@ -25,9 +25,6 @@ from onetrunk.rewards.trunk import TrunkReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
 
-# In place of the iteration in a key: no rollout has this number.
-EVALUATION_STREAM = 2**32 - 1
-
 
 @dataclass(frozen=True)
 class PromptBatch:
@@ -210,6 +207,7 @@ class Sampler:
             list(rollout.completion_ids),
             columns=batch.columns,
             trunk_scores=lambda: row_scores(outputs(), pack_rows),
+            completion_stopped=rollout.stopped,
             **extras,
         )
         return ScoredRollout(batch, rollout, completions, scores)

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import digest
 from onetrunk.models.fingerprint import base_fingerprint
-from onetrunk.preference_rows import PAIR, validate_preferences
+from onetrunk.preference_rows import PAIR, STOPPED, stopped_column, validate_preferences
 from onetrunk.rewards.base import Completion
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.model import ModelReward
@@ -79,12 +79,19 @@ class Teacher:
         """Return the weights of all members together."""
         return sum(p.numel() for member in self.members for p in member.model.parameters())
 
-    def member_scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
-        """Return raw scores [members, n] in float32, from the ledger where they stand there."""
-        keys = [
-            [digest({"model": name, "prompt": p, "completion": c}) for p, c in zip(prompts, completions, strict=True)]
-            for name in self.identities
-        ]
+    def member_scores(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Return raw scores [members, n] in float32, from the ledger where they stand there.
+
+        Args:
+            prompts: n texts or conversations.
+            completions: n texts, or lists that end with an assistant message.
+            stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
+        """
+        stopped = [True] * len(prompts) if stopped is None else stopped
+        given = list(zip(prompts, completions, stopped, strict=True))
+        keys = [[_score_key(name, *row) for row in given] for name in self.identities]
         with Ledger(self.cache) as ledger:
             missing = [(m, list(dict.fromkeys(key for key in row if key not in ledger))) for m, row in enumerate(keys)]
             total = sum(len(new) for _, new in missing)
@@ -94,7 +101,9 @@ class Teacher:
                     for chunk in _chunks(new):
                         rows = [places[key] for key in chunk]
                         scores = self.members[m](
-                            prompts=[prompts[i] for i in rows], completions=[completions[i] for i in rows]
+                            prompts=[prompts[i] for i in rows],
+                            completions=[completions[i] for i in rows],
+                            completion_stopped=[stopped[i] for i in rows],
                         )
                         for key, score in zip(chunk, scores, strict=True):
                             ledger.put(key, score)
@@ -102,23 +111,32 @@ class Teacher:
                         bar.update(len(chunk))
             return torch.tensor([[ledger.get(key) for key in row] for row in keys])
 
-    def centre(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
+    def centre(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
+    ) -> None:
         """Make the mean of each member over these rows its zero."""
-        self.means = self.member_scores(prompts, completions).mean(dim=1)
+        self.means = self.member_scores(prompts, completions, stopped).mean(dim=1)
 
-    def scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
+    def scores(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
+    ) -> Tensor:
         """Return scores [n]: the mean over the members, each less its own zero."""
-        return torch.mean(self.member_scores(prompts, completions) - self.means[:, None], dim=0)
+        return torch.mean(self.member_scores(prompts, completions, stopped) - self.means[:, None], dim=0)
 
     def label_pairs(self, rows: Dataset) -> Dataset:
         """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
         validate_preferences(rows)
-        sides = [self.member_scores(rows["prompt"], rows[name]) for name in ("chosen", "rejected")]
+        stopped = {name: stopped_column(rows, name) for name in STOPPED}
+        sides = [
+            self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"])
+            for name in ("chosen", "rejected")
+        ]
         probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)
         scores = [torch.mean(side - self.means[:, None], dim=0) for side in sides]
         return Dataset.from_dict(
             {
                 **{name: rows[name] for name in PAIR},
+                **stopped,
                 "chosen_score": scores[0].tolist(),
                 "rejected_score": scores[1].tolist(),
                 "probability": probability.tolist(),
@@ -127,30 +145,40 @@ class Teacher:
 
     def label_singles(self, rows: Dataset) -> list[dict[str, Any]]:
         """Return rows with `prompt` and `completion` as pairs without a rejected side, with their scores."""
-        scores = self.scores(rows["prompt"], rows["completion"]).tolist()
+        stopped = stopped_column(rows, "completion_stopped")
+        scores = self.scores(rows["prompt"], rows["completion"], stopped).tolist()
         return [
             {
                 "prompt": p,
                 "chosen": c,
                 "rejected": None,
+                "chosen_stopped": has_stopped,
+                "rejected_stopped": True,
                 "chosen_score": s,
                 "rejected_score": None,
                 "probability": None,
             }
-            for p, c, s in zip(rows["prompt"], rows["completion"], scores, strict=True)
+            for p, c, has_stopped, s in zip(rows["prompt"], rows["completion"], stopped, scores, strict=True)
         ]
 
 
 def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None) -> Dataset:
     """Return the training rows of a student: pairs and, if given, rows with one completion; centres the teacher."""
     prompts, completions = [*pairs["prompt"], *pairs["prompt"]], [*pairs["chosen"], *pairs["rejected"]]
+    stopped = [has_stopped for name in STOPPED for has_stopped in stopped_column(pairs, name)]
     if singles is not None:
         prompts, completions = [*prompts, *singles["prompt"]], [*completions, *singles["completion"]]
-    teacher.centre(prompts, completions)
+        stopped = [*stopped, *stopped_column(singles, "completion_stopped")]
+    teacher.centre(prompts, completions, stopped)
     labelled = teacher.label_pairs(pairs)
     if singles is None:
         return labelled
     return Dataset.from_list([*labelled, *teacher.label_singles(singles)])
+
+
+def _score_key(model: str, prompt: Prompt, completion: Completion, stopped: bool) -> str:
+    about = {"model": model, "prompt": prompt, "completion": completion}
+    return digest(about if stopped else {**about, "stopped": False})
 
 
 def _chunks(keys: list[str]) -> Iterator[list[str]]:

@@ -1,0 +1,205 @@
+"""One rule for completions that were cut off at the length limit: they are scored as they are, without an end token.
+
+Wherever a reward model reads rows, the token ids must be those that a reward adapter on the policy's trunk reads.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+
+from onetrunk.data import decode_completion, prepare_prompts
+from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.calls import run_async
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.kept import kept_ratings, rating_key
+from onetrunk.judges.reward_model import load_reward_judge
+from onetrunk.judges.verdicts import verdict_key
+from onetrunk.models.score_rows import encode_rows
+from onetrunk.models.score_scale import ScoreScale
+from onetrunk.ops.packing import make_pack
+from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
+from onetrunk.rewards.ensemble import load_reward
+from onetrunk.rewards.judge import JudgeReward
+from onetrunk.rewards.pairwise import prompt_key
+from onetrunk.trainers.teacher import Teacher, label_rows
+from onetrunk.types import SampledText
+from tests.judges.stub_server import StubServer
+from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+# The same text ends by itself in one row and is cut off in the next.
+TEXTS = ["runs fast", "runs fast", "sees old and", "no", "no"]
+STOPPED = [True, False, False, True, False]
+PLAIN = ["the cat ", "the cat ", "a dog ", "how warm is the sun ", "how warm is the sun "]
+CHAT = [[{"role": "user", "content": text.strip()}] for text in PLAIN]
+PRINCIPLE = Principle("Which is better?")
+CONSTITUTION = Constitution("test", (PRINCIPLE,))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return saved_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> Path:
+    return saved_reward_adapter(tmp_path_factory.mktemp("adapter") / "judge", base, tokenizer=TOKENIZER)
+
+
+def sampled(prompts):
+    """Return the rollout's token ids of prompts and completions, and the completions as reward functions get them."""
+    prompt_ids = prepare_prompts(Dataset.from_dict({"prompt": prompts}), TOKENIZER)["prompt_ids"]
+    ids = [TOKENIZER(text)["input_ids"] for text in TEXTS]
+    ids = [[*row, TOKENIZER.eos_token_id] if stopped else row for row, stopped in zip(ids, STOPPED, strict=True)]
+    completions = [decode_completion(TOKENIZER, *row) for row in zip(ids, STOPPED, prompts, strict=True)]
+    return prompt_ids, ids, completions
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("prompts", [PLAIN, CHAT], ids=["text", "conversation"])
+def test_a_reward_adapter_gives_the_same_scores_on_the_trunk_and_as_a_model_of_its_own(tmp_path, family, prompts):
+    base = saved_base(tmp_path / "base", family)
+    adapter = saved_reward_adapter(tmp_path / "judge", base, tokenizer=TOKENIZER)
+    trunk = a_reward_trunk(family, base, adapter)
+    prompt_ids, ids, completions = sampled(prompts)
+    with torch.no_grad():
+        expected = trunk(pack=make_pack(prompt_ids, ids, 0), roles=("reward",)).scores
+    rewards = RewardSet(load_reward(str(adapter)))
+    scores = rewards.score(prompts, completions, ids, {}, completion_stopped=STOPPED).total
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)  # Other padded widths round otherwise.
+    # The end token matters: the same text has another score where it was cut off.
+    assert abs(scores[0] - scores[1]) > 1e-2 and abs(scores[3] - scores[4]) > 1e-2
+
+
+def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
+    """Rows of judges, of teachers and of ensembles: the scores are those of the reward model in PPO."""
+    reward = load_reward(str(adapter))
+    expected = reward(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
+    judge = load_reward_judge(str(adapter))
+    ratings = judge.rate(PLAIN, TEXTS, PRINCIPLE, stopped=STOPPED)
+    assert [rating.details["score"] for rating in ratings] == pytest.approx(expected, abs=1e-5)
+    (verdict,) = judge.compare([Pair(PLAIN[0], TEXTS[0], TEXTS[1], STOPPED[0], STOPPED[1])], PRINCIPLE)
+    assert verdict.details["scores"] == pytest.approx(expected[:2], abs=1e-5)
+    (flipped,) = judge.compare([Pair(PLAIN[0], TEXTS[0], TEXTS[1], True, False).flipped()], PRINCIPLE)
+    assert flipped.details["scores"] == pytest.approx(expected[1::-1], abs=1e-5)
+    labels = kept_ratings(judge, PLAIN, TEXTS, CONSTITUTION, stopped=STOPPED)
+    assert [label.score for label in labels] == pytest.approx([rating.score for rating in ratings], abs=1e-6)
+    teacher = Teacher([reward], tmp_path / "scores.jsonl")
+    assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)  # Kept.
+    other = saved_reward_adapter(tmp_path / "other", base, tokenizer=TOKENIZER, seed=6)
+    for folder in (adapter, other):
+        ScoreScale(0.0, 1.0).save(folder)
+    members = EnsembleReward([adapter, other]).member_scores(PLAIN, TEXTS, STOPPED)
+    assert members[0].tolist() == pytest.approx(expected, abs=1e-5)
+    second = members[1].sigmoid().tolist()
+    joined = EnsembleJudge([judge, load_reward_judge(str(other))]).rate(PLAIN, TEXTS, PRINCIPLE, stopped=STOPPED)
+    means = [(a.score + b) / 2 for a, b in zip(ratings, second, strict=True)]
+    assert [rating.score for rating in joined] == pytest.approx(means, abs=1e-5)
+
+
+def test_judges_in_the_reward_are_told_which_completions_were_cut_off(adapter):
+    judge = load_reward_judge(str(adapter))
+    scores = load_reward(str(adapter))(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
+    keywords = {"prompts": PLAIN, "completions": TEXTS, "completion_stopped": STOPPED}
+    expected = torch.tensor(scores).sigmoid().tolist()
+    assert JudgeReward(judge, CONSTITUTION)(**keywords) == pytest.approx(expected, abs=1e-5)
+    references = {prompt_key(PLAIN[0]): SampledText("sings", stopped=False)}
+    reward = PairwiseReward(judge, CONSTITUTION, floor=1e-6, references=references)
+    (reference,) = load_reward(str(adapter))(prompts=PLAIN[:1], completions=["sings"], completion_stopped=[False])
+    keywords = {name: values[:1] for name, values in keywords.items()}
+    expected = torch.nn.functional.logsigmoid(torch.tensor(scores[0] - reference)).item()
+    assert reward(**keywords) == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_reward_server_gets_the_token_ids_of_a_cut_completion_and_is_told_of_it(tmp_path):
+    tokenizer_folder = tmp_path / "model"
+    saved_base(tokenizer_folder)
+    TOKENIZER.save_pretrained(tokenizer_folder)
+
+    def classify(body):
+        rows = body.get("input") or [body["messages"]]
+        return 200, {"data": [{"index": i, "probs": [float(i)], "num_classes": 1} for i in range(len(rows))]}
+
+    def anything(body):
+        return 200, {"scores": [float(stopped) for stopped in body["completion_stopped"]]}
+
+    said = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    with StubServer(routes={"/classify": classify, "/rate": anything}) as stub:
+
+        def call(reward, prompts, completions):
+            stub.bodies.clear()
+            rows = {"prompts": prompts, "completions": completions, "completion_ids": []}
+            return run_async(reward(**rows, completion_stopped=STOPPED))
+
+        assert call(RemoteReward(f"{stub.root}/rate"), PLAIN, TEXTS) == [float(stopped) for stopped in STOPPED]
+        call(RemoteReward(f"{stub.root}/classify", tokenizer=str(tokenizer_folder)), CHAT, said)
+        expected, _ = encode_rows(TOKENIZER, CHAT, said, None, False, "expected", STOPPED)
+        assert stub.bodies[0]["input"] == expected
+        assert [row[-1] == TOKENIZER.eos_token_id for row in expected] == STOPPED
+        call(RemoteReward(f"{stub.root}/classify", max_concurrency=1), CHAT, said)
+        assert [body.get("continue_final_message", False) for body in stub.bodies] == [not s for s in STOPPED]
+
+
+def test_a_tokenizer_that_adds_its_end_token_adds_none_to_a_cut_completion():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    for end_token in (False, True):
+        rows, _ = encode_rows(tokenizer, ["the "] * 2, ["cat"] * 2, None, end_token, "m", [True, False])
+        assert [row[-1] == 1 for row in rows] == [True, False] and rows[0][:-1] == rows[1]
+    # RoBERTa's end token is its separator, which closes every text.
+    tokenizer.sep_token = tokenizer.eos_token
+    rows, _ = encode_rows(tokenizer, ["the "], ["cat"], None, False, "m", [False])
+    assert rows[0][-1] == 1
+
+
+def test_a_template_that_moves_the_reasoning_of_a_message_still_renders_a_cut_completion():
+    tokenizer = tiny_tokenizer(
+        chat_template="{% for m in messages %}{{ m['content'].split('no')[-1] }} <eos> {% endfor %}"
+    )
+    cut = [[{"role": "assistant", "content": "the no cat"}]]
+    rows, _ = encode_rows(tokenizer, [[{"role": "user", "content": "a"}]], cut, None, True, "m", [False])
+    assert tokenizer.decode(rows[0]) == "a <eos> cat"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][:3] }} <eos> {% endfor %}"
+    with pytest.raises(ValueError, match="chat template of reward model 'm' leaves out the end of the last message"):
+        encode_rows(tokenizer, [[{"role": "user", "content": "a"}]], cut, None, True, "m", [False])
+
+
+def test_a_text_that_begins_with_bos_is_read_with_one():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    rows, _ = encode_rows(tokenizer, ["<bos> the ", "the "], ["cat"] * 2, None, False, "m")
+    assert rows[0] == rows[1] and rows[0].count(2) == 1
+
+
+def test_answers_about_a_cut_completion_are_kept_under_keys_of_their_own(adapter):
+    judge = load_reward_judge(str(adapter))
+    keys = {verdict_key(judge, PRINCIPLE, Pair("p", "a", "b", one, other)) for one in (0, 1) for other in (0, 1)}
+    assert len(keys) == 4
+    assert rating_key(judge, PRINCIPLE, "p", "a", False) != rating_key(judge, PRINCIPLE, "p", "a")
+
+
+def test_a_student_learns_from_cut_rows_as_its_teacher_scores_them(adapter, tmp_path):
+    teacher = Teacher([load_reward(str(adapter))], tmp_path / "scores.jsonl")
+    pairs = Dataset.from_dict(
+        {
+            "prompt": PLAIN[:2],
+            "chosen": ["runs fast", "sings"],
+            "rejected": ["no", "sleeps"],
+            "chosen_stopped": [True, False],
+            "rejected_stopped": [False, True],
+        }
+    )
+    singles = Dataset.from_dict({"prompt": ["a dog "], "completion": ["is old"], "completion_stopped": [False]})
+    labelled = label_rows(teacher, pairs, singles)
+    assert labelled["chosen_stopped"] == [True, False, False] and labelled["rejected_stopped"][:2] == [False, True]
+    reward = load_reward(str(adapter))
+    prompts, texts = [*PLAIN[:2], "a dog "], ["runs fast", "sings", "is old"]
+    raw = reward(prompts=prompts, completions=texts, completion_stopped=labelled["chosen_stopped"])
+    found = torch.tensor(labelled["chosen_score"])
+    torch.testing.assert_close(found - found[0], torch.tensor(raw) - raw[0], atol=1e-5, rtol=1e-5)
