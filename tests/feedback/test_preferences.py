@@ -167,7 +167,7 @@ def test_every_row_that_is_written_is_one_that_reward_takes(make, prompt):
     texts = ["a", "b\0", "\0", " ", "", "a ", "b", "\u00a0"]
     answers = {(p, x, y): 0.9 if x == "a" else 0.1 for p in ("heavy", "light") for x, y in (("a", "b"), ("b", "a"))}
     _, maker = make(answers)
-    rows = maker.rows([item(prompt)], [texts])
+    rows = maker.rows([item(prompt)], [sampled(*texts)])
     assert len(rows) == 1 and maker.counts["blank_completions"] == 5 and maker.counts["repeated_completions"] == 1
     assert validate_preferences(Dataset.from_list(rows)) == isinstance(prompt, list)
 
