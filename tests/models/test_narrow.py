@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from onetrunk.models.backbone import decoder_layers
+from onetrunk.models.merged import can_merge
 from onetrunk.models.narrow import Positions, narrow_blocks
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, step_gradients
@@ -70,6 +71,7 @@ def test_a_call_without_a_pack_runs_everywhere():
 def test_prefill_runs_the_prompts_alone_and_samples_the_same(family):
     trunk = a_trunk(family, base=tiny(family))
     params = SamplingParams(max_completion_length=8, stop_token_ids=tuple(range(8, 14)))
+    can_merge(trunk)  # Its proof, made once, is a forward too.
     with block_tokens(trunk) as tokens:
         rollout = LocalBackend(trunk).generate(SAMPLED, params, KEYS)
     assert tokens[0][0] == sum(map(len, SAMPLED)) and tokens[-1][0] == len(SAMPLED)
