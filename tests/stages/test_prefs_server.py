@@ -106,7 +106,7 @@ def test_a_ledger_of_an_earlier_version_is_asked_again_for_what_was_never_read_a
         with Ledger(path) as ledger:
             values = {key: ledger.get(key) for key in ledger.keys()}
         path.unlink()
-        verdicts = [key for key, value in values.items() if isinstance(value, dict)]
+        verdicts = [key for key, value in values.items() if isinstance(value, dict) and "probability" in value]
         unread = {"method": "votes", "votes": {"A": 0, "B": 0, "unread": 5}}
         for key in verdicts[:7]:
             values[key] = {"probability": None, "reason": "5 of 5 replies are no label", "error": None} | {

@@ -121,7 +121,9 @@ class Brevity:
     name = "brevity"
     identity = {"judge": "brevity"}
 
-    def rate(self, prompts: Any, completions: Any, principle: Principle, done: Any = None) -> list[Rating]:
+    def rate(
+        self, prompts: Any, completions: Any, principle: Principle, done: Any = None, stopped: Any = None
+    ) -> list[Rating]:
         return [Rating(1 / (1 + len(text))) for text in completions]
 
 

@@ -204,6 +204,19 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
         assert logged(resumed, f"judge/{name}") == logged(whole, f"judge/{name}")
 
 
+def test_a_run_whose_judge_has_not_answered_yet_resumes_as_if_never_stopped(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
+    # Down before training and after rollouts 1 to 3; the run is cut after two calls, in the third rollout.
+    whole, monitor = watched(tmp_path / "whole", BrevityJudge(is_down=lambda number: number <= 4), **settings)
+    whole.train()
+    cut, _ = watched(tmp_path / "cut", BrevityJudge(is_down=lambda number: True), **settings)
+    cut.add_callback(StopAt(5))
+    cut.train()
+    resumed, again = watched(tmp_path / "cut", BrevityJudge(is_down=lambda number: number <= 1), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert again.state() == monitor.state() and again.num_left_out == 4
+
+
 def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
     trained(

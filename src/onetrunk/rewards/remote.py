@@ -186,7 +186,7 @@ class RemoteReward:
                 scores[row] = score
 
         def control() -> Awaitable[list[float | None]]:
-            return self._call(client, [TRIAL_PROMPT] * 2, TRIAL_COMPLETIONS)
+            return self._call(client, [TRIAL_PROMPT] * 2, TRIAL_COMPLETIONS, [True] * 2)
 
         await CallRun(str(self), self.policy, self.pace, call, done, control=control).answer_all(len(batches))
         return failed

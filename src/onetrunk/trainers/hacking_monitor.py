@@ -139,11 +139,11 @@ class HackingMonitor(EndingCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # Trainer's state holds what the checkpoint said, or what `state` said when training was set up.
-        self._restore(state.stateful_callbacks.get(type(self).__name__))
+        is_restored = self._restore(state.stateful_callbacks.get(type(self).__name__))
         if self.ended is not None:
             # The run is continued all the same: another alarm takes a window of its own.
             self.measurements, self.ended = self.measurements[-1:], None
-        if self.baseline is None:
+        if not is_restored:
             self._take_baseline(state)
         # A checkpoint of a run without a monitor knows none, and saving the next one would fail.
         state.stateful_callbacks[type(self).__name__] = self.state()
@@ -191,27 +191,32 @@ class HackingMonitor(EndingCallback, ExportableState):
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
-    def _restore(self, saved: dict[str, Any] | None) -> None:
+    def _restore(self, saved: dict[str, Any] | None) -> bool:
+        """Take over what a checkpoint holds; return whether it holds measurements of the same judge and prompts."""
         kept = (saved or {}).get("attributes", {})
-        if kept.get("baseline") is None:
-            return
+        # What is written when training is set up has no measurement, not even one that was left out.
+        if kept.get("baseline") is None and not kept.get("num_left_out"):
+            return False
         if kept["watched"] != self._watched:
             logger.warning(
                 "the monitor's judge, constitution or prompts are not those of the checkpoint: it begins anew here"
             )
             self._begin_anew()
-            return
+            return False
         for name in ("baseline", "best", "num_alarms", "num_left_out"):
             setattr(self, name, kept[name])
         self.explanation, self.ended = kept.get("explanation"), kept.get("ended")
         self.measurements = list(kept["measurements"])[-self._most_kept :]
+        return True
 
     def _take_baseline(self, state: TrainerState) -> None:
         measured = self.samples.measure(self._trainer, self.rows)
-        if measured is not None:
-            self._take(measured)
-            self.measurements = [{"step": state.global_step, **measured}]
-            self.best = [state.global_step, _mean(measured["judge"])]
+        if measured is None:
+            self.num_left_out += 1
+            return
+        self._take(measured)
+        self.measurements = [{"step": state.global_step, **measured}]
+        self.best = [state.global_step, _mean(measured["judge"])]
 
     def _take(self, measured: dict[str, list[float | None]]) -> None:
         self.baseline = {}
