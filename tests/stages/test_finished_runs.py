@@ -104,15 +104,15 @@ def command(there: Path, verb: str, fatal: int) -> int:
     return exit_code(command_killed_at, there, f"out-{verb}", words, fatal)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("verb", OPTIONS)
-def test_a_run_killed_before_any_write_of_its_end_ends_with_the_same_bytes(there, verb):
+def test_a_run_killed_before_writes_of_its_end_ends_with_the_same_bytes(there, verb, step):
     folder = there / f"out-{verb}"
     assert command(there, verb, 0) == 0
     events, expected = json.loads((there / f"out-{verb}.json").read_text()), result_of(folder)
     assert FINISHED in expected and len(expected) > 5
-    for fatal in range(events.index("os.rename checkpoint-3") + 2, len(events) + 1):
+    for fatal in range(events.index("os.rename checkpoint-3") + 2, len(events) + 1, step):
         shutil.rmtree(folder)
         assert command(there, verb, fatal) == -signal.SIGKILL
         assert command(there, verb, 0) == 0
