@@ -163,6 +163,7 @@ for i in range(10**6):
 
 def test_kill_9_loses_at_most_the_line_being_written_and_its_lock_is_taken_over(tmp_path):
     path = tmp_path / "ledger.jsonl"
+    most = 0  # A busy machine may let an earlier writer get further than a later one.
     for killed_after in (1, 200, 1500):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, env={"PYTHONPATH": str(SOURCE)}
@@ -177,7 +178,8 @@ def test_kill_9_loses_at_most_the_line_being_written_and_its_lock_is_taken_over(
         last = int(rest[-1]) if rest else last
         with Ledger(path) as ledger:
             assert ledger.get(key(last)) == "x" * (last % 700)
-            assert len(ledger) <= last + 2
+            most = max(most, last)
+            assert len(ledger) <= most + 2
 
 
 def test_a_writer_on_another_machine_is_believed_to_live_but_one_before_the_last_boot_is_not(tmp_path):
