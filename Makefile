@@ -48,7 +48,7 @@ test: setup ## run the tests (under 15 minutes on 2 cores)
 	$(PYTEST)
 
 test-slow: setup ## run the slow tests: real servers, fresh environments
-	$(PYTEST) -m slow $(NONE_IS_FINE)
+	$(PYTEST) -m slow --timeout 1800 $(NONE_IS_FINE)
 
 test-soak: setup ## run the soak tests: hours of kills and fuzzing
 	$(PYTEST) -m soak --timeout 0 $(NONE_IS_FINE)
