@@ -137,11 +137,17 @@ def questions_asked(log: Path) -> Counter[str]:
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
 
 
-def in_a_process(work: Callable[[], object], after_s: float | None = None, number: int = signal.SIGKILL) -> int:
+def in_a_process(
+    work: Callable[[], object],
+    after_s: float | None = None,
+    number: int = signal.SIGKILL,
+    when: Callable[[], bool] | None = None,
+) -> int:
     """Run `work` in a fork of this process (whose imports are warm); return its exit code, negative for a signal.
 
     Args:
         after_s: send the signal `number` then.
+        when: send it as soon as this is true.
     """
     child = os.fork()
     if child == 0:
@@ -151,8 +157,13 @@ def in_a_process(work: Callable[[], object], after_s: float | None = None, numbe
         except BaseException:
             traceback.print_exc(file=sys.stderr)
             os._exit(1)
+    while when is not None and not when():
+        if os.waitpid(child, os.WNOHANG)[0]:
+            raise AssertionError("the process ended before the signal was due")
+        time.sleep(0.01)
     if after_s is not None:
         time.sleep(after_s)
+    if when is not None or after_s is not None:
         os.kill(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

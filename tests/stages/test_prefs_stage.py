@@ -273,7 +273,12 @@ def test_sigterm_ends_with_a_sentence_and_the_same_command_goes_on(prefs, tmp_pa
         # Enough to be in the middle of when the signal comes
         os._exit(prefs("--num_generations", 64, *slow))
 
-    assert runs.in_a_process(work, after_s=1.0, number=signal.SIGTERM) == 143
+    ledger = tmp_path / "out/ledger/ledger.jsonl"
+
+    def begun():
+        return ledger.exists() and ledger.stat().st_size > 0
+
+    assert runs.in_a_process(work, number=signal.SIGTERM, when=begun) == 143
     said = capfd.readouterr().err
     assert "terminated" in said and "the same command goes on" in said and "Traceback" not in said
     assert prefs("--overwrite_output_dir", "true") == 0

@@ -119,6 +119,30 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
     assert word in err and "Traceback" not in err
 
 
+DESTROYED = """
+import os, signal, sys, time
+from onetrunk.stages.running import run_stage
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Destroyed:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+        time.sleep(0.001)  # The handler raises here at the latest, and Python drops what a destructor raises.
+def work(*parsed):
+    Destroyed()
+    time.sleep(60)
+sys.exit(run_stage("eval", lambda argv: (), work, []))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_arrives_in_a_destructor_ends_a_stage(number, code):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    script = DESTROYED.format(number=int(number))
+    ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
+
+
 # --- where a run may begin ------------------------------------------------------------------------------------------
 
 

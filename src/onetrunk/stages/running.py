@@ -34,6 +34,8 @@ OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 SENTENCES = (ValueError, OSError, ImportError)
 # The disk, the user's share of it, or the size that a file may have.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How long after a lost signal it is sent again.
+RETRY_SIGNAL_S = 0.02
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -133,10 +135,42 @@ def signals_as_exception() -> Iterator[None]:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, terminate) for number in numbers}
     try:
-        yield
+        with lost_signals_sent_again():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def lost_signals_sent_again() -> Iterator[None]:
+    """Send a signal again if Python dropped the exception that it raised.
+
+    A signal can arrive while a destructor or a weakref callback runs. Python prints an exception that is raised there
+    and continues, so without this the signal would be lost.
+    """
+    hook = sys.unraisablehook
+    retries: list[threading.Timer] = []
+
+    def unraisable(args: Any) -> None:
+        if not isinstance(args.exc_value, Terminated | KeyboardInterrupt):
+            hook(args)
+            return
+        number = getattr(args.exc_value, "number", signal.SIGINT)
+        # Later and from another thread: sent from here, its exception would be dropped as well. It goes to the main
+        # thread by name, so that it wakes whatever that thread waits for.
+        retry = threading.Timer(RETRY_SIGNAL_S, signal.pthread_kill, (threading.main_thread().ident, number))
+        retry.daemon = True
+        retries.append(retry)
+        retry.start()
+
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        for retry in retries:
+            retry.cancel()
 
 
 def way_on(parsed: Sequence[Any]) -> str:
