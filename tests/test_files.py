@@ -152,3 +152,13 @@ def test_json_is_utf8_with_a_last_line_end(tmp_path):
     files.atomic_write_json(tmp_path / "a.json", {"a": "ü"})
     data = (tmp_path / "a.json").read_bytes()
     assert data.endswith(b"}\n") and json.loads(data) == {"a": "ü"} and "ü".encode() in data
+
+
+def test_only_temporary_files_of_killed_writers_are_deleted(tmp_path):
+    names = [".a.json.0123456789abcdef.tmp", ".b[1].txt.fedcba9876543210.tmp", "a.json", ".a.json.tmp", ".b.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    files.delete_temporaries(tmp_path, "b[1].txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(set(names) - {names[1]})
+    files.delete_temporaries(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])

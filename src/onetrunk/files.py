@@ -8,6 +8,7 @@ process killed at any moment leaves the old file or the new one, never a piece. 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -42,6 +43,18 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     _fsync(target.parent)
+
+
+def delete_temporaries(folder: str | os.PathLike[str], name: str | None = None) -> None:
+    """Delete the temporary files that killed writers left in a folder; the caller holds the folder's lock.
+
+    Args:
+        folder: its subfolders are not searched.
+        name: only those of this file; None: of any.
+    """
+    pattern = "*" if name is None else glob.escape(name)
+    for temporary in Path(folder).glob(f".{pattern}.{'[0-9a-f]' * 16}.tmp"):
+        temporary.unlink(missing_ok=True)
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

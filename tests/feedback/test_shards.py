@@ -75,7 +75,7 @@ def test_no_rows_make_an_empty_file(tmp_path, suffix):
 def test_a_writer_that_fails_leaves_the_old_file_and_a_killed_one_is_swept_up(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     path.write_text("old")
-    (tmp_path / f".{path.name}.123.tmp").write_text("killed")
+    (tmp_path / f".{path.name}.0123456789abcdef.tmp").write_text("killed")
     with pytest.raises(KeyError), rows_file(path, lambda: table_schema(COLUMNS, False)) as write:
         write(rows(3, False))
         raise KeyError

@@ -96,8 +96,8 @@ def trained_rows(seed: int, num_steps: int) -> dict[str, Outcome]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trained", action="store_true", help="train a causal judge, and ask it too")
-    parser.add_argument("--seeds", type=int, default=3, help="judges to train (%(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="of training (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="judges to train (%(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="of training (%(default)s)")
     args = parser.parse_args()
     print(kinds_table(obedient_rows()))
     if args.trained:

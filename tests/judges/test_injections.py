@@ -83,7 +83,8 @@ def test_no_author_can_write_or_close_a_tag(text):
 def test_a_trained_model_is_fooled_by_turns_in_plain_questions_and_not_behind_the_template():
     from tests.judges.trained_judge import NaiveCausalJudge, train_judge
 
-    judge = train_judge(num_steps=400)
+    # How much the plain question lets through differs from seed to seed (the table in the README).
+    judge = train_judge(num_steps=600)
     naive, defended = outcome(NaiveCausalJudge(judge)), outcome(judge)
-    assert len(naive.one_order) >= 0.25 * len(ATTACKS)
-    assert len(defended.one_order) <= 0.1 * len(ATTACKS) and len(defended.both_orders) <= 0.05 * len(ATTACKS)
+    assert len(naive.one_order) >= 0.15 * len(ATTACKS)
+    assert len(defended.one_order) <= 0.05 * len(ATTACKS) and not defended.both_orders

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onetrunk.files import atomic_path
+from onetrunk.files import atomic_path, delete_temporaries
 from onetrunk.judges.base import digest
 from onetrunk.types import Prompt
 
@@ -91,8 +91,7 @@ def rows_file(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[
         path: ends in .jsonl or .parquet.
         schema: called when the first rows are there, or at the end; read for Parquet only.
     """
-    for left_over in path.parent.glob(f".{path.name}.*.tmp"):
-        left_over.unlink(missing_ok=True)
+    delete_temporaries(path.parent, path.name)
     with atomic_path(path) as temporary:
         if path.suffix == ".parquet":
             with _parquet(temporary, schema) as write:

@@ -13,7 +13,7 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete
 from onetrunk.checkpoints.manifest import MANIFEST, problems
-from onetrunk.files import atomic_write_json, read_json, require_output_dir
+from onetrunk.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
 from onetrunk.locks import held_folder
 
 # What a finished run leaves beside its checkpoints: an adapter, or a whole model.
@@ -66,6 +66,7 @@ def folder_of(parsed: Sequence[Any]) -> Iterator[None]:
         yield
         return
     with held_folder(require_output_dir(args.output_dir)):
+        delete_temporaries(args.output_dir)
         yield
 
 
