@@ -16,7 +16,7 @@
 
 import sys
 
-from onetrunk.stages.eval import main
+from onetrunk.stages.eval.stage import main
 
 if __name__ == "__main__":
     sys.exit(main())

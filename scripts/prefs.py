@@ -15,7 +15,7 @@ A job array (slurm: --array=0-63) over a folder that all jobs see:
 
 import sys
 
-from onetrunk.stages.prefs import main
+from onetrunk.stages.prefs.stage import main
 
 if __name__ == "__main__":
     sys.exit(main())

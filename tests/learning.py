@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
 
-from onetrunk.trainers.ppo import PPOTrainer
-from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.trainer import PPOTrainer
 
 PAD, EOS, FIRST = 0, 1, 2
 PROMPT_LENGTH = 4

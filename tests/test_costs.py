@@ -11,7 +11,7 @@ from onetrunk.costs import (
     reuse_saving,
     trunk_states_bytes,
 )
-from onetrunk.models.backbone import decoder_layers
+from onetrunk.models.base import decoder_layers
 from tests.tiny import FAMILIES, tiny_model
 
 # 10 x 4 embedding, 2 query heads and 1 key head of size 2, three 4 x 6 matrices.

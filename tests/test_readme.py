@@ -13,15 +13,15 @@ from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
 from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
-from onetrunk.models.trunk_model import TrunkModel
-from onetrunk.trainers.checks import check_launch
-from onetrunk.trainers.ppo_config import PPOConfig
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.checks import check_launch
+from onetrunk.ppo.config import PPOConfig
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.ppo import two_processes
+from tests.ppo.support import make_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainers import two_processes
-from tests.trainers.support import make_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

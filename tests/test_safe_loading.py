@@ -13,15 +13,15 @@ from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.local import load_causal_judge
 from onetrunk.judges.reward_model import load_reward_judge
-from onetrunk.models.backbone import load_base, load_tokenizer
+from onetrunk.models.base import load_base, load_tokenizer
 from onetrunk.models.build import build_trunk
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
 from onetrunk.models.score_adapter import load_adapter_scorer, read_score_adapter
 from onetrunk.models.scorer import load_scorer
 from onetrunk.models.sources import load_config, pinned_source
-from onetrunk.stages.eval import restore_reference
+from onetrunk.stages.eval.stage import restore_reference
 from onetrunk.stages.parsing import UsageError
-from onetrunk.stages.pipeline import load_pipeline
+from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 from tests.test_floors import FILES

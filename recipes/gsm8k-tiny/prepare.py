@@ -15,9 +15,9 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from onetrunk.data import load_rows
-from onetrunk.files import require_output_dir
-from onetrunk.models.from_scratch import BaseShape, make_base
+from onetrunk.data.prompts import load_rows
+from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.utils.files import require_output_dir
 
 SHAPE = BaseShape(vocab_size=2048, hidden_size=160, num_layers=4, num_heads=5, max_positions=640)
 HELD_OUT = 500

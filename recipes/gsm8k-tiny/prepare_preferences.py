@@ -19,9 +19,9 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from onetrunk.data import load_rows
-from onetrunk.files import require_output_dir
-from onetrunk.models.from_scratch import BaseShape, make_base
+from onetrunk.data.prompts import load_rows
+from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.utils.files import require_output_dir
 
 Row = dict[str, str]
 

@@ -19,8 +19,8 @@ import random
 import sys
 from pathlib import Path
 
-from onetrunk.files import atomic_write_text, require_output_dir
-from onetrunk.models.from_scratch import BaseShape, make_base
+from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.utils.files import atomic_write_text, require_output_dir
 
 OUTPUT_DIR = "runs/tiny"
 ACTIONS = "bring clean find fetch paint repair move check".split()

@@ -17,10 +17,10 @@ from onetrunk.ops import (
     gae_reference,
     length_mask,
     make_pack,
-    ppo_loss,
     ppo_loss_reference,
     token_logprobs,
 )
+from onetrunk.ops import losses as ppo_loss
 
 Run = Callable[[], object]
 Pair = tuple[Run, Run]

@@ -6,17 +6,17 @@ The public names are imported when first used, so that `import onetrunk` loads n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.quiet import silence_imports
+from onetrunk.utils.quiet import silence_imports
 
 if TYPE_CHECKING:
-    from onetrunk.models.trunk_model import TrunkModel
-    from onetrunk.trainers.distill import RewardDistillationConfig, RewardDistillationTrainer
-    from onetrunk.trainers.experience import ExperienceStream
-    from onetrunk.trainers.hacking_monitor import HackingMonitor
-    from onetrunk.trainers.ppo import PPOTrainer
-    from onetrunk.trainers.ppo_config import PPOConfig
-    from onetrunk.trainers.reward import RewardModelConfig, RewardModelTrainer
-    from onetrunk.trainers.sft import ResumableSFTTrainer
+    from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+    from onetrunk.models.trunk import TrunkModel
+    from onetrunk.ppo.config import PPOConfig
+    from onetrunk.ppo.experience import ExperienceStream
+    from onetrunk.ppo.monitor import HackingMonitor
+    from onetrunk.ppo.trainer import PPOTrainer
+    from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
+    from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
 
 __version__ = "0.1.0"
 
@@ -37,16 +37,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ExperienceStream": "onetrunk.trainers.experience",
-    "HackingMonitor": "onetrunk.trainers.hacking_monitor",
-    "PPOConfig": "onetrunk.trainers.ppo_config",
-    "PPOTrainer": "onetrunk.trainers.ppo",
-    "ResumableSFTTrainer": "onetrunk.trainers.sft",
-    "RewardDistillationConfig": "onetrunk.trainers.distill",
-    "RewardDistillationTrainer": "onetrunk.trainers.distill",
-    "RewardModelConfig": "onetrunk.trainers.reward",
-    "RewardModelTrainer": "onetrunk.trainers.reward",
-    "TrunkModel": "onetrunk.models.trunk_model",
+    "ExperienceStream": "onetrunk.ppo.experience",
+    "HackingMonitor": "onetrunk.ppo.monitor",
+    "PPOConfig": "onetrunk.ppo.config",
+    "PPOTrainer": "onetrunk.ppo.trainer",
+    "ResumableSFTTrainer": "onetrunk.checkpoints.trainer",
+    "RewardDistillationConfig": "onetrunk.reward_models.distill",
+    "RewardDistillationTrainer": "onetrunk.reward_models.distill",
+    "RewardModelConfig": "onetrunk.reward_models.trainer",
+    "RewardModelTrainer": "onetrunk.reward_models.trainer",
+    "TrunkModel": "onetrunk.models.trunk",
 }
 
 

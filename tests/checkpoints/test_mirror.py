@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.checkpoints.manifest import read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
-from onetrunk.checkpoints.remote import MARK
+from onetrunk.checkpoints.store import MARK
 from tests.checkpoints.hooked_store import HookedFileSystem, make_checkpoint, nothing, register
 
 BUCKET = "some-bucket"

@@ -17,8 +17,8 @@ from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
-from onetrunk.stages.prefs_arguments import PrefsArguments
-from onetrunk.stages.prefs_flow import Made, make_rows
+from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.prefs.flow import Made, make_rows
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 CONSTITUTION = """

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.locks import WriterLock
+from onetrunk.utils.locks import WriterLock
 
 SOURCE = Path(__file__).parents[2] / "src"
 json_values = st.recursive(
@@ -198,7 +198,7 @@ def test_where_the_file_system_has_no_locks_the_pid_decides(tmp_path, monkeypatc
     def no_locks(descriptor, operation):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr("onetrunk.locks.fcntl.flock", no_locks)
+    monkeypatch.setattr("onetrunk.utils.locks.fcntl.flock", no_locks)
     lock = WriterLock(tmp_path / "f")
     holder = json.loads(lock.file.read_text())
     ended = subprocess.Popen([sys.executable, "-c", ""])

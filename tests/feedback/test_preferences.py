@@ -6,16 +6,14 @@ import math
 import pytest
 from datasets import Dataset
 
-from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.failures import FailureLimit
+from onetrunk.data.preferences import validate_preferences
+from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.preferences import PreferenceMaker, logit
-from onetrunk.feedback.sampler import PromptItem
+from onetrunk.feedback.preferences import PreferenceFigures, PreferenceMaker, logit
+from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_key
-from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.preference_rows import validate_preferences
 from onetrunk.types import SampledText
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from onetrunk.feedback.shards import read_rows
-from onetrunk.stages import prefs_parts
+from onetrunk.stages.prefs import parts as prefs_parts
 from tests.feedback import runs
 from tests.feedback.runs import CountingJudge, DyingBackend, files_of, in_a_process, questions_asked
 

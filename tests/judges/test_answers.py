@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from onetrunk.judges.answers import (
+from onetrunk.judges.calls import CallError
+from onetrunk.judges.chat import (
     Vote,
     checked_reply,
     is_same_model,
@@ -14,7 +15,6 @@ from onetrunk.judges.answers import (
     read_label,
     read_vote,
 )
-from onetrunk.judges.retries import CallError
 from tests.judges.stub_server import candidates, completion
 
 LABELS = ("A", "B")

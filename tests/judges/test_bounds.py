@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from onetrunk.judges.bounds import MAX_DEPTH, nesting
 from onetrunk.judges.calls import run_async
-from onetrunk.judges.urls import guarded_client
+from onetrunk.judges.http import MAX_DEPTH, guarded_client, nesting
 from tests.judges.stub_server import StubServer
 
 

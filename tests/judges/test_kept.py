@@ -4,7 +4,7 @@ import pytest
 
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Rating, Verdict
-from onetrunk.judges.kept import keep_answer, kept_answer
+from onetrunk.judges.verdicts import keep_answer, kept_answer
 
 KEY = "ab" * 32
 VOTES = {"method": "votes", "votes": {"A": 1, "B": 0, "unread": 4}}

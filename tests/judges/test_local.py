@@ -8,11 +8,10 @@ from peft import LoraConfig, get_peft_model
 
 from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.local import CausalJudge, load_causal_judge
-from onetrunk.judges.reading import Options, Reader, label_shares
+from onetrunk.judges.local import CausalJudge, Options, Reader, label_shares, load_causal_judge
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
 from onetrunk.judges.verdicts import judge_pairs
-from onetrunk.models.from_scratch import train_tokenizer
+from onetrunk.models.new_scorer import train_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PRINCIPLE = Principle("Which completion is kinder?")

@@ -9,10 +9,10 @@ from tokenizers import normalizers
 from transformers import AddedToken
 
 from onetrunk.judges.base import Pair
+from onetrunk.judges.local import Reader
 from onetrunk.judges.marks import PLACES, Marks, ShownMarks
-from onetrunk.judges.reading import Reader
 from onetrunk.judges.template import nonce_of, pairwise_messages, sanitized
-from onetrunk.models.from_scratch import train_tokenizer
+from onetrunk.models.new_scorer import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
 from tests.judges.trained_judge import CHATML, MARKS
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

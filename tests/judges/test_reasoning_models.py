@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.retries import RetryPolicy
+from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.server import ServerJudge
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion, first_probability
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import httpx2
 import pytest
 
-from onetrunk.judges.calls import CallRun, ask_patiently, run_async
-from onetrunk.judges.failures import failure_of, failure_of_response, retry_after_s
-from onetrunk.judges.retries import CallError, Pace, RetryPolicy, ServerUnavailable
+from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ServerUnavailable, ask_patiently, run_async
+from onetrunk.judges.http import failure_of, failure_of_response, retry_after_s
 
 QUICK = RetryPolicy(
     max_calls=4,

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.bounds import MAX_BYTES
-from onetrunk.judges.retries import RetryPolicy, ServerUnavailable
+from onetrunk.judges.calls import RetryPolicy, ServerUnavailable
+from onetrunk.judges.http import MAX_BYTES
 from onetrunk.judges.server import ServerJudge
 from tests.judges.stub_server import FAULTS, NOT_SOLD, OUT_OF_BOUNDS, StubServer
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.retries import RetryPolicy
+from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.server import ServerJudge
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE, adapter_parameters
-from onetrunk.models.pack_output import PackOutput
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Pack
 from tests.tiny import tiny_model

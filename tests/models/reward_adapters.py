@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from onetrunk.models.score_adapter import ScoreAdapter, attach_score_adapter, read_score_adapter
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.types import Pack
 from tests.models.branches import a_trunk
 from tests.tiny import tiny_model, tiny_tokenizer

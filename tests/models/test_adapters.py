@@ -8,9 +8,9 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_p
 from torch import nn
 
 from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, policy_config, role
-from onetrunk.models.backbone import backbone, output_head
+from onetrunk.models.base import backbone, output_head
 from onetrunk.models.build import build_trunk
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.logprobs import fused_token_logprobs
 from tests.models.branches import (
     a_pack,

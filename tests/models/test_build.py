@@ -10,10 +10,9 @@ from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_p
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from onetrunk.models.adapter_files import ADAPTER_FILE
-from onetrunk.models.adapters import VALUE_HEAD_FILE, adapter_parameters
+from onetrunk.models.adapters import ADAPTER_FILE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.build import build_trunk, default_peft_config, init_value_head
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
 

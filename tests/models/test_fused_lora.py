@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from onetrunk.models import fused_lora
-from onetrunk.models.fused_lora import unfuse_lora
+from onetrunk.models.speedups import fused_lora
+from onetrunk.models.speedups.fused_lora import unfuse_lora
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, lora, step_gradients
 from tests.tiny import FAMILIES
 

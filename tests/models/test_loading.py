@@ -8,7 +8,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from onetrunk.models.backbone import load_base, verify_head
+from onetrunk.models.base import load_base, verify_head
 from onetrunk.models.loading import (
     check_config_file,
     check_finite,

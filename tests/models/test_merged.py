@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, JambaConfig, JambaForCausalLM
 
 from onetrunk.models.adapters import POLICY
-from onetrunk.models.fused_lora import unfuse_lora
-from onetrunk.models.merged import can_merge, merged_policy
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.speedups.fused_lora import unfuse_lora
+from onetrunk.models.speedups.merged import can_merge, merged_policy
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend
 from tests.models.branches import a_trunk, lora
 from tests.rollouts.small import KEYS, PROMPTS, assert_same, mixed_params
@@ -65,7 +65,7 @@ def test_sampling_runs_no_adapter_and_draws_what_it_draws_with_one(monkeypatch):
     down.register_forward_hook(lambda *_: calls.append(1))
     merged = LocalBackend(trunk).generate(PROMPTS, mixed_params(), KEYS)
     assert calls == []
-    monkeypatch.setattr("onetrunk.models.merged.can_merge", lambda model: False)
+    monkeypatch.setattr("onetrunk.models.speedups.merged.can_merge", lambda model: False)
     assert_same(merged, LocalBackend(trunk).generate(PROMPTS, mixed_params(), KEYS))
     assert calls
 

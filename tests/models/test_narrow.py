@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from onetrunk.models.backbone import decoder_layers
-from onetrunk.models.merged import can_merge
-from onetrunk.models.narrow import Positions, narrow_blocks
+from onetrunk.models.base import decoder_layers
+from onetrunk.models.speedups.merged import can_merge
+from onetrunk.models.speedups.narrow import Positions, narrow_blocks
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, step_gradients
 from tests.rollouts.small import KEYS, assert_same, tiny

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
-from onetrunk.models.backbone import decoder_layers
+from onetrunk.models.base import decoder_layers
 from onetrunk.models.build import build_trunk
-from onetrunk.models.fingerprint import base_fingerprint
 from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name, read_score_adapter
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, lora, move, same, step_gradients, weights_of
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter, scores_of_a_separate_model

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from onetrunk.models.adapters import VALUE_HEAD_FILE, ValueHead, adapter_parameters
-from onetrunk.models.backbone import backbone
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.base import backbone
+from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, gradients, lora, same
 from tests.tiny import FAMILIES, tiny_model
 

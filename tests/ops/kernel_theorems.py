@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import PPOCoefs, PPOTensors, fused_token_logprobs, logprob_kernel, ppo_loss, ppo_loss_reference
+from onetrunk.ops import PPOCoefs, PPOTensors, fused_token_logprobs, ppo_loss_reference
+from onetrunk.ops import losses as ppo_loss
 from onetrunk.ops.kernels import SWITCH
+from onetrunk.ops.kernels import logprob as logprob_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # exp and tanh of a GPU round otherwise than those of a CPU, and so do sums in another order.

@@ -55,7 +55,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from onetrunk.ops import logprob_kernel, loss_kernel
+from onetrunk.ops.kernels import logprob as logprob_kernel
+from onetrunk.ops.kernels import loss as loss_kernel
 
 def build(kernel, capability, pointers, arguments):
     kinds = {name: pointers.get(name, "*fp32") for name in kernel.arg_names}

@@ -5,15 +5,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import (
-    PPOCoefs,
-    PPOTensors,
-    kl_estimate,
-    masked_mean,
-    policy_loss,
-    ppo_loss,
-    value_loss,
-)
+from onetrunk.ops import PPOCoefs, PPOTensors, kl_estimate, masked_mean, policy_loss, value_loss
+from onetrunk.ops import losses as ppo_loss
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64
 COEFS = PPOCoefs(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k2")

@@ -10,11 +10,11 @@ from onetrunk.judges.base import Principle
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.models.score_adapter import read_score_adapter
-from onetrunk.models.score_scale import ScoreScale
+from onetrunk.models.scorer import ScoreScale
 from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.ensemble import load_reward
-from onetrunk.rewards.trunk import TrunkReward
+from onetrunk.rewards.model import TrunkReward
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rewards.test_model import TEMPLATE, scorer
 from tests.tiny import tiny_tokenizer

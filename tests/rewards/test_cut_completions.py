@@ -10,22 +10,19 @@ import torch
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from onetrunk.data import decode_completion, prepare_prompts
+from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.base import Pair, Principle
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.kept import kept_ratings, rating_key
 from onetrunk.judges.reward_model import load_reward_judge
-from onetrunk.judges.verdicts import verdict_key
-from onetrunk.models.score_rows import encode_rows
-from onetrunk.models.score_scale import ScoreScale
+from onetrunk.judges.verdicts import kept_ratings, rating_key, verdict_key
+from onetrunk.models.scorer import ScoreScale, encode_rows
 from onetrunk.ops.packing import make_pack
+from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
 from onetrunk.rewards.ensemble import load_reward
-from onetrunk.rewards.judge import JudgeReward
-from onetrunk.rewards.pairwise import prompt_key
-from onetrunk.trainers.teacher import Teacher, label_rows
+from onetrunk.rewards.judge import JudgeReward, prompt_key
 from onetrunk.types import SampledText
 from tests.judges.stub_server import StubServer
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter

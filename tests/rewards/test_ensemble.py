@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from onetrunk.models.score_scale import SCALE_FILE, ScoreScale, read_score_scale
+from onetrunk.models.scorer import SCALE_FILE, ScoreScale, read_score_scale
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.setup import Policy, resolve_rewards
 from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import ensemble_reward, load_reward, names_an_ensemble
-from onetrunk.trainers.ppo_config import PPOConfig
-from onetrunk.trainers.setup import Policy, resolve_rewards
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rewards.test_model import scorer
 from tests.tiny import tiny_tokenizer

@@ -1,4 +1,4 @@
-"""Tests of `onetrunk.rewards.normalize`: merged moments are those of the whole, and survive a checkpoint."""
+"""Tests of `onetrunk.rewards.shaping`: merged moments are those of the whole, and survive a checkpoint."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Tests of `onetrunk.rewards.penalties` against numbers worked by hand."""
+"""Tests of `onetrunk.rewards.shaping` against numbers worked by hand."""
 
 import math
 

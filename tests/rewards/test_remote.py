@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from onetrunk.judges.calls import run_async
-from onetrunk.judges.retries import RetryPolicy, ServerUnavailable
+from onetrunk.judges.calls import RetryPolicy, ServerUnavailable, run_async
 from onetrunk.rewards import ModelReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.base import is_async
-from onetrunk.rewards.remote import remote_reward
-from onetrunk.rewards.wire import kind_of
+from onetrunk.rewards.remote import kind_of, remote_reward
 from tests.judges.stub_server import NOT_SOLD, OUT_OF_BOUNDS, StubServer, draw
+from tests.ppo.support import logged, make_trainer, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.trainers.support import logged, make_trainer, trained
 
 PATIENT = RetryPolicy(
     max_calls=20,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.judges.retries import RetryPolicy
+from onetrunk.judges.calls import RetryPolicy
 from onetrunk.rewards.base import resolve_reward
 from onetrunk.rewards.remote import RemoteReward
 from tests.judges.stub_server import StubServer

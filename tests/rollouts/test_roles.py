@@ -8,9 +8,9 @@ from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
 from onetrunk.models.adapters import POLICY
-from onetrunk.models.backbone import load_base
+from onetrunk.models.base import load_base
 from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import lora, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.judges.base import Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.models.backbone import load_tokenizer
-from onetrunk.stages.eval_arguments import EvalArguments
-from onetrunk.stages.eval_judge import by_principle, hold_contest
-from onetrunk.stages.eval_report import Evaluation, report_text, sentences
+from onetrunk.models.base import load_tokenizer
+from onetrunk.stages.eval.arguments import EvalArguments
+from onetrunk.stages.eval.judge import by_principle, hold_contest
+from onetrunk.stages.eval.report import Evaluation, report_text, sentences
 from tests.feedback import runs
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from onetrunk.checkpoints.folders import FINISHED
+from tests.checkpoints.crash_runs import command_killed_at
+from tests.checkpoints.killing import exit_code
 from tests.stages.small_runs import make_material, run, words_of
-from tests.trainers.crash_runs import command_killed_at
-from tests.trainers.killing import exit_code
 
 SAVES = "--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1 --eval_size 2".split()
 # The first evaluation is the best one.

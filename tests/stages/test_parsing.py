@@ -8,15 +8,15 @@ import pytest
 from trl import SFTConfig
 
 from onetrunk import __version__, cli
+from onetrunk.ppo.alarm_settings import ALARMS
 from onetrunk.stages import parsing
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.eval.stage import parse_eval
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.run import parse_run
+from onetrunk.stages.run.stage import parse_run
 from onetrunk.stages.sft import parse_sft
-from onetrunk.trainers.alarm_settings import ALARMS
 from tests.stages.recipes import ROOT
 
 GOOD = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "reward_funcs": "r.f"}

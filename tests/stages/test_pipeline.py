@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from onetrunk import cli
-from onetrunk.stages.pipeline import free_settings, load_pipeline
-from onetrunk.stages.pipeline_state import PipelineState, files_of
+from onetrunk.stages.run.pipeline import free_settings, load_pipeline
+from onetrunk.stages.run.state import PipelineState, files_of
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 # Appends to a log of calls, then writes what it was told to make of its input.

@@ -12,18 +12,18 @@ import torch
 
 from onetrunk import cli
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.files import load_tensors
 from onetrunk.judges.base import Principle, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.rewards.pairwise import PairwiseReward, prompt_key
+from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import sample_references
+from onetrunk.rewards.judge import PairwiseReward, prompt_key
 from onetrunk.stages.ppo_judges import RunJudges
-from onetrunk.trainers.hacking_monitor import HackingMonitor
-from onetrunk.trainers.reference_completions import sample_references
+from onetrunk.utils.files import load_tensors
+from tests.checkpoints.hub_stub import stand_in
+from tests.ppo.support import make_trainer, prompts
 from tests.stages.recipes import ROOT
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
-from tests.trainers.hub_stub import stand_in
-from tests.trainers.support import make_trainer, prompts
 
 CHECKS = """
 import json

@@ -8,10 +8,10 @@ import pytest
 from datasets import load_dataset
 
 from onetrunk import cli
-from onetrunk.data import load_rows, validate_completions
+from onetrunk.data.preferences import validate_preferences
+from onetrunk.data.prompts import load_rows, validate_completions
 from onetrunk.feedback.shards import read_rows
 from onetrunk.judges.base import digest
-from onetrunk.preference_rows import validate_preferences
 from tests.feedback import runs
 
 CHECKS = '''

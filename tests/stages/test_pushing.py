@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from onetrunk.trainers import hub as pushing
+from onetrunk.checkpoints import hub as pushing
+from tests.checkpoints.hub_stub import stand_in
 from tests.stages.small_runs import TRAINING, make_material, run
-from tests.trainers.hub_stub import stand_in
 
 PUSH = ["--push_to_hub", "true", "--hub_model_id", "someone/out"]
 NOWHERE = ["--model_name_or_path", "./nowhere"]

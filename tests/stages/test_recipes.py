@@ -5,12 +5,12 @@ from accelerate.commands.launch import launch_command_parser
 
 from onetrunk.cli import VERBS
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval import parse_eval
-from onetrunk.stages.pipeline import load_pipeline
+from onetrunk.stages.eval.stage import parse_eval
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.prefs import parse_prefs
+from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.run import parse_run
+from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.stages.run.stage import parse_run
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import DOCUMENTS, RECIPES, ROOT, SCRIPTS, commands_of
 

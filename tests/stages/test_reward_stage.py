@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.files import load_tensors
-from onetrunk.models.score_scale import read_score_scale
+from onetrunk.models.scorer import read_score_scale
 from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import load_reward
-from onetrunk.stages import preference_plots
-from onetrunk.stages.distill_arguments import StudentArguments
+from onetrunk.stages import plots as preference_plots
+from onetrunk.stages.distill import StudentArguments
+from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.stages.recipes import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -147,3 +147,9 @@ def described(found: list[str], most: int = 3) -> str:
     """Return the first problems of a folder as one phrase, and how many more there are."""
     more = f"; and {len(found) - most} more" if len(found) > most else ""
     return "; ".join(found[:most]) + more
+
+
+def last_checkpoint(output_dir: str | Path, step: int) -> str | None:
+    """Return the name of the last checkpoint in a folder that was saved at `step` or before; None: there is none."""
+    found = [folder.name for folder in checkpoint_folders(output_dir) if step_of(folder) <= step]
+    return found[-1] if found else None

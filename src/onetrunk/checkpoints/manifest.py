@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from onetrunk.files import atomic_write_json, read_json
+from onetrunk.utils.files import atomic_write_json, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1

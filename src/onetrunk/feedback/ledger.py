@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onetrunk.locks import WriterLock
+from onetrunk.utils.locks import WriterLock
 
 KEY = re.compile(r"[0-9a-f]{64}")
 _LINE = re.compile(rb'\{"crc":"([0-9a-f]{8})",("key":"([0-9a-f]{64})","value":(.*))\}', re.DOTALL)

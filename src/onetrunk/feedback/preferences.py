@@ -11,19 +11,188 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
+import numpy as np
+
+from onetrunk.data.rows import text_fault
 from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.pairing import all_pairs, best_worst_pair, distinct, random_pairs
-from onetrunk.feedback.sampler import PromptItem
+from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
-from onetrunk.feedback.statistics import PreferenceFigures
 from onetrunk.judges.base import Pair
-from onetrunk.judges.verdicts import PairLabel
-from onetrunk.row_faults import text_fault
-from onetrunk.types import Prompt, SampledText
+from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
+from onetrunk.types import Message, Prompt, SampledText
+from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
+
+PAIRINGS = ("all", "best_worst", "random")
+
+
+def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:
+    """Refuse settings under which no prompt could have a pair, or that contradict each other.
+
+    Raises:
+        ValueError: says which, and what to set.
+    """
+    if pairing not in PAIRINGS:
+        raise ValueError(f"pairing is {pairing!r}; set one of {', '.join(PAIRINGS)}")
+    if num_completions < 2:
+        raise ValueError(f"num_completions is {num_completions}; a pair needs two completions: set 2 or more")
+    if (pairs_per_prompt is not None) != (pairing == "random"):
+        raise ValueError(
+            f"pairing is {pairing!r} and pairs_per_prompt is {pairs_per_prompt}; set pairs_per_prompt with the pairing"
+            " 'random', and only there"
+        )
+    if pairs_per_prompt is not None and pairs_per_prompt < 1:
+        raise ValueError(f"pairs_per_prompt is {pairs_per_prompt}; set it to 1 or more")
+
+
+def distinct(completions: Sequence[str]) -> list[int]:
+    """Return the indices of the completions that count: the first of each text, white space at the ends aside."""
+    first: dict[str, int] = {}
+    for index, text in enumerate(completions):
+        if text_fault(text) is None:
+            first.setdefault(text.strip(), index)
+    return list(first.values())
+
+
+def all_pairs(completions: Sequence[str], words: Sequence[int]) -> list[tuple[int, int]]:
+    """Return every pair of distinct completions once.
+
+    Args:
+        completions: of one prompt.
+        words: non-negative integers below 2**32, the seed and the prompt's; they decide which of two comes first.
+
+    Returns:
+        Pairs of indices in `completions`, (shown first, shown second).
+    """
+    return _turned(list(combinations(distinct(completions), 2)), _draws(words))
+
+
+def random_pairs(completions: Sequence[str], words: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return `count` different pairs of distinct completions, or all of them where there are fewer.
+
+    Arguments as of `all_pairs`.
+    """
+    pairs, draws = list(combinations(distinct(completions), 2)), _draws(words)
+    chosen = np.sort(draws.permutation(len(pairs))[:count])
+    return _turned([pairs[i] for i in chosen], draws)
+
+
+def best_worst_pair(
+    completions: Sequence[str], ratings: Sequence[float | None], words: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the highest and the lowest rated completion as one pair; none where no two ratings differ.
+
+    Args:
+        completions: of one prompt.
+        ratings: a number per completion; None leaves the completion out. Of equal ratings the first counts.
+        words: as of `all_pairs`.
+    """
+    rated = [i for i in distinct(completions) if ratings[i] is not None]
+    if not rated:
+        return []
+    best, worst = max(rated, key=lambda i: ratings[i]), min(rated, key=lambda i: ratings[i])
+    return [] if ratings[best] == ratings[worst] else _turned([(best, worst)], _draws(words))
+
+
+def _draws(words: Sequence[int]) -> np.random.Generator:
+    return generator_of((*words, 0, PAIRING_STREAM))
+
+
+def _turned(pairs: list[tuple[int, int]], draws: np.random.Generator) -> list[tuple[int, int]]:
+    # Where a judge is asked in one order only, its preference for a place must not become one for an index.
+    return [pair if draws.random() < 0.5 else pair[::-1] for pair in pairs]
+
+
+BINS = 10
+COUNTS = (
+    "prompts",
+    "repeated_prompts",
+    "completions",
+    "repeated_completions",
+    "blank_completions",  # Or with a NUL character: what no training row may hold.
+    "prompts_without_pair",
+    "pairs",
+    "labelled",
+    "ties",
+    "abstained",
+    "unjudged",
+)
+
+
+class PreferenceFigures:
+    """Figures of preference rows, one row after the other. Lengths are in characters."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.histogram = [0] * BINS
+        self.sums: Counter[str] = Counter()
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Count rows in."""
+        for row in rows:
+            chosen, rejected = len(plain(row["chosen"])), len(plain(row["rejected"]))
+            self.num_rows += 1
+            # Bins of 0.05 from 0.5 to 1, the last one closed.
+            self.histogram[min(BINS - 1, int((row["probability"] - 0.5) * 2 * BINS + 1e-9))] += 1
+            self.sums["probability"] += row["probability"]
+            self.sums["consistent"] += bool(row["consistent"])
+            self.sums["chosen"] += chosen
+            self.sums["rejected"] += rejected
+            self.sums["longer"] += chosen > rejected
+            self.sums["of_unequal_length"] += chosen != rejected
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures; None where there is nothing to take a mean of."""
+        edges = [round(0.5 + i / (2 * BINS), 2) for i in range(BINS + 1)]
+        return {
+            "rows": self.num_rows,
+            "mean_probability": _ratio(self.sums["probability"], self.num_rows),
+            "consistent_fraction": _ratio(self.sums["consistent"], self.num_rows),
+            "label_histogram": {
+                f"{low:.2f}-{high:.2f}": n for low, high, n in zip(edges[:-1], edges[1:], self.histogram, strict=True)
+            },
+            "length": {
+                "mean_chosen_characters": _ratio(self.sums["chosen"], self.num_rows),
+                "mean_rejected_characters": _ratio(self.sums["rejected"], self.num_rows),
+                "longer_is_chosen_fraction": _ratio(self.sums["longer"], self.sums["of_unequal_length"]),
+            },
+        }
+
+
+def counts_of(counter: Counter[str]) -> dict[str, int]:
+    """Return all counts under their names, 0 included, in one order."""
+    return {name: counter[name] for name in COUNTS}
+
+
+def judge_sums(statistics: JudgeStatistics) -> dict[str, float]:
+    """Return what the figures of a judge are made of: sums, which those of other shards can be added to."""
+    return dict(vars(statistics))
+
+
+def judge_figures(sums: Iterable[dict[str, float]]) -> dict[str, Any]:
+    """Return the figures of a judge from the sums of one or several shards."""
+    total: Counter[str] = Counter()
+    for part in sums:
+        total.update(part)
+    statistics = JudgeStatistics()
+    for name in vars(statistics):
+        setattr(statistics, name, total[name])
+    # Sums of floats differ in their last digits with the order of the shards.
+    return {name: round(v, 6) if isinstance(v, float) else v for name, v in statistics.as_dict().items()}
+
+
+def plain(text: str | list[Message]) -> str:
+    """Return a completion as text."""
+    return text if isinstance(text, str) else "\n".join(message["content"] for message in text)
+
+
+def _ratio(total: float, count: int) -> float | None:
+    return round(total / count, 6) if count else None
+
 
 COLUMNS: dict[str, type] = {
     "prompt": list,

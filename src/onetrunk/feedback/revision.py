@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from onetrunk.feedback.sampler import PromptItem, TextSampler
+from onetrunk.data.rows import text_fault
+from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
-from onetrunk.randomness import PRINCIPLE_STREAM, generator_of
-from onetrunk.row_faults import text_fault
 from onetrunk.types import Prompt, SampledText
+from onetrunk.utils.randomness import PRINCIPLE_STREAM, generator_of
 
 COLUMNS: dict[str, type] = {"prompt": list, "completion": list, "original": str, "trail": str}
 

@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onetrunk.files import atomic_path, delete_temporaries
 from onetrunk.judges.base import digest
 from onetrunk.types import Prompt
+from onetrunk.utils.files import atomic_path, delete_temporaries
 
 FORMATS = ("jsonl", "parquet")
 ROWS_PER_GROUP = 1000

@@ -1,23 +1,35 @@
-"""One model behind one server that speaks OpenAI's chat protocol: a call becomes a checked reply, or a CallError.
+"""From the reply of a chat server to a label, or to probabilities of labels: read strictly, and never guessed.
 
-Goes through huggingface_hub's AsyncInferenceClient on an HTTP client of ours. Knows no principle and no verdict.
+What a server was asked for and what came back are two things: log probabilities count only where they are there, are
+probabilities, and belong to the text of the reply. Knows no HTTP and no prompt.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import math
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 from huggingface_hub import AsyncInferenceClient, ChatCompletionOutput, ChatCompletionOutputComplete
 from huggingface_hub.errors import HfHubHTTPError
 
-from onetrunk.judges.answers import Reply, checked_reply
-from onetrunk.judges.failures import failure_of, is_html
-from onetrunk.judges.retries import CallError
-from onetrunk.judges.urls import check_host, check_url, guarded_client, read_secret, shown, use_client
+from onetrunk.judges.calls import CallError
+from onetrunk.judges.http import (
+    check_host,
+    check_url,
+    failure_of,
+    guarded_client,
+    is_html,
+    read_secret,
+    shown,
+    use_client,
+)
+from onetrunk.judges.template import is_mark
 from onetrunk.types import Message
 
 CHAT_PATH = "/chat/completions"
@@ -169,3 +181,264 @@ def _with_messages(output: ChatCompletionOutput) -> dict[str, Any]:
     if not all(isinstance(choice, ChatCompletionOutputComplete) for choice in choices):
         return dict(output)
     return {**output, "choices": [{**choice, "message": choice.message} for choice in choices]}
+
+
+# A label may stand in quotes, brackets or bold type; a sentence around it is not a verdict.
+BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
+VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
+# What a server adds to the name of a model that it pins: a date or a revision.
+PINNED = r"[-@:](\d{4}|\d{4}-?\d\d-?\d\d|latest|main|[0-9a-f]{7,40})"
+# How tokenizers write the space before a word.
+SPACE_MARKS = "\u0120\u2581"
+# Below it the order of the two labels says little about what the model wanted to write.
+LEAST_LABEL_MASS = 0.5
+# Rounding of the server: probabilities of a position may add up to a little more than 1.
+ROUNDING = 0.02
+LONGEST_EXCERPT = 60
+# Enough for a label in quotes or in JSON, too little for an essay.
+VERDICT_TOKENS = 16
+MORE_TOKENS = (
+    "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
+    " {enable_thinking: false}"
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply that has the form it should have.
+
+    Args:
+        text: what the model wrote, its hidden reasoning left out.
+        is_whole: False where it was cut at the token limit.
+        positions: per token of the reply (the token, {candidate: logprob}); None where the server sent none.
+        thought: the hidden reasoning, wherever the server puts it.
+        refusal: what the server sent in place of an answer; None: it refuses nothing.
+    """
+
+    text: str
+    is_whole: bool
+    positions: tuple[tuple[str, dict[str, float]], ...] | None
+    thought: str = ""
+    refusal: str | None = None
+
+    @property
+    def is_all_reasoning(self) -> bool:
+        """Whether the token limit was reached before the reasoning ended."""
+        return bool(self.thought) and not self.is_whole and not self.text.strip()
+
+
+def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
+    """Return the reply in a parsed body of `/chat/completions`.
+
+    Raises:
+        CallError: there is no reply in it, or another model's.
+    """
+    if output.get("error"):
+        raise CallError(f"an error in place of a reply ({str(output['error'])[:200]})")
+    reported = output.get("model")
+    if isinstance(reported, str) and reported and not is_same_model(model, reported):
+        raise CallError(f"a reply of model {reported!r}, where {model!r} was asked")
+    choices = output.get("choices")
+    if not isinstance(choices, Sequence) or not choices or not isinstance(choices[0], Mapping):
+        raise CallError("a reply without choices")
+    message = choices[0].get("message")
+    message = message if isinstance(message, Mapping) else {}
+    text, ending = message.get("content"), choices[0].get("finish_reason")
+    # The two names under which servers send reasoning that they have taken out of the text.
+    thought = message.get("reasoning") or message.get("reasoning_content") or ""
+    refusal = message.get("refusal") or ("its content filter" if ending == "content_filter" else None)
+    if not isinstance(text, str):
+        # A server sends no text where the reasoning fills the whole reply, or where it refuses.
+        if text is not None or not (thought or refusal):
+            raise CallError("a reply without text")
+        text = ""
+    verdict = _after_thinking(text)
+    # After reasoning the first token is not the verdict's.
+    thought = str(thought) or text.removesuffix(verdict)
+    positions = None if thought else _positions(choices[0].get("logprobs"), text)
+    return Reply(verdict, ending != "length", positions, thought, None if refusal is None else str(refusal))
+
+
+def is_same_model(asked: str, reported: str) -> bool:
+    """Say whether a server means the model that was asked: the same name, with or without owner, date or revision."""
+    short, own = (name.rstrip("/").rpartition("/")[2].lower() for name in (asked, reported))
+    return short == own or re.fullmatch(re.escape(short) + PINNED, own) is not None
+
+
+def read_label(text: str, labels: Sequence[str]) -> str | None:
+    """Return the one label that a reply is; None for a reply that is anything else.
+
+    Read are the label alone, a word such as "Answer:" before it, and JSON with one of VERDICT_KEYS, in a fence or not.
+    """
+    fenced = re.fullmatch(r"\s*```\w*\n?(.*?)\n?```\s*", text, flags=re.DOTALL)
+    text = fenced.group(1) if fenced else text
+    if text.lstrip().startswith("{"):
+        return _label_in_json(text, labels)
+    either = "|".join(map(re.escape, sorted(labels, key=len, reverse=True)))
+    word = rf"(?i:{BEFORE}(?:final |my )?(?:{'|'.join(VERDICT_KEYS)})(?: is)?{BEFORE}[:=]{AFTER})?"
+    found = re.fullmatch(rf"{word}{BEFORE}({either}){AFTER}", text)
+    return found.group(1) if found else None
+
+
+def label_probabilities(reply: Reply, labels: Sequence[str]) -> dict[str, float] | None:
+    """Return the probability of each label at the first token that is not blank; None where the server tells none.
+
+    They do not add up to 1: what is missing is the probability of everything else. A label that is not among the
+    candidates has less than each of them, and counts as 0.
+    """
+    for token, candidates in reply.positions or ():
+        if not _bare(token):
+            continue
+        if len(candidates) < 2:
+            # The written token alone says nothing of the other labels.
+            return None
+        found = dict.fromkeys(labels, 0.0)
+        for candidate, logprob in candidates.items():
+            if _bare(candidate) in found:
+                found[_bare(candidate)] += math.exp(logprob)
+        return found
+    return None
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One reply to one question.
+
+    Args:
+        label: what it says; None where it is no label.
+        probabilities: per label, as `label_probabilities` gives them; None without log probabilities.
+        reasoning: what the model wrote before.
+        problem: why the reply is no label; None where it is one.
+    """
+
+    label: str | None
+    probabilities: dict[str, float] | None = None
+    reasoning: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What the votes on one question say: a probability per label that add up to 1, or None for an abstention."""
+
+    shares: dict[str, float] | None
+    reason: str | None
+    details: dict[str, Any]
+
+
+def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None) -> Vote:
+    """Return the vote that a reply is."""
+    label = read_label(reply.text, labels)
+    # Where nothing was written, nothing was measured but the end of the reply.
+    probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
+    return Vote(label, probabilities, reasoning, problem_of(reply) if label is None else None)
+
+
+def problem_of(reply: Reply) -> str:
+    """Return why a reply that is no label is none, and what to change where that is known."""
+    begins = json.dumps(reply.text.strip()[:LONGEST_EXCERPT], ensure_ascii=True)
+    if reply.refusal is not None:
+        return f"the server refused to answer: {json.dumps(reply.refusal[:LONGEST_EXCERPT], ensure_ascii=True)}"
+    if reply.is_all_reasoning:
+        return f"all its tokens went to the model's reasoning; {MORE_TOKENS}"
+    if not reply.text.strip():
+        return "it is empty"
+    if not reply.is_whole:
+        return f"it reached the token limit and begins {begins}; if the model reasons first, {MORE_TOKENS}"
+    return f"it begins {begins}"
+
+
+def opinion_of_probabilities(vote: Vote) -> Opinion:
+    """Return the opinion of one reply with log probabilities: those of the labels, made to add up to 1.
+
+    It abstains where the model would rather have written something else than a label.
+    """
+    mass = sum(vote.probabilities.values())
+    details = {"method": "logprobs", "label_mass": round(min(mass, 1.0), 6)}
+    if mass < LEAST_LABEL_MASS:
+        return Opinion(None, f"the labels have {mass:.0%} of the probability", details)
+    return Opinion({label: p / mass for label, p in vote.probabilities.items()}, vote.reasoning, details)
+
+
+def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
+    """Return the share of each label among the votes that are labels; without shares where fewer than half are.
+
+    Such an opinion is no abstention: nothing was measured, and another reply may be a label.
+    """
+    counts = {label: sum(vote.label == label for vote in votes) for label in labels}
+    read = sum(counts.values())
+    details = {"method": "votes", "votes": {**counts, "unread": len(votes) - read}}
+    if 2 * read < len(votes):
+        problem = next(vote.problem for vote in votes if vote.label is None)
+        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
+    return Opinion({label: count / read for label, count in counts.items()}, votes[0].reasoning, details)
+
+
+def _label_in_json(text: str, labels: Sequence[str]) -> str | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    given = [value[key] for key in VERDICT_KEYS if key in value] if isinstance(value, dict) else []
+    given = [str(entry).strip() for entry in given]
+    return given[0] if len(given) == 1 and given[0] in labels else None
+
+
+def _after_thinking(text: str) -> str:
+    """Return what follows the reasoning that some models write into their reply; nothing where it does not end."""
+    _, ended, after = text.rpartition("</think>")
+    return after if ended or not text.lstrip().startswith("<think>") else ""
+
+
+def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], ...] | None:
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    if not isinstance(content, Sequence) or not content:
+        return None
+    positions = []
+    for entry in content:
+        token = entry.get("token") if isinstance(entry, Mapping) else None
+        candidates = _candidates(entry.get("top_logprobs")) if isinstance(token, str) else None
+        if candidates is None:
+            return None
+        positions.append((token, candidates))
+    return tuple(positions) if _spell([token for token, _ in positions], text) else None
+
+
+def _spell(tokens: Sequence[str], text: str) -> bool:
+    """Say whether tokens are those of a text, one by one.
+
+    Servers leave control tokens out of the text, the end mark that a reply ran past among them; so they are passed
+    over, and so is one last token, by which a reply ended. Blanks, and characters that a token holds a part of, are
+    not compared. The tokens may end before the text does.
+    """
+    left = _comparable(text)
+    for number, token in enumerate(tokens):
+        part = _comparable(token)
+        if left.startswith(part):
+            left = left[len(part) :]
+        elif not is_mark(token.strip()) and (left or number < len(tokens) - 1):
+            return False
+    return True
+
+
+def _comparable(text: str) -> str:
+    return "".join(character for character in text if character.isascii() and not character.isspace())
+
+
+def _candidates(entries: Any) -> dict[str, float] | None:
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        return None
+    found: dict[str, float] = {}
+    for entry in entries:
+        token, logprob = (entry.get("token"), entry.get("logprob")) if isinstance(entry, Mapping) else (None, None)
+        if not isinstance(token, str) or not isinstance(logprob, (int, float)) or not logprob <= ROUNDING:
+            return None
+        # Two tokens may have the same text; bytes that are no text, for one.
+        found[token] = math.log(math.exp(found.get(token, -math.inf)) + math.exp(logprob) or 5e-324)
+    return found if sum(map(math.exp, found.values())) <= 1 + ROUNDING else None
+
+
+def _bare(text: str) -> str:
+    for mark in SPACE_MARKS:
+        text = text.replace(mark, " ")
+    return text.strip()

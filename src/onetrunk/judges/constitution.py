@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.judges.base import Principle, digest
-from onetrunk.yaml_files import read_yaml
+from onetrunk.utils.yaml_files import read_yaml
 
 KEYS = ("name", "principles")
 PRINCIPLE_KEYS = ("text", "weight", "tags")

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from onetrunk.judges.answers import VERDICT_TOKENS
 from onetrunk.judges.base import Judge
+from onetrunk.judges.chat import VERDICT_TOKENS
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
@@ -248,7 +248,7 @@ def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> 
 
 def _server(spec: str, settings: JudgeSettings) -> Judge:
     # Not at the top: whoever judges with checks needs no HTTP.
-    from onetrunk.judges.retries import RetryPolicy
+    from onetrunk.judges.calls import RetryPolicy
     from onetrunk.judges.server import ServerJudge
 
     url, model = _address(spec)
@@ -282,7 +282,7 @@ def _server(spec: str, settings: JudgeSettings) -> Judge:
 def _tokenizer(name: str | None) -> Any:
     if name is None:
         return None
-    from onetrunk.models.backbone import load_tokenizer
+    from onetrunk.models.base import load_tokenizer
 
     try:
         return load_tokenizer(name)

@@ -18,12 +18,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.rubric import logistic
-from onetrunk.models.fingerprint import base_fingerprint
 from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
-from onetrunk.models.score_rows import adapter_tokenizer, encode_rows
-from onetrunk.models.score_scale import ScoreScale, read_score_scale
-from onetrunk.models.scorer import check_scorer, length_limit, load_scorer, reads_end_token, score_token_ids
+from onetrunk.models.scorer import (
+    ScoreScale,
+    adapter_tokenizer,
+    check_scorer,
+    encode_rows,
+    length_limit,
+    load_scorer,
+    read_score_scale,
+    reads_end_token,
+    score_token_ids,
+)
+from onetrunk.models.sources import base_fingerprint
 from onetrunk.types import Prompt
 
 logger = logging.getLogger(__name__)

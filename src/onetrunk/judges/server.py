@@ -15,15 +15,12 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.judges.answers import VERDICT_TOKENS, Opinion
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
-from onetrunk.judges.calls import run_async
-from onetrunk.judges.chat import ChatServer
+from onetrunk.judges.calls import CallError, Pace, RetryPolicy, run_async
+from onetrunk.judges.chat import VERDICT_TOKENS, ChatServer, Opinion
 from onetrunk.judges.marks import PLACES, Marks, ShownMarks, turns_of_places
-from onetrunk.judges.poll import REASON_FIRST, VERDICT_NOW, ChatQuestion, Poll
-from onetrunk.judges.probe import Abilities, Trial, probe
-from onetrunk.judges.retries import CallError, Pace, RetryPolicy
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
+from onetrunk.judges.votes import REASON_FIRST, VERDICT_NOW, Abilities, ChatQuestion, Poll, Trial, probe
 from onetrunk.types import Message, Prompt
 
 T = TypeVar("T")

@@ -16,14 +16,22 @@ from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
-from onetrunk.models.adapter_files import ADAPTER_FILE, check_adapter_fits, read_adapter, set_adapter_weights
-from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, check_adapter_config, parse_adapter_layers
-from onetrunk.models.backbone import decoder_layers, load_base
-from onetrunk.models.base_marks import check_base_marks
+from onetrunk.models.adapters import (
+    ADAPTER_FILE,
+    POLICY,
+    VALUE,
+    VALUE_HEAD_FILE,
+    check_adapter_config,
+    check_adapter_fits,
+    parse_adapter_layers,
+    read_adapter,
+    set_adapter_weights,
+)
+from onetrunk.models.base import decoder_layers, load_base
 from onetrunk.models.loading import put_adapter_on, read_adapter_weights
 from onetrunk.models.scorer import load_scorer
-from onetrunk.models.sources import adapter_base, base_of, is_adapter
-from onetrunk.models.trunk_model import TrunkModel
+from onetrunk.models.sources import adapter_base, base_of, check_base_marks, is_adapter
+from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onetrunk.models.backbone import backbone, check_cut_supported, decoder_layers
+from onetrunk.models.base import backbone, check_cut_supported, decoder_layers
 
 
 class _StandIn(nn.Module):

@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import cached_file
 
 from onetrunk.models.trials import check_chat_template, check_patterns
-from onetrunk.names import require_relative
-from onetrunk.quiet import peft_calls
+from onetrunk.utils.files import require_relative
+from onetrunk.utils.quiet import peft_calls
 
 MODEL_FILES = "config.json and *.safetensors"
 TOKENIZER_FILES = "tokenizer.json"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from onetrunk.models.adapter_files import set_adapter_weights
 from onetrunk.models.adapters import (
     POLICY,
     REWARD,
@@ -27,9 +26,9 @@ from onetrunk.models.adapters import (
     layer_index,
     list_name,
     require_lora,
+    set_adapter_weights,
 )
-from onetrunk.models.backbone import decoder_layers, output_head
-from onetrunk.models.base_marks import check_base_marks
+from onetrunk.models.base import decoder_layers, output_head
 from onetrunk.models.loading import (
     ADAPTER_FILES,
     can_be_on_hub,
@@ -39,13 +38,13 @@ from onetrunk.models.loading import (
     read_adapter_weights,
     reading,
 )
-from onetrunk.models.narrow import Positions
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
-from onetrunk.models.sources import adapter_base
+from onetrunk.models.sources import adapter_base, check_base_marks
+from onetrunk.models.speedups.narrow import Positions
 from onetrunk.models.trials import check_patterns
-from onetrunk.quiet import peft_calls
 from onetrunk.types import Pack
+from onetrunk.utils.quiet import peft_calls
 
 # What PEFT trains whole for a sequence-classification model: only `score` is there in a decoder.
 HEAD_MODULES = {"score", "classifier"}

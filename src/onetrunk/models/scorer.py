@@ -6,15 +6,21 @@ text is made of is decided in `rewards/model.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file, has_file
 
-from onetrunk.models.loading import check_source, load_weights, read_config
-from onetrunk.ops.token_ids import without_second_bos
+from onetrunk.data.chat_template import apply_chat_template
+from onetrunk.data.prompts import without_second_bos
+from onetrunk.models.loading import check_source, load_weights, read_config, read_tokenizer
+from onetrunk.types import Conversation, Message, Prompt
+from onetrunk.utils.files import atomic_write_json, read_json
 
 # Tokenizers that know no limit report a number beyond any text.
 NO_LIMIT = 10**9
@@ -259,3 +265,150 @@ def _score_batch(model: PreTrainedModel, batch: list[list[int]], pad_token_id: i
     lengths = torch.tensor([len(row) for row in batch], device=model.device)
     attention_mask = (torch.arange(width, device=model.device) < lengths[:, None]).long()
     return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().cpu()
+
+
+Completion = str | list[Message]
+# Shows where a rendered completion ends and its chat template goes on with an end token.
+CUT_MARK = "<onetrunk:cut>"
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    max_length: int | None,
+    end_token: bool,
+    name: str,
+    stopped: Sequence[bool] | None = None,
+) -> tuple[list[list[int]], int]:
+    """Return what a reward model reads of each row: n lists of token ids, and how many of them are shortened.
+
+    A completion that was cut off at a length limit is read as it is, without an end token, so that its score is the
+    one that a reward adapter on the policy's trunk gives.
+
+    Args:
+        prompts: n texts or n conversations.
+        completions: n texts, or n lists that end with an assistant message.
+        max_length: tokens; None for no limit.
+        end_token: True where its rows end with the end token (`encode_texts`).
+        name: of the reward model, for errors.
+        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
+
+    Raises:
+        ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
+    """
+    stopped = [True] * len(prompts) if stopped is None else stopped
+    rows = list(zip(prompts, completions, stopped, strict=True))
+    conversational = bool(rows) and not isinstance(prompts[0], str)
+    texts = [
+        _render(tokenizer, prompt, completion, is_stopped, name) if conversational else prompt + completion
+        for prompt, completion, is_stopped in rows
+    ]
+    return encode_texts(
+        tokenizer, texts, max_length, add_special_tokens=not conversational, end_token=end_token, stopped=stopped
+    )
+
+
+def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that lies beside a reward adapter, None where none does."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        has_own = (folder / "tokenizer_config.json").is_file()
+    else:
+        has_own = has_file(name, "tokenizer_config.json")
+    source = str(folder) if folder.is_dir() else name
+    return read_tokenizer(source, "tokenizer of the reward adapter") if has_own else None
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], is_stopped: bool, name: str
+) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the prompts are conversations and the tokenizer of reward model {name!r} has no chat "
+            "template; set tokenizer.chat_template to the one it was trained with"
+        )
+    messages = [*prompt, *completion]
+    if prompt and prompt[-1]["role"] == "assistant":
+        # The completion continues the prompt's last message: one message, not two in a row.
+        opened = messages[len(prompt) - 1]
+        joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
+        messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
+    if is_stopped:
+        return apply_chat_template(tokenizer, messages, tokenize=False)
+    # transformers' continue_final_message raises where a template rewrites the message (it moves the reasoning, say).
+    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + CUT_MARK}
+    text, mark, _ = apply_chat_template(tokenizer, messages, tokenize=False).rpartition(CUT_MARK)
+    if not mark:
+        raise ValueError(
+            f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"
+            " was cut off cannot be scored; set tokenizer.chat_template to one that keeps the whole message"
+        )
+    return text
+
+
+SCALE_FILE = "score_scale.json"
+SMALLEST_STD = 1e-8
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """Mean and standard deviation of scores.
+
+    Args:
+        mean: of the scores.
+        std: their standard deviation, above 0.
+
+    Raises:
+        ValueError: not finite, or no spread.
+    """
+
+    mean: float
+    std: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > SMALLEST_STD):
+            raise ValueError(
+                f"scores with mean {self.mean} and standard deviation {self.std} tell nothing apart; look at the"
+                " reward model and its rows"
+            )
+
+    @classmethod
+    def of(cls, scores: Tensor) -> ScoreScale:
+        """Return the scale of [n] scores."""
+        scores = scores.double()
+        return cls(float(scores.mean()), float(scores.std()) if len(scores) > 1 else 0.0)
+
+    def standardize(self, scores: Tensor) -> Tensor:
+        """Return the scores less the mean, in standard deviations."""
+        return (scores - self.mean) / self.std
+
+    def restore(self, standardized: Tensor) -> Tensor:
+        """Return what `standardize` was given."""
+        return standardized * self.std + self.mean
+
+    def save(self, folder: str | Path) -> None:
+        """Write the scale beside a reward model."""
+        atomic_write_json(Path(folder) / SCALE_FILE, asdict(self))
+
+
+def read_score_scale(name: str) -> ScoreScale | None:
+    """Return the scale beside the reward model at `name`, a folder or a Hub name; None where none was written.
+
+    Raises:
+        RuntimeError: the file is damaged.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        path = folder / SCALE_FILE
+        if not path.is_file():
+            return None
+    elif has_file(name, SCALE_FILE):
+        path = Path(cached_file(name, SCALE_FILE))
+    else:
+        return None
+    data = read_json(path)
+    try:
+        return ScoreScale(float(data["mean"]), float(data["std"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{path} does not hold the mean and std of scores ({error}); write it anew") from error

@@ -11,11 +11,15 @@ from onetrunk.ops.advantages import (
 )
 from onetrunk.ops.logprobs import fused_token_logprobs, token_logprobs
 from onetrunk.ops.losses import (
+    PPOCoefs,
+    PPOTensors,
     bradley_terry_loss,
     explained_variance,
     explained_variance_from_stats,
     policy_loss,
     policy_loss_reference,
+    ppo_loss,
+    ppo_loss_reference,
     value_loss,
     value_loss_reference,
 )
@@ -32,7 +36,6 @@ from onetrunk.ops.masking import (
     merge_moments,
 )
 from onetrunk.ops.packing import deal_rows, make_pack, pad_rows, plan_packs
-from onetrunk.ops.ppo_loss import PPOCoefs, PPOTensors, ppo_loss, ppo_loss_reference
 
 __all__ = [
     "AdaptiveKLController",

@@ -189,7 +189,7 @@ class Chunk:
         return None if self.rows is None else head.damping(z)
 
     def _absorb_by_kernel(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        from onetrunk.ops.logprob_kernel import absorb
+        from onetrunk.ops.kernels.logprob import absorb
 
         spread_weights = None
         if self.spread_rows is not None:

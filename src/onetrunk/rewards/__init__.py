@@ -34,12 +34,10 @@ update. An error in a function stops the run and names the function.
 from onetrunk.rewards.base import Completion, RewardFunction, Scores, resolve_reward
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.judge import JudgeReward
+from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import ModelReward
-from onetrunk.rewards.normalize import RunningMoments, score_moments
-from onetrunk.rewards.pairwise import PairwiseReward
-from onetrunk.rewards.penalties import length_penalty, missing_eos_penalty
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty, score_moments
 
 __all__ = [
     "Completion",

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.judges.base import digest
+from onetrunk.judges.http import shown
 from onetrunk.judges.rubric import source_identity
-from onetrunk.judges.urls import shown
-from onetrunk.models.fingerprint import scorer_fingerprint, tensors_digest
 from onetrunk.models.score_adapter import ScoreAdapter
+from onetrunk.models.sources import scorer_fingerprint, tensors_digest
 from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.judge import JudgeReward
-from onetrunk.rewards.model import ModelReward
-from onetrunk.rewards.pairwise import COLUMN, PairwiseReward
+from onetrunk.rewards.judge import COLUMN, JudgeReward, PairwiseReward
+from onetrunk.rewards.model import SAMPLE_TEXTS, ModelReward, TrunkReward
 from onetrunk.rewards.remote import RemoteReward
-from onetrunk.rewards.trunk import SAMPLE_TEXTS, TrunkReward
 
 PLAIN = (str, int, float, bool, type(None))
 OURS = (ModelReward, EnsembleReward, TrunkReward, RemoteReward, JudgeReward, PairwiseReward)

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
-from onetrunk.models.score_scale import SCALE_FILE, ScoreScale, read_score_scale
+from onetrunk.models.scorer import SCALE_FILE, ScoreScale, read_score_scale
 from onetrunk.rewards.base import Completion
-from onetrunk.rewards.model import ModelReward
-from onetrunk.rewards.trunk import adapter_tokenizer
+from onetrunk.rewards.model import ModelReward, adapter_tokenizer
 from onetrunk.types import Prompt
 
 PREFIX = "ensemble:"

@@ -14,21 +14,199 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList
 
-from onetrunk.models.backbone import decoder_layers
-from onetrunk.models.merged import merged_policy
-from onetrunk.models.trunk_model import TrunkModel
-from onetrunk.ops.out_of_memory import free_memory, is_out_of_memory
+from onetrunk.models.base import decoder_layers
+from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
+from onetrunk.models.speedups.merged import merged_policy
+from onetrunk.models.speedups.narrow import Positions
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.capture import StateCapture
-from onetrunk.rollouts.decode_state import Completion, DecodeState, left_padded
-from onetrunk.rollouts.draws import inverse_cdf
 from onetrunk.types import Rollout, RowKey
+from onetrunk.utils.randomness import generator_of
+
+
+def row_uniforms(key: RowKey, count: int) -> np.ndarray:
+    """Return `count` float64 uniforms in [0, 1), one per completion token; a longer call starts with a shorter one's.
+
+    Args:
+        key: non-negative integers below 2**32. Keys of one length never collide; (1, 2) and (1, 2, 0) do.
+        count: tokens.
+    """
+    return generator_of(key).random(count)
+
+
+def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token per row: the first whose cumulative probability exceeds the row's uniform.
+
+    The cumulative sum is float64 and is compared with uniform * total, so that float32 probabilities that do not add
+    up to 1 leave no gap at the end. Tokens of probability 0 are never drawn, whatever a parallel sum rounds to.
+
+    Args:
+        logprobs: [b, V], log-softmax; -inf where a token is ruled out. Each row has a probability above 0.
+        uniforms: [b] float64 in [0, 1).
+
+    Returns:
+        [b] int64 token ids.
+    """
+    probs = logprobs.exp()
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    possible = probs > 0
+    hit = possible & (cdf > uniforms[:, None] * cdf[:, -1:])
+    first_hit = hit.byte().argmax(-1)
+    last_possible = probs.shape[-1] - 1 - possible.flip(-1).byte().argmax(-1)
+    return torch.where(hit.any(-1), first_hit, last_possible)
+
+
+class StateCapture:
+    """A buffer [n, T, H] that fills while rows are sampled, each row from its first prompt token on.
+
+    Args:
+        num_rows: n.
+        width: T, the longest prompt and completion together.
+        keeps_last: rows are to stay until their last token has run.
+    """
+
+    def __init__(self, num_rows: int, width: int, keeps_last: bool = False):
+        self.shape = (num_rows, width)
+        self.keeps_last = keeps_last
+        self.states: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._is_token: Tensor | None = None
+
+    def expect(self, rows: Tensor, positions: Tensor, is_token: Tensor) -> None:
+        """Say what the next forward runs.
+
+        Args:
+            rows: [b] numbers of the rows.
+            positions: [b, t] place of each token in its row.
+            is_token: [b, t] bool, False at padding.
+        """
+        self._rows, self._positions, self._is_token = rows, positions, is_token
+
+    @contextmanager
+    def of(self, layer: nn.Module) -> Iterator[None]:
+        """Capture, inside the block, what enters `layer`."""
+        handle = layer.register_forward_pre_hook(self._take, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if self.states is None:
+            self.states = hidden.new_zeros(*self.shape, hidden.shape[-1])
+        rows = self._rows[:, None].expand_as(self._positions)[self._is_token]
+        self.states.index_put_((rows, self._positions[self._is_token]), hidden[self._is_token])
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished row: its completion's ids, its logprobs on the CPU, and whether a stop token ended it."""
+
+    token_ids: list[int]
+    logprobs: Tensor
+    stopped: bool
+
+
+@dataclass
+class DecodeState:
+    """The rows of a sub-batch that still decode: b rows, in one order throughout; P prompt, C completion columns.
+
+    Args:
+        rows: b numbers of rows in the call.
+        token_ids: [b, P + C] int64; padding, prompt, completion so far.
+        attention_mask: [b, P + C] int64, 0 at padding; read up to `width`.
+        position_ids: [b, P + C] int64.
+        uniforms: [b, C] float64.
+        logprobs: [b, C] float32, filled as far as the completion is.
+        cache: keys and values of the first `seen` columns.
+        seen: columns that went through the model.
+        width: columns that are filled.
+    """
+
+    rows: list[int]
+    token_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    uniforms: Tensor
+    logprobs: Tensor
+    cache: DynamicCache
+    seen: int
+    width: int
+
+    def next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [b], positions [b, t] and, as bool [b, t], what is no padding, of the columns not yet seen."""
+        new = slice(self.seen, self.width)
+        rows = torch.tensor(self.rows, device=self.token_ids.device)
+        return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
+
+    def prompt_positions(self) -> Positions:
+        """Return where the prompts' tokens stand, and that only the last column is read."""
+        mask = self.attention_mask[:, : self.width].bool()
+        last = torch.arange(1, len(mask) + 1, device=mask.device) * self.width - 1
+        return Positions.at(mask, last)
+
+    def append(self, tokens: Tensor, logprobs: Tensor, t: int) -> None:
+        """Add completion token number t of every row."""
+        self.token_ids[:, self.width] = tokens
+        self.logprobs[:, t] = logprobs
+        self.width += 1
+
+    def completion(self, i: int, length: int, stopped: bool) -> Completion:
+        """Return row i with its first `length` completion tokens."""
+        token_ids = self.token_ids[i, self.width - length : self.width].tolist()
+        return Completion(token_ids, self.logprobs[i, :length].cpu(), stopped)
+
+    def keep(self, staying: list[int]) -> None:
+        """Drop every row but those at the indices `staying`."""
+        if len(staying) == len(self.rows):
+            return
+        index = torch.tensor(staying, device=self.token_ids.device)
+        self.rows = [self.rows[i] for i in staying]
+        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "logprobs"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
+        self.cache.reorder_cache(index)
+
+
+def left_padded(
+    rows: list[int], prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: nn.Module
+) -> DecodeState:
+    """Return the state before the first token of some rows of a call (numbers in `prompt_ids` and `keys`)."""
+    prompt_width = max(len(prompt_ids[row]) for row in rows)
+    shape = (len(rows), prompt_width + params.max_completion_length)
+    token_ids = torch.full(shape, params.pad_token_id)
+    attention_mask = torch.ones(shape, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        start = prompt_width - len(prompt_ids[row])
+        token_ids[i, start:prompt_width] = torch.tensor(prompt_ids[row])
+        attention_mask[i, :start] = 0
+    uniforms = np.zeros((len(rows), params.max_completion_length))
+    if params.temperature > 0:
+        uniforms = np.stack([row_uniforms(keys[row], params.max_completion_length) for row in rows])
+    device = next(model.parameters()).device
+    return DecodeState(
+        rows=rows,
+        token_ids=token_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
+        uniforms=torch.from_numpy(uniforms).to(device),
+        logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
+        cache=DynamicCache(config=model.config),
+        seen=0,
+        width=prompt_width,
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
-from onetrunk.randomness import require_seed
-from onetrunk.trainers.checkpoint_settings import CheckpointSettings
-from onetrunk.trainers.ppo_config import PPOConfig, bf16_by_default
-from onetrunk.trainers.secret_free import SecretFreeArguments
+from onetrunk.checkpoints.secrets import SecretFreeArguments
+from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.ppo.config import PPOConfig, bf16_by_default
+from onetrunk.utils.randomness import require_seed
 
 
 def _option(default: Any, text: str) -> Any:

@@ -2,13 +2,127 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onetrunk.ppo.config import bf16_by_default
+from onetrunk.reward_models.distill import RewardDistillationConfig
+from onetrunk.reward_models.trainer import option
+from onetrunk.stages.arguments import OVERWRITE, ModelArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.reward import SCALE_ROWS, finish, load_kwargs, trained_reward
+from onetrunk.stages.reward import SCALE_ROWS, finish, load_kwargs, require_output_dir_is_set, trained_reward
 from onetrunk.stages.running import run_stage
+
+# Stands for a name while ModelConfig looks whether there is one.
+_MADE = "student_config"
+
+
+@dataclass
+class DistillDataArguments(TrainingDataArguments):
+    """Preference rows, further rows with one completion, and who teaches on them."""
+
+    teacher: list[str] | None = option(
+        None,
+        "Reward models or reward adapters, folders or Hub names; several are an ensemble. None: the rows' probability,"
+        " which a judge gave.",
+    )
+    teacher_temperature: float = option(1.0, "Divides a teacher's lead before it becomes a probability; above 0.")
+    teacher_batch_size: int = option(32, "Rows in one forward of a teacher.")
+    unlabelled_dataset_name: str | None = option(
+        None, "Rows with prompt and completion and no label, which teach through the teacher's score."
+    )
+    unlabelled_dataset_split: str = option("train", "Their split.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.teacher, str):
+            self.teacher = [self.teacher]
+        if self.teacher is not None and not self.teacher:
+            raise ValueError("teacher is an empty list; name reward models, or leave it out")
+        if not 0 < self.teacher_temperature < float("inf"):
+            raise ValueError(f"teacher_temperature is {self.teacher_temperature}; set a number above 0, such as 1")
+        if self.teacher_batch_size < 1:
+            raise ValueError(f"teacher_batch_size is {self.teacher_batch_size}; set 1 or more")
+        if self.unlabelled_dataset_name and not self.teacher:
+            raise ValueError(
+                "unlabelled_dataset_name needs a teacher that scores completions; name reward models in teacher"
+            )
+
+
+@dataclass
+class StudentArguments(ModelArguments):
+    """The student: a model by name (use_peft: an adapter on it, for the policy's trunk), or one made from a config."""
+
+    student_config: dict[str, Any] | str | None = option(
+        None,
+        "Instead of model_name_or_path: model_type and fields of its config, for random weights; as JSON on the"
+        " command line.",
+    )
+    student_tokenizer: str | None = option(
+        None, "Folder or Hub name of the student's tokenizer; None: the one beside model_name_or_path."
+    )
+    student_vocab_size: int | None = option(
+        None, "Instead of student_tokenizer: train a byte-level BPE tokenizer of that many tokens on the rows."
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.student_config, str):
+            self.student_config = _mapping(self.student_config)
+        if self.student_config and self.model_name_or_path:
+            raise ValueError("model_name_or_path and student_config are both set; keep one of them")
+        if self.student_tokenizer and self.student_vocab_size:
+            raise ValueError("student_tokenizer and student_vocab_size are both set; keep one of them")
+        if not self.student_config:
+            if not self.model_name_or_path:
+                raise ValueError("no student: set model_name_or_path, or student_config for one with random weights")
+            if self.student_vocab_size:
+                raise ValueError(
+                    "student_vocab_size trains a new tokenizer, which the weights of model_name_or_path don't know; it"
+                    " goes with student_config"
+                )
+            super().__post_init__()
+            return
+        if self.use_peft:
+            raise ValueError("use_peft puts an adapter on a base model, and student_config makes a new one; keep one")
+        if not (self.student_tokenizer or self.student_vocab_size):
+            raise ValueError(
+                "student_config makes a model without a tokenizer; set student_tokenizer to a folder or Hub name, or"
+                " student_vocab_size to train one on the rows"
+            )
+        self.model_name_or_path = _MADE
+        super().__post_init__()
+        self.model_name_or_path = None
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        example = '{"model_type": "llama", "hidden_size": 64}'
+        raise ValueError(f"student_config is {text!r}; expected a mapping as JSON, such as '{example}'")
+    return value
+
+
+@dataclass(repr=False)
+class DistillArguments(RewardDistillationConfig):
+    """RewardDistillationConfig, with bfloat16 autocast only where an accelerator supports it, and adapter layers."""
+
+    adapter_layers: str = option(
+        "all", "With use_peft, layers that get LoRA: all, or top-k (at or above the cut of PPO it reuses its states)."
+    )
+    overwrite_output_dir: bool = option(False, OVERWRITE)
+
+    def __post_init__(self) -> None:
+        require_output_dir_is_set(self)
+        if self.bf16 is None:
+            self.bf16 = bf16_by_default(self)
+        super().__post_init__()
+
 
 # Of the teacher's scores over the training rows: what brings a student's score back to its scale.
 TEACHER_FILE = "teacher.json"
@@ -21,9 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(data: Any, args: Any, student: Any) -> None:
     """Read the rows, let the teacher label them, train the student, save, measure, push."""
-    from onetrunk.stages.preference_data import load_preference_rows, load_unlabelled_rows
+    from onetrunk.checkpoints.hub import require_push
     from onetrunk.stages.resuming import begin, delete_old_run
-    from onetrunk.trainers.hub import require_push
+    from onetrunk.stages.rows import load_preference_rows, load_unlabelled_rows
 
     is_done, resume = begin("distill", args)
     if is_done:
@@ -42,7 +156,7 @@ def run(data: Any, args: Any, student: Any) -> None:
     teacher, labelled, labelled_held_out = label(data, args, train, held_out, singles)
     trainer = make_trainer(args, model, tokenizer, peft_config, (labelled, labelled_held_out))
     if teacher is not None and trainer.is_world_process_zero():
-        from onetrunk.trainers.distill import warn_if_larger
+        from onetrunk.reward_models.distill import warn_if_larger
 
         warn_if_larger(model, teacher.num_parameters)
     delete_old_run(args, resume)
@@ -56,7 +170,6 @@ def run(data: Any, args: Any, student: Any) -> None:
 
 def parse_distill(argv: Sequence[str]) -> tuple[Any, ...]:
     """Return DistillDataArguments, DistillArguments and StudentArguments."""
-    from onetrunk.stages.distill_arguments import DistillArguments, DistillDataArguments, StudentArguments
 
     types = (DistillDataArguments, DistillArguments, StudentArguments)
     return parse(argv, types, "distill", "Teach a small reward model what reward models, or a judge, say.")
@@ -72,11 +185,15 @@ def make_student(args: Any, student: Any, rows: Sequence[Any]) -> tuple[Any, Any
     """
     from transformers import set_seed
 
-    from onetrunk.models.from_scratch import train_tokenizer
-    from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head, scorer_from_config
+    from onetrunk.models.new_scorer import (
+        load_reward_tokenizer,
+        load_with_new_head,
+        scorer_from_config,
+        train_tokenizer,
+    )
     from onetrunk.models.sources import is_adapter, load_config
-    from onetrunk.stages.reward_arguments import score_peft_config
-    from onetrunk.trainers.checks import check_tokenizer
+    from onetrunk.ppo.checks import check_tokenizer
+    from onetrunk.stages.reward import score_peft_config
 
     kwargs = load_kwargs(args, student)
     name = student.model_name_or_path
@@ -109,7 +226,7 @@ def label(data: Any, args: Any, train: Any, held_out: Any, singles: Any) -> tupl
     """
     from accelerate import PartialState
 
-    from onetrunk.trainers.teacher import SCORES_FILE, Teacher, label_rows
+    from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows
 
     if not data.teacher:
         return None, train, held_out
@@ -131,7 +248,7 @@ def label(data: Any, args: Any, train: Any, held_out: Any, singles: Any) -> tupl
 
 def make_trainer(args: Any, model: Any, tokenizer: Any, peft_config: Any, rows: tuple[Any, Any]) -> Any:
     """Return the trainer of a student on labelled rows: those for training and those held out."""
-    from onetrunk.trainers.distill import RewardDistillationTrainer
+    from onetrunk.reward_models.distill import RewardDistillationTrainer
 
     train, held_out = rows
     return RewardDistillationTrainer(model, args, train, held_out, tokenizer, peft_config=peft_config)
@@ -139,10 +256,10 @@ def make_trainer(args: Any, model: Any, tokenizer: Any, peft_config: Any, rows: 
 
 def report(trainer: Any, data: Any, teacher: Any, train: Any, held_out: Any) -> None:
     """Measure student and teacher on the held-out rows; write metrics.json, plots, and what the scores are like."""
-    from onetrunk.files import atomic_write_json
-    from onetrunk.models.score_scale import ScoreScale
-    from onetrunk.redaction import redact_all
-    from onetrunk.trainers.preference_metrics import score_pairs, teacher_labels
+    from onetrunk.models.scorer import ScoreScale
+    from onetrunk.reward_models.metrics import score_pairs, teacher_labels
+    from onetrunk.utils.files import atomic_write_json
+    from onetrunk.utils.redaction import redact_all
 
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
     if teacher is not None:
@@ -164,15 +281,15 @@ def write_report(trainer: Any, data: Any, teacher: Any, rows: Any, scored: tuple
     """Write and show fidelity, agreement with the rows' own labels, and what student and teacher cost."""
     from dataclasses import replace
 
-    from onetrunk.stages.preference_plots import plot_reliability, plot_scores
-    from onetrunk.stages.preference_report import show_figures, write_figures
-    from onetrunk.trainers.preference_metrics import (
+    from onetrunk.reward_models.metrics import (
         cost_figures,
         cost_ratios,
         fidelity_figures,
         preference_figures,
         true_labels,
     )
+    from onetrunk.stages.plots import plot_reliability, plot_scores
+    from onetrunk.stages.report import show_figures, write_figures
 
     folder = Path(trainer.args.output_dir)
     pairs, probabilities, teacher_pairs = scored

@@ -24,10 +24,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from trl import TrlParser  # noqa: E402
 
-from onetrunk.names import require_name  # noqa: E402
-from onetrunk.stages.refused_secrets import refused_setting, refused_words  # noqa: E402
-from onetrunk.trainers.foreign_keys import explain_key  # noqa: E402
-from onetrunk.yaml_files import read_yaml  # noqa: E402
+from onetrunk.ppo.foreign_keys import explain_key  # noqa: E402
+from onetrunk.stages.secrets import refused_setting, refused_words  # noqa: E402
+from onetrunk.utils.files import require_name  # noqa: E402
+from onetrunk.utils.yaml_files import read_yaml  # noqa: E402
 
 # What becomes a part of a path, here or in a tracker.
 NAMES = ("run_name",)

@@ -15,13 +15,12 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
+from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import FOLDER, sample_references
+from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction, resolve_reward
-from onetrunk.rewards.judge import JudgeReward
-from onetrunk.rewards.pairwise import PairwiseReward
-from onetrunk.stages.monitor_arguments import JUDGE, PAIRWISE, PPOJudgeArguments
-from onetrunk.trainers.hacking_monitor import HackingMonitor
-from onetrunk.trainers.ppo import PPOTrainer
-from onetrunk.trainers.reference_completions import FOLDER, sample_references
+from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.stages.ppo import JUDGE, PAIRWISE, PPOJudgeArguments
 
 
 @dataclass(frozen=True)

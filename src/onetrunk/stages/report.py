@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from onetrunk.files import atomic_write_json
-from onetrunk.redaction import redact_all
+from onetrunk.utils.files import atomic_write_json
+from onetrunk.utils.redaction import redact_all
 
 METRICS_FILE = "metrics.json"
 Figures = dict[str, float]
@@ -52,3 +53,42 @@ def figures_table(title: str, policy: Figures, reference: Figures | None = None)
 def show(table: Table) -> None:
     """Print a table."""
     Console().print(table)
+
+
+def write_figures(folder: Path, figures: dict[str, Any]) -> Path:
+    """Write metrics.json, in which a figure that does not exist is null; return its path."""
+    path = folder / METRICS_FILE
+    atomic_write_json(path, redact_all(finite(figures)))
+    return path
+
+
+def finite(value: Any) -> Any:
+    """Return nested figures with null for what is not a finite number: JSON knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show_figures(title: str, columns: dict[str, dict[str, Any]]) -> None:
+    """Print plain figures (no lists of bins) as a table with a column per name."""
+    table = Table(title=title)
+    table.add_column("figure")
+    for name in columns:
+        table.add_column(name, justify="right")
+    names = list(dict.fromkeys(name for figures in columns.values() for name in figures))
+    for name in names:
+        cells = [as_text(figures.get(name)) for figures in columns.values()]
+        if any(cells):
+            table.add_row(name, *cells)
+    show(table)
+
+
+def as_text(value: Any) -> str:
+    """Return a figure, or an interval of two, as a cell; nothing for anything else."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value):
+        return f"{value[0]:.3f} to {value[1]:.3f}"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else ""

@@ -13,8 +13,8 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete
 from onetrunk.checkpoints.manifest import MANIFEST, problems
-from onetrunk.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
-from onetrunk.locks import held_folder
+from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
+from onetrunk.utils.locks import held_folder
 
 # What a finished run leaves beside its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
@@ -38,7 +38,7 @@ def resume_point(args: Any, needed: Sequence[str] | None = None) -> str | None:
         FileNotFoundError: there is no such folder.
         ValueError, RuntimeError: there is no checkpoint to go on from, or none is whole.
     """
-    from onetrunk.trainers.resume_point import LOOP_FILES, locate, open_mirror
+    from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
 
     mirror = open_mirror(args)
     value = args.resume_from_checkpoint

@@ -3,11 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onetrunk.ppo.config import bf16_by_default
+from onetrunk.reward_models.trainer import RewardModelConfig, option
+from onetrunk.stages.arguments import OVERWRITE, ModelArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.running import run_stage
+
+
+def require_output_dir_is_set(args: Any) -> None:
+    """Refuse settings that don't say where to write.
+
+    Raises:
+        ValueError: output_dir is not set.
+    """
+    if not args.output_dir:
+        raise ValueError("output_dir is not set; name the folder that this run writes to")
+
+
+@dataclass(repr=False)
+class RewardArguments(RewardModelConfig):
+    """RewardModelConfig, with bfloat16 autocast only where an accelerator supports it, and the adapter's layers."""
+
+    adapter_layers: str = option(
+        "all", "With use_peft, layers that get LoRA: all, or top-k (at or above the cut of PPO it reuses its states)."
+    )
+    overwrite_output_dir: bool = option(False, OVERWRITE)
+
+    def __post_init__(self) -> None:
+        require_output_dir_is_set(self)
+        if self.bf16 is None:
+            self.bf16 = bf16_by_default(self)
+        super().__post_init__()
+
+
+def score_peft_config(args: Any, model_args: ModelArguments, model: Any) -> Any:
+    """Return the LoRA config of a reward adapter on a model, None where all weights train.
+
+    Args:
+        args: with `adapter_layers`.
+        model_args: with the LoRA fields.
+        model: the sequence-classification model.
+
+    Raises:
+        ValueError: adapter_layers beyond the model, or without use_peft.
+    """
+    from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
+    from onetrunk.models.base import decoder_layers
+
+    if not model_args.use_peft:
+        if args.adapter_layers != "all":
+            raise ValueError(f"adapter_layers is {args.adapter_layers!r} and all weights train; set use_peft: true")
+        return None
+    config = model_args.peft_config()
+    if args.adapter_layers != "all":
+        layers = decoder_layers(model)
+        config = policy_config(config, parse_adapter_layers(args.adapter_layers, len(layers)), len(layers))
+        fit_layers(config, layers)
+    config.task_type = "SEQ_CLS"
+    return config
+
 
 # Training rows that give the scale of the scores where none are held out.
 SCALE_ROWS = 500
@@ -20,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(data: Any, args: Any, model_args: Any) -> None:
     """Read the rows, load the model, train, save, measure, push."""
-    from onetrunk.stages.preference_data import load_preference_rows
+    from onetrunk.checkpoints.hub import require_push
     from onetrunk.stages.resuming import begin, delete_old_run
-    from onetrunk.trainers.hub import require_push
+    from onetrunk.stages.rows import load_preference_rows
 
     is_done, resume = begin("reward", args)
     if is_done:
@@ -41,7 +99,6 @@ def run(data: Any, args: Any, model_args: Any) -> None:
 def parse_reward(argv: Sequence[str]) -> tuple[Any, ...]:
     """Return TrainingDataArguments, RewardArguments and ModelArguments."""
     from onetrunk.stages.arguments import ModelArguments, TrainingDataArguments
-    from onetrunk.stages.reward_arguments import RewardArguments
 
     types = (TrainingDataArguments, RewardArguments, ModelArguments)
     return parse(argv, types, "reward", "Train a reward model on preferences (prompt, chosen, rejected, probability).")
@@ -89,9 +146,8 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
 
     from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
     from onetrunk.models.sources import is_adapter, load_config
-    from onetrunk.stages.reward_arguments import score_peft_config
-    from onetrunk.trainers.checks import check_tokenizer
-    from onetrunk.trainers.reward import RewardModelTrainer
+    from onetrunk.ppo.checks import check_tokenizer
+    from onetrunk.reward_models.trainer import RewardModelTrainer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if is_adapter(name, revision):
@@ -120,10 +176,10 @@ def trained_reward(trainer: Any) -> Any:
 
 def report(trainer: Any, base: str, train: Any, held_out: Any) -> None:
     """Measure the model on the held-out rows; write metrics.json, plots and the scale of its scores."""
-    from onetrunk.models.score_scale import ScoreScale
-    from onetrunk.stages.preference_plots import plot_by_margin, plot_reliability
-    from onetrunk.stages.preference_report import show_figures, write_figures
-    from onetrunk.trainers.preference_metrics import labels_of, preference_figures, score_pairs
+    from onetrunk.models.scorer import ScoreScale
+    from onetrunk.reward_models.metrics import labels_of, preference_figures, score_pairs
+    from onetrunk.stages.plots import plot_by_margin, plot_reliability
+    from onetrunk.stages.report import show_figures, write_figures
 
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
     rows = train.select(range(min(SCALE_ROWS, len(train)))) if held_out is None else held_out

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.output import lasting_output
-from onetrunk.redaction import redact
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import folder_of, last_finished_checkpoint
-from onetrunk.stages.secrecy import print_redacted, secrets_kept
+from onetrunk.stages.secrets import print_redacted, secrets_kept
+from onetrunk.utils.output import lasting_output
+from onetrunk.utils.redaction import redact
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
@@ -86,7 +86,7 @@ def _run_stage(
             with folder_of(parsed):
                 work(*parsed)
     except SystemExit as stop:
-        if hasattr(stop, "checkpoint"):  # trainers.stopping.Stopped, which needs torch
+        if hasattr(stop, "checkpoint"):  # checkpoints.stopping.Stopped, which needs torch
             say(str(stop), after_bar=True)
         elif isinstance(stop.code, str):
             say(f"error: {stop.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.

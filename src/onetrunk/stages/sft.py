@@ -16,9 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(data: Any, args: Any, model_args: Any) -> None:
     """Read the rows, load the model, train, save, push."""
+    from onetrunk.checkpoints.hub import require_push
     from onetrunk.stages.resuming import begin, delete_old_run, note_finished
     from onetrunk.stages.rows import load_training_rows
-    from onetrunk.trainers.hub import require_push
 
     is_done, resume = begin("sft", args)
     if is_done:
@@ -49,7 +49,7 @@ def parse_sft(argv: Sequence[str]) -> tuple[Any, ...]:
 
 def completion_rows(rows: Any) -> Any:
     """Return the rows with only the columns that they are trained on; every row is checked."""
-    from onetrunk.data import validate_completions
+    from onetrunk.data.prompts import validate_completions
 
     kind = validate_completions(rows)
     return rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
@@ -61,7 +61,7 @@ def check_room(rows: Any, tokenizer: Any, args: Any) -> None:
     Raises:
         ValueError: says how long the shortest prompt is.
     """
-    from onetrunk.chat_template import apply_chat_template
+    from onetrunk.data.chat_template import apply_chat_template
 
     if args.max_length is None or (args.packing and args.packing_strategy != "bfd"):
         return
@@ -92,12 +92,12 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
     """Return the trainer with its model loaded."""
     from trl import get_quantization_config
 
-    from onetrunk.chat_template import template_errors
-    from onetrunk.data import without_written_bos
-    from onetrunk.models.backbone import load_base, load_tokenizer
+    from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+    from onetrunk.data.chat_template import template_errors
+    from onetrunk.data.prompts import without_written_bos
+    from onetrunk.models.base import load_base, load_tokenizer
     from onetrunk.models.sources import is_adapter, load_config
-    from onetrunk.trainers.checks import check_tokenizer
-    from onetrunk.trainers.sft import ResumableSFTTrainer
+    from onetrunk.ppo.checks import check_tokenizer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if is_adapter(name, revision):
@@ -107,7 +107,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         raise ValueError("a quantised model cannot be trained whole; set use_peft: true")
     if quantization is not None and args.device.type == "cpu" and args.eval_strategy != "no":
         raise ValueError(
-            "on a CPU a quantised base passes no gradient after an evaluation (models/quantized.py); leave"
+            "on a CPU a quantised base passes no gradient after an evaluation (models/base.py); leave"
             " eval_strategy out: the held-out rows are evaluated at the end"
         )
     kwargs = {

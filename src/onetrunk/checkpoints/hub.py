@@ -1,0 +1,221 @@
+"""The Hub, where a run is to be pushed: may it be written, asked before a model loads; and pushes that can fail.
+
+A push in the middle that fails is said and stops no training. The one at the end is an error, once everything else of
+the run is written. Knows huggingface_hub's answers; no model.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import re
+import shlex
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from accelerate.logging import get_logger
+from huggingface_hub import HfApi, constants, get_token, is_offline_mode
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import Trainer
+
+from onetrunk.utils.redaction import redact
+
+logger = get_logger(__name__)
+
+# Left out of a push by Trainer: checkpoints, and what a run keeps for itself.
+NOT_PUSHED = ("checkpoint-*", "_*")
+HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
+LONGEST_REASON = 200
+# For all questions together, in seconds.
+DEADLINE_S = 60.0
+NO_TOKEN = "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
+ADVICE = {
+    400: "the Hub does not understand the request; look at hub_model_id",
+    401: "the token is not valid; set HF_TOKEN to one that is, or log in again with `hf auth login`",
+    402: "the account has to pay for that; look at its billing page",
+    403: "the token may not do that; give one with write permission for this repository (hub_model_id says which)",
+    404: "there is no such repository, or the token may not see it; look at hub_model_id",
+    409: "another operation on the repository stands against it; try again, or set another hub_model_id",
+    413: "a file is larger than the Hub takes",
+    429: "too many requests were made with this token or from this address; wait and try again",
+}
+
+
+def require_push(args: Any) -> None:
+    """Refuse a run that could not be pushed to the Hub where it is to be: asks the Hub, and makes the repository.
+
+    The first process asks. What was found to be fine is not asked again in this process.
+
+    Args:
+        args: TrainingArguments.
+
+    Raises:
+        RuntimeError: no token, one that may not write there, no such revision, or a Hub that does not answer.
+    """
+    if not args.push_to_hub or args.process_index:
+        return
+    if is_offline_mode():
+        raise RuntimeError("push_to_hub is true and HF_HUB_OFFLINE is set; leave one of them out")
+    token = args.hub_token or get_token()
+    if not token:
+        raise RuntimeError(f"push_to_hub is true and {NO_TOKEN}")
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            errors.put(_require_write(name, token, args.hub_private_repo, args.hub_revision))
+        except BaseException as error:
+            errors.put(error)
+
+    # huggingface_hub's client waits for ever where a server takes a request and does not answer.
+    threading.Thread(target=ask, daemon=True, name="hub").start()
+    try:
+        error = errors.get(timeout=DEADLINE_S)
+    except queue.Empty:
+        error = RuntimeError(
+            f"push_to_hub is true and {constants.ENDPOINT} does not answer within {DEADLINE_S:g} s; look at the"
+            " network, and try again"
+        )
+    if error is not None:
+        raise error
+
+
+@functools.cache
+def _require_write(name: str, token: str, private: bool | None, revision: str | None) -> None:
+    api = HfApi(token=token)
+    try:
+        me = api.whoami()
+        if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise RuntimeError(
+                f"push_to_hub is true and the token of {me['name']} is for reading; give one with write permission"
+            )
+        name = name if "/" in name else f"{me['name']}/{name}"
+        repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+        _check_write(api, repo)
+        if revision is not None:
+            api.repo_info(repo, revision=revision)
+    except RevisionNotFoundError as error:
+        raise RuntimeError(
+            f"push_to_hub is true and {name} has no revision {revision!r}; make it with `hf repos branch create {name}"
+            f" {revision}`, or leave hub_revision out"
+        ) from error
+    except HUB_ERRORS as error:
+        raise RuntimeError(f"push_to_hub is true and {name} cannot be pushed to: {hub_fault(error)}") from error
+
+
+def _check_write(api: HfApi, repo: str) -> None:
+    try:
+        api.auth_check(repo, write=True)
+    except HfHubHTTPError as error:
+        # A Hub of another make may not know the question.
+        if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
+            raise
+
+
+def _one_line(text: str) -> str:
+    line = re.sub(r"\s+", " ", redact(text)).strip()
+    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}..."
+
+
+def hub_fault(error: BaseException) -> str:
+    """Say in a clause what the Hub, or the way to it, has against a request, and what to do."""
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        advice = ADVICE.get(status, "the Hub fails; try again later" if status >= 500 else "look at hub_model_id")
+        said = _one_line(error.server_message or "")
+        return f"HTTP {status}, {advice}" + (f" (it says: {said})" if said else "")
+    if isinstance(error, LocalTokenNotFoundError):
+        return NO_TOKEN
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; leave it out"
+    if isinstance(error, HFValidationError):
+        return f"that is no name of a repository ({_one_line(str(error))}); set hub_model_id to owner/name"
+    if isinstance(error, httpx2.TimeoutException):
+        return f"{constants.ENDPOINT} does not answer in time; look at the network, and try again"
+    reason = _one_line(str(error)) or type(error).__name__
+    return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
+
+
+class SafePushes(Trainer):
+    """The part of a trainer that pushes; it stands first among the bases of a class."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._is_saving = False
+        super().__init__(*args, **kwargs)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository, as Trainer does.
+
+        Raises:
+            RuntimeError: says what the Hub has against it.
+        """
+        try:
+            super().init_hf_repo(token, private)
+        except HUB_ERRORS as error:
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            raise RuntimeError(f"{name} cannot be pushed to: {hub_fault(error)}") from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the trained model, and push it where the run is pushed; of a push that fails here a warning tells."""
+        before, self._is_saving = self._is_saving, not _internal_call
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._is_saving = before
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push the result, as Trainer does.
+
+        Raises:
+            RuntimeError: it failed; says why, where the result lies, and how to push it again.
+        """
+        is_saving, self._is_saving = self._is_saving, False
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except (*HUB_ERRORS, OSError) as error:
+            sentence = self._push_failed(error)
+            if not is_saving:
+                raise RuntimeError(sentence) from error
+            logger.warning(sentence)
+            return None
+        finally:
+            self._tell_failed_pushes()
+
+    def _push_failed(self, error: BaseException) -> str:
+        fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
+        name, folder = self.hub_model_id or self.args.hub_model_id, self.args.output_dir
+        words = ["hf", "upload", str(name), folder, "."]
+        words += [word for pattern in NOT_PUSHED for word in ("--exclude", pattern)]
+        words += ["--revision", self.args.hub_revision] if self.args.hub_revision else []
+        return f"the push to {name} failed: {fault}. The result is whole in {folder}; `{shlex.join(words)}` pushes it"
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._tell_failed_pushes()
+        try:
+            super()._push_from_checkpoint(checkpoint_folder)
+        except (*HUB_ERRORS, OSError) as error:
+            self._tell_failed_push(error)
+
+    def _tell_failed_pushes(self) -> None:
+        """Tell of pushes in the background that have failed; Trainer never looks at them."""
+        jobs = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done()]:
+            jobs.remove(job)
+            if not job.cancelled() and job.exception() is not None:
+                self._tell_failed_push(job.exception())
+
+    def _tell_failed_push(self, error: BaseException) -> None:
+        fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
+        logger.warning(
+            f"a checkpoint was not pushed: {fault}. Training goes on, and the checkpoint lies in output_dir"
+        )

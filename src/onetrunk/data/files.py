@@ -1,0 +1,255 @@
+"""Datasets are read: from a file, from a folder, or from the Hub, with the columns renamed to ours.
+
+Knows where rows lie and what breaks on the way (a missing, empty or damaged file, an unknown split). Knows nothing of
+what is in a row; `data.py` checks that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import yaml
+from datasets import Dataset, DatasetDict
+from huggingface_hub import DatasetCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from onetrunk.utils.files import require_inside, require_relative
+from onetrunk.utils.yaml_files import check_aliases
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# What tells the loader which files of a folder are rows.
+CARDS = ("README.md", ".huggingface.yaml")
+
+
+def load_rows(
+    name_or_path: str | Path,
+    *,
+    split: str = "train",
+    config_name: str | None = None,
+    revision: str | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Dataset:
+    """Read a dataset from a file, a folder, or the Hub.
+
+    Args:
+        name_or_path: a .jsonl, .json, .parquet or .csv file; a folder of such files or one written by `save_to_disk`;
+            else a name on the Hub. What starts with `.`, `/` or `~`, has several separators or one of these suffixes,
+            or lies in an existing folder, is a path and never asked of the Hub.
+        split: name of the split, with a slice if wanted ("train[:100]"); a single file has the split "train".
+        config_name: configuration of a dataset with several.
+        revision: branch, tag or commit on the Hub.
+        columns: renames, ours -> theirs: {"prompt": "question"} makes their `question` our `prompt`.
+
+    Raises:
+        FileNotFoundError: nothing is there under this path or name.
+        ValueError: an empty or damaged file, an unknown suffix, split or column, or a folder that names files outside.
+        RuntimeError: the Hub does not answer.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        rows = _load_local(path, split, config_name)
+    elif _looks_like_path(str(name_or_path)):
+        raise FileNotFoundError(f"{name_or_path} does not exist (working folder {Path.cwd()}); give an existing path")
+    else:
+        rows = _load_hub(str(name_or_path), split, config_name, revision)
+    if len(rows) == 0:
+        raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
+    return _rename_columns(rows, columns or {})
+
+
+def _looks_like_path(name: str) -> bool:
+    if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
+        return True
+    # "owner/name" is how the Hub names a dataset, so one separator alone decides nothing.
+    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
+
+
+def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return _load_saved(path, split)
+        _check_card(path)
+        files = sorted(file for suffix in BUILDERS for file in path.rglob(f"*{suffix}"))
+        if not files:
+            raise ValueError(f"folder {path} holds no {', '.join(BUILDERS)} file; give a folder that does")
+        return _build(str(path), path, files, split, name=config_name)
+    if path.suffix not in BUILDERS:
+        raise ValueError(f"{path} has the suffix {path.suffix!r}; expected one of {', '.join(BUILDERS)}")
+    if re.fullmatch(r"train(\[.*\])?", split) is None:
+        raise ValueError(f"{path} is one file and has only the split 'train', got {split!r}; give that split's file")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty; give a file with at least one row")
+    return _build(BUILDERS[path.suffix], path, [path], split, data_files={"train": str(path)})
+
+
+def _build(builder: str, path: Path, files: list[Path], split: str, **settings: Any) -> Dataset:
+    try:
+        rows = datasets.load_dataset(builder, split=split, **settings)
+        rows.data.validate(full=True)  # The JSON reader takes any bytes for text.
+        return rows
+    except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
+        require_cache()
+        cause = _json_fault(files) or str(error.__cause__ or error).strip()
+        raise ValueError(
+            f"{path} cannot be read as split {split!r}: {cause}; repair it or name another split"
+        ) from error
+
+
+def require_cache() -> None:
+    """Refuse a cache of datasets that takes no files: the loader's errors would be taken for those of the rows.
+
+    Raises:
+        RuntimeError: names the folder.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE)
+    probe = folder / f".{secrets.token_hex(8)}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        raise RuntimeError(
+            f"{folder}, where rows are cached, cannot be written ({error.strerror}); make room there, or set"
+            " HF_DATASETS_CACHE or HF_HOME to another folder"
+        ) from error
+
+
+def _load_saved(path: Path, split: str) -> Dataset:
+    for state in (*path.glob("state.json"), *path.glob("*/state.json")):
+        for entry in _read_json(state).get("_data_files", ()):
+            require_inside(str(entry["filename"]), state.parent, f"a file that {state} names")
+    for name in _read_json(path / "dataset_dict.json").get("splits", ()):
+        require_inside(str(name), path, f"a split that {path}/dataset_dict.json names")
+    loaded = datasets.load_from_disk(str(path))
+    splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded, "train": loaded}
+    if split not in splits:
+        raise ValueError(f"{path} has the splits {', '.join(sorted(splits))}, got {split!r}; set split to one of them")
+    return splits[split]
+
+
+def _check_card(folder: Path) -> None:
+    """Refuse a folder whose card names files elsewhere: the loader would read whatever this process may.
+
+    Links are let pass: the Hub's cache is made of them.
+    """
+    for name in CARDS:
+        if not (folder / name).is_file():
+            continue
+        text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        check_aliases(_yaml_of(name, text), str(folder / name))
+        try:
+            about = DatasetCard(text).data.to_dict() if name.endswith(".md") else yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError):
+            continue  # The loader refuses it with its own words.
+        configs = about.get("configs") if isinstance(about, dict) else None
+        for config in configs if isinstance(configs, list) else ():
+            for pattern in _paths_in([config.get(key) for key in ("data_files", "data_dir") if key in config]):
+                require_relative(pattern, folder, f"a file that {folder / name} names")
+
+
+def _yaml_of(name: str, text: str) -> str:
+    """Return the YAML in a card: what stands between its lines of dashes, or all of a file of YAML."""
+    if not name.endswith(".md"):
+        return text
+    block = REGEX_YAML_BLOCK.search(text)
+    return block.group(2) if block else ""
+
+
+def _paths_in(value: Any) -> Iterator[str]:
+    """Yield the paths in an entry of a card: a text, a list, a mapping of splits, or mappings with split and path."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in [value["path"]] if "path" in value else value.values():
+            yield from _paths_in(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _paths_in(entry)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _json_fault(files: Iterable[Path]) -> str | None:
+    """Return where the first damaged JSON file breaks; the loader's own message counts rows of its buffer."""
+    for path in files:
+        if BUILDERS[path.suffix] != "json":
+            continue
+        data = path.read_bytes()
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            number = data.count(b"\n", 0, error.start) + 1
+            return f"{path.name} line {number}: the byte 0x{data[error.start]:02x} is not UTF-8"
+        text = data.decode("utf-8")
+        if path.suffix == ".json" and text.lstrip()[:1] == "[":
+            lines = [(0, text)]
+        else:
+            lines = [(number, line) for number, line in enumerate(text.splitlines()) if line.strip()]
+        for before, line in lines:
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                return f"{path.name} line {before + error.lineno}: {error.msg}"
+            if SURROGATE.search(line) and not _is_encodable(value):
+                return f"{path.name} line {before + 1}: half of a surrogate pair (\\ud800-\\udfff), which is no text"
+            rows = value if before == 0 and isinstance(value, list) and len(lines) == 1 else [value]
+            if not all(isinstance(row, dict) for row in rows):
+                return f"{path.name} line {before + 1}: expected an object with columns, got {line[:40]}"
+    return None
+
+
+def _is_encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _load_hub(name: str, split: str, config_name: str | None, revision: str | None) -> Dataset:
+    try:
+        return datasets.load_dataset(name, config_name, split=split, revision=revision)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name} is neither a local path nor a dataset that the Hub shows to you ({error}); "
+            "check the name, or log in if it is private"
+        ) from error
+    except ConnectionError as error:
+        raise RuntimeError(f"the Hub did not answer for dataset {name}: {error}; try again or give a file") from error
+    except OSError:
+        require_cache()
+        raise
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"dataset {name}, config {config_name!r}, split {split!r}: {error}") from error
+
+
+def _rename_columns(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
+    theirs = list(columns.values())
+    missing = [name for name in theirs if name not in rows.column_names]
+    if missing or len(set(theirs)) < len(theirs):
+        raise ValueError(
+            f"dataset_columns {dict(columns)} must name distinct columns of the dataset, which has "
+            f"{', '.join(rows.column_names)}; write ours first: {{prompt: question}}"
+        )
+    taken = [ours for ours in columns if ours in rows.column_names and ours not in theirs]
+    if taken:
+        raise ValueError(
+            f"the dataset already has {', '.join(taken)}; rename or remove it before renaming another to it"
+        )
+    return rows.rename_columns({theirs: ours for ours, theirs in columns.items()}) if columns else rows

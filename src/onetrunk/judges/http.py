@@ -1,0 +1,440 @@
+"""Which servers may be asked, with which secrets, by which HTTP client. Knows nothing of what is asked.
+
+A URL from a recipe may be wrong or hostile: it could point at a cloud's metadata service, carry a password into logs,
+or lead elsewhere by a redirect. Secrets come from environment variables alone and go to one server alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import json
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from email.utils import parsedate_to_datetime
+from itertools import accumulate
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies
+
+import httpx2
+from huggingface_hub import get_async_session, set_async_client_factory
+from huggingface_hub.errors import HfHubHTTPError, InferenceTimeoutError
+
+from onetrunk.judges.calls import CallError
+from onetrunk.utils.redaction import add_secret
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# Where clouds hand out credentials to whoever asks from inside. Link-local addresses are refused as a whole.
+METADATA_NAMES = frozenset(
+    ("metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal")
+)
+METADATA_ADDRESSES = frozenset(
+    ipaddress.ip_address(text)
+    # AWS, Google, Azure and others; AWS and Google by IPv6; Azure's host; Alibaba; Oracle.
+    for text in ("169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "100.100.100.200", "192.0.0.192")
+)
+# IPv4 addresses in IPv6 clothes (RFC 6052).
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def check_url(url: str, what: str = "the judge's address", allow_http: bool = False) -> str:
+    """Return the URL of a server, without a slash at its end, after all checks that need no network.
+
+    Args:
+        url: http or https; http for this machine and private networks only.
+        what: the setting that it comes from, for errors.
+        allow_http: also for any other host, where whoever stands between reads along.
+
+    Raises:
+        ValueError: names the setting and what to change; a password in the URL is not repeated.
+    """
+    if not isinstance(url, str) or re.search(r"[\s\x00-\x1f\x7f\\]", url):
+        raise ValueError(f"{what} is no URL: it holds a space, a backslash or a control character")
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{what} is no URL ({error}); expected one such as https://host/v1") from None
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            f"{what} holds a user name or password before '@'; put the key into an environment variable and give its"
+            " name as api_key_env"
+        )
+    if parts.scheme not in ("http", "https"):
+        raise ValueError(f"{what} is {shown(url)!r}; expected http:// or https://, such as https://host/v1")
+    if not host:
+        raise ValueError(f"{what} is {shown(url)!r}, which names no host; expected one such as https://host/v1")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{what} is {shown(url)!r} with '?' or '#' after it; give the address alone")
+    _refuse_host(host, what)
+    address = _as_address(host)
+    if address is not None:
+        refuse_address(address, host, what)
+    if parts.scheme == "http" and not allow_http and address is not None and not _is_near(address):
+        raise ValueError(_plain_http(what, url))
+    return url.rstrip("/")
+
+
+def check_host(url: str, what: str = "the judge's address", allow_http: bool = False) -> None:
+    """Look the host up and check the addresses behind its name, of which none may be a metadata service.
+
+    Where a proxy stands between, it is the proxy that looks names up; a name that is unknown here is then let pass.
+
+    Raises:
+        ValueError: an address that is refused, or plain http to a host that is neither here nor private.
+        RuntimeError: no such host.
+    """
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 443, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        if uses_proxy(url):
+            return
+        raise RuntimeError(
+            f"{what} {shown(url)}: the host {parts.hostname} is unknown ({error}); check its name and the network"
+        ) from None
+    addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
+    for address in addresses:
+        refuse_address(address, parts.hostname, what)
+    if parts.scheme == "http" and not allow_http and not all(_is_near(address) for address in addresses):
+        raise ValueError(_plain_http(what, url))
+
+
+def refuse_address(address: Address, host: str, what: str) -> None:
+    """Raise ValueError for an address that is a metadata service, link-local, or nothing one can connect to."""
+    address = _inner_address(address)
+    if address in METADATA_ADDRESSES or address.is_link_local:
+        raise ValueError(
+            f"{what}: {host} is {address}, where clouds hand out credentials; name the host of a judge or reward model"
+        )
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError(f"{what}: {host} is {address}, which is no server's address; for this machine: 127.0.0.1")
+
+
+def uses_proxy(url: str) -> bool:
+    """Say whether calls of this URL go through a proxy that the environment names; never those to near addresses."""
+    parts = urlsplit(url)
+    address = _as_address(parts.hostname or "")
+    near = parts.hostname == "localhost" or (address is not None and _is_near(address))
+    return not near and (parts.scheme in getproxies() or "all" in getproxies())
+
+
+def shown(url: str) -> str:
+    """Return a URL for a sentence: no user, no password, no query, which may hold secrets."""
+    parts: SplitResult = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
+    """Return the value of an environment variable; None where no variable is named.
+
+    Raises:
+        ValueError: what is named looks like a key itself, or is not set, or cannot go into a header.
+    """
+    if variable is None:
+        return None
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", variable) or re.match(r"(sk|hf|gsk|xai)[-_]", variable):
+        # Not repeated: it may be the key.
+        raise ValueError(f"{what} is not the name of an environment variable; give the name, never the key itself")
+    secret = os.environ.get(variable, "").strip()
+    if not secret:
+        raise ValueError(f"{what}: the environment variable {variable} is not set; export it, or drop {what}")
+    if not secret.isascii() or re.search(r"[\s\x00-\x1f\x7f]", secret):
+        raise ValueError(f"{what}: the value of {variable} holds spaces or other characters that no key has")
+    add_secret(secret, variable)
+    return secret
+
+
+def redact(text: str, secret: str | None) -> str:
+    """Return `text` with every occurrence of the secret replaced, and of whatever else looks like a bearer token."""
+    if secret:
+        text = text.replace(secret, "[redacted]")
+    return re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
+
+
+def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2.AsyncClient:
+    """Return a client for one server: it follows no redirect, sends the secret or no credentials at all, and reads
+    answers within bounds.
+
+    Args:
+        url: the server's, checked.
+        secret: sent as a bearer token; None: an authorization that others have put there is taken away, such as the
+            Hub token of whoever is logged in, which AsyncInferenceClient sends to any server.
+        max_connections: open at once.
+    """
+    origin = httpx2.URL(url)
+
+    async def before(request: httpx2.Request) -> None:
+        if (request.url.scheme, request.url.host, request.url.port) != (origin.scheme, origin.host, origin.port):
+            raise CallError(f"a call meant for {origin.host} was about to go to {request.url.host}", "stop")
+        request.headers.pop("authorization", None)
+        if secret is not None:
+            request.headers["authorization"] = f"Bearer {secret}"
+
+    async def after(response: httpx2.Response) -> None:
+        # The name was looked up before the run; whoever owns it may have pointed it elsewhere since.
+        stream = response.extensions.get("network_stream")
+        peer = None if stream is None else stream.get_extra_info("server_addr")
+        if isinstance(peer, tuple):
+            try:
+                refuse_address(ipaddress.ip_address(peer[0].partition("%")[0]), origin.host, "the server's address")
+            except ValueError as error:
+                raise CallError(str(error), "stop") from None
+        if response.is_redirect:
+            raise CallError(f"a redirect to {_target(response)} instead of an answer")
+
+    return BoundedClient(
+        event_hooks={"request": [before], "response": [after]},
+        follow_redirects=False,
+        trust_env=uses_proxy(url),
+        verify=_ssl_context(),
+        timeout=None,
+        limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+    )
+
+
+# Reading the certificates takes longer than everything else about a client.
+_ssl_context = functools.cache(httpx2.create_ssl_context)
+_OWN_CLIENT: ContextVar[Callable[[], httpx2.AsyncClient] | None] = ContextVar("onetrunk_http_client", default=None)
+_FACTORY: list[Callable[[], httpx2.AsyncClient]] = []
+
+
+def use_client(make: Callable[[], httpx2.AsyncClient]) -> None:
+    """Let the AsyncInferenceClients of this context (an asyncio task and what it starts) take their HTTP client here.
+
+    huggingface_hub has one factory for the process and none for a client. Others go on getting what they got before.
+    """
+    if not _FACTORY:
+        # The hub tells no one its factory, but shows what it makes.
+        sample = get_async_session()
+        settings: dict[str, Any] = {"event_hooks": sample.event_hooks, "follow_redirects": sample.follow_redirects}
+
+        def factory() -> httpx2.AsyncClient:
+            own = _OWN_CLIENT.get()
+            return own() if own is not None else httpx2.AsyncClient(timeout=sample.timeout, **settings)
+
+        _FACTORY.append(factory)
+    set_async_client_factory(_FACTORY[0])
+    _OWN_CLIENT.set(make)
+
+
+def _target(response: httpx2.Response) -> str:
+    try:
+        return shown(str(response.request.url.join(response.headers.get("location", ""))))
+    except (httpx2.InvalidURL, ValueError):
+        return "nowhere"
+
+
+def _refuse_host(host: str, what: str) -> None:
+    if host.rstrip(".").lower() in METADATA_NAMES:
+        raise ValueError(
+            f"{what}: {host} is where clouds hand out credentials; name the host of a judge or reward model"
+        )
+
+
+def _as_address(host: str) -> Address | None:
+    """Return the address that a host is without looking it up, in the short and hexadecimal forms of IPv4 too."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        pass
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(host.rstrip(".")))
+    except (OSError, ValueError):
+        return None
+
+
+def _inner_address(address: Address) -> Address:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address.sixtofour is not None:
+            return address.sixtofour
+        if address in NAT64:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def _is_near(address: Address) -> bool:
+    """Say whether an address is this machine's or a private network's; those of shared carriers (RFC 6598) are not."""
+    address = _inner_address(address)
+    return address.is_loopback or address.is_private
+
+
+def _plain_http(what: str, url: str) -> str:
+    return (
+        f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
+        " others can read prompts and keys; use https"
+    )
+
+
+# 13,000 tokens with 20 candidates each have room; parsed, such an answer takes about ten times as much memory.
+MAX_BYTES = 16 * 2**20
+# Answers nest less than ten deep; Python's parser gives up at a thousand.
+MAX_DEPTH = 100
+
+
+class BoundedClient(httpx2.AsyncClient):
+    """An HTTP client whose responses are read to their end, within MAX_BYTES and MAX_DEPTH, before they are returned.
+
+    Raises:
+        CallError: by every call whose answer is too long or too deep; the connection is closed then.
+    """
+
+    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
+        """Send a request, as AsyncClient does; its other methods come by here."""
+        response = await super().send(request, stream=True, **options)
+        if stream:
+            return response
+        try:
+            body, problem = await _bounded_body(response)
+        finally:
+            await response.aclose()
+        if problem:
+            # Not raised where the parts are: an error keeps what its frames hold as long as it is kept.
+            raise CallError(problem)
+        # Unpacked already, so what says how it was packed is left out.
+        packed = ("content-encoding", "content-length", "transfer-encoding")
+        return httpx2.Response(
+            response.status_code,
+            headers=[(name, value) for name, value in response.headers.multi_items() if name.lower() not in packed],
+            content=body,
+            request=request,
+            extensions=response.extensions,
+        )
+
+
+async def _bounded_body(response: httpx2.Response) -> tuple[bytes, str | None]:
+    """Return the body, unpacked, or nothing and what is wrong with it."""
+    parts, size = [], 0
+    # Pieces of at most 1 MiB each, however much a packed one holds.
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > MAX_BYTES:
+            return b"", f"an answer of more than {MAX_BYTES // 2**20} MiB"
+        parts.append(part)
+    body = b"".join(parts)
+    return (b"", f"an answer that nests more than {MAX_DEPTH} deep") if nesting(body) > MAX_DEPTH else (body, None)
+
+
+def nesting(body: bytes) -> int:
+    """Return how deep the lists and objects of a JSON text nest; brackets inside its strings do not count."""
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    steps = (1 if bracket in b"[{" else -1 for bracket in outside if bracket in b"[]{}")
+    return max(accumulate(steps, initial=0))
+
+
+# 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy's words for a server that does not answer.
+AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
+OVERLOADED = frozenset((408, 429, 503, 504, 529))
+# A deadline of the server's, or of a proxy before it.
+TIMED_OUT = frozenset((408, 504, 522, 524))
+# A key that is not taken, credit that is used up, a path or model that is not there: so it will be for every question.
+FOR_ALL = {
+    401: "check the key in the variable that api_key_env names",
+    402: "its account has no credit left",
+    404: "check the URL's path and the model's name",
+    405: "check the URL's path",
+    407: "the proxy wants credentials",
+}
+LONGEST_EXCERPT = 200
+
+
+def failure_of(error: Exception, secret: str | None) -> CallError:
+    """Return what an error of huggingface_hub or httpx means.
+
+    Raises:
+        Exception: the error itself, where it is none of a server or of the network.
+    """
+    if isinstance(error, CallError):
+        return error
+    if isinstance(error, (httpx2.HTTPStatusError, HfHubHTTPError)):
+        return failure_of_response(error.response, secret)
+    if isinstance(error, (InferenceTimeoutError, httpx2.TimeoutException)):
+        return CallError("no answer in time", overloaded=True, timed_out=True)
+    if isinstance(error, httpx2.TransportError):
+        reason = redact(str(error), secret) or type(error).__name__
+        return CallError(f"the connection failed ({_one_line(reason)})")
+    if isinstance(error, httpx2.DecodingError):
+        return CallError("an answer that cannot be unpacked")
+    if isinstance(error, (httpx2.HTTPError, httpx2.InvalidURL)):
+        return CallError(f"the call failed ({_one_line(redact(str(error), secret))})")
+    raise error
+
+
+def failure_of_response(response: httpx2.Response, secret: str | None) -> CallError:
+    """Return what a response with an error status means."""
+    status = response.status_code
+    reason = f"HTTP {status}: {excerpt(response, secret)}"
+    if status in FOR_ALL:
+        return CallError(f"{reason}; {FOR_ALL[status]}", "stop")
+    if status in AGAIN or status >= 500:
+        after_s = retry_after_s(response.headers, time.time()) if status in (429, 503, 529) else None
+        return CallError(reason, overloaded=status in OVERLOADED, retry_after_s=after_s, timed_out=status in TIMED_OUT)
+    return CallError(reason, "refused")
+
+
+def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
+    """Return the seconds that a Retry-After header asks for, as a number or as a date; None without a usable one.
+
+    Args:
+        headers: of the response.
+        now: seconds since 1970; a date is compared with the server's own clock where the response tells it.
+    """
+    value = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d+(\.\d+)?", value):
+        seconds = float(value)
+        return seconds if math.isfinite(seconds) else None
+    asked = _timestamp(value)
+    if asked is None:
+        return None
+    server_now = _timestamp(headers.get("date", ""))
+    return max(0.0, asked - (now if server_now is None else server_now))
+
+
+def excerpt(response: httpx2.Response, secret: str | None) -> str:
+    """Return what a response says, for a sentence: an error's message, the beginning of a text, or "an HTML page"."""
+    try:
+        text = response.text
+    except (httpx2.StreamError, httpx2.HTTPError, LookupError):
+        return "no text"
+    if is_html(response.headers.get("content-type", ""), text):
+        return "an HTML page"
+    try:
+        text = _message(json.loads(text)) or text
+    except (ValueError, RecursionError):
+        pass
+    return _one_line(redact(text, secret)) or "an empty answer"
+
+
+def is_html(content_type: str, text: str) -> bool:
+    """Say whether a body is a page for people, as a proxy, a login or a wrong path gives it."""
+    return "html" in content_type.lower() or re.match(r"(?i)\s*<(!doctype|html|head|body)", text) is not None
+
+
+def _message(body: Any) -> str | None:
+    """Return the message of an error in the forms of OpenAI, vLLM, TGI and FastAPI."""
+    for key in ("error", "message", "detail"):
+        if isinstance(body, Mapping) and body.get(key):
+            inner = body[key]
+            return inner if isinstance(inner, str) else _message(inner) or json.dumps(inner)
+    return None
+
+
+def _one_line(text: str) -> str:
+    line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", text).strip()
+    return line if len(line) <= LONGEST_EXCERPT else f"{line[:LONGEST_EXCERPT]}..."
+
+
+def _timestamp(text: str) -> float | None:
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None

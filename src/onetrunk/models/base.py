@@ -1,0 +1,332 @@
+"""The frozen base model: load it, find its body, layers and head, and make its dropout and padding harmless.
+
+Structure is found, not listed by family: the body is what `get_decoder` says, the layers are the one list in it of the
+config's length, the head is read off the config and can be proved by one forward (`verify_head`). Knows nothing of
+adapters beyond refusing one on the head, and nothing of training.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from onetrunk.models.loading import check_finite, load_weights, read_config, read_tokenizer
+from onetrunk.models.sources import pinned_source
+
+logger = logging.getLogger(__name__)
+
+# Decoders that pass every check of structure and can't be sampled from here.
+_UNSUPPORTED = {
+    "kimi_linear": "its linear attention keeps states that batches of unequal prompts were not verified with",
+    "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
+    "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
+}
+
+_DROPOUT_MODULES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_DROPOUT_NAME = re.compile(r"(.*_)?(dropout|pdrop)(_p|_prob|_rate)?")
+
+
+def load_base(
+    name_or_path: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    quantization_config: Any = None,
+    trust_remote_code: bool = False,
+    device_map: Any = None,
+) -> PreTrainedModel:
+    """Load a causal language model from safetensors; names and meaning of the arguments are transformers' own.
+
+    Args:
+        name_or_path: a local folder or a Hub name.
+        dtype: None takes the checkpoint's.
+        attn_implementation: None takes the family's default (Gemma 2 refuses sdpa).
+        revision: branch, tag or commit; with `trust_remote_code` a full commit hash.
+
+    Raises:
+        ValueError: remote code without a pinned commit; an encoder-decoder; weights missing from the checkpoint.
+        RuntimeError: nothing loadable at `name_or_path`.
+    """
+    source = pinned_source(revision, trust_remote_code)
+    name_or_path = str(name_or_path)
+    config = read_config("model", name_or_path, **source)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name_or_path} is an encoder-decoder ({config.model_type}); give a decoder-only model")
+    check_supported(config)
+    model, report = load_weights(
+        AutoModelForCausalLM,
+        "model",
+        name_or_path,
+        config,
+        dtype="auto" if dtype is None else dtype,
+        attn_implementation=attn_implementation,
+        quantization_config=quantization_config,
+        device_map=device_map,
+        **source,
+    )
+    if report["missing_keys"]:
+        raise ValueError(
+            f"the checkpoint {name_or_path!r} lacks {len(report['missing_keys'])} weights of "
+            f"{type(model).__name__}, among them {min(report['missing_keys'])}; they would be random. Give a causal "
+            "language model's checkpoint"
+        )
+    return model
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Reject architectures that are known not to work as a trunk.
+
+    Raises:
+        ValueError: names the architecture and the reason.
+    """
+    model_type = config.get_text_config().model_type
+    if model_type in _UNSUPPORTED:
+        raise ValueError(
+            f"the architecture {model_type} is not supported: {_UNSUPPORTED[model_type]}; take a model of another"
+            " architecture"
+        )
+
+
+def load_tokenizer(
+    name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and repair its padding (`repair_padding`).
+
+    Raises:
+        ValueError: remote code without a pinned commit; no end-of-sequence token.
+        RuntimeError: nothing loadable at `name_or_path`.
+    """
+    return repair_padding(read_tokenizer(str(name_or_path), **pinned_source(revision, trust_remote_code)))
+
+
+def repair_padding(
+    tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, changed to pad with its end-of-sequence token where it has no usable padding token.
+
+    That is safe here because every mask is built from lengths, never from `ids != pad`.
+
+    Args:
+        model_config: when given, a padding token outside the model's vocabulary counts as unusable (the embedding
+            would fail on it), and the config's `pad_token_id` is set to the tokenizer's.
+
+    Raises:
+        ValueError: no end-of-sequence token, or one outside the model's vocabulary: completions could not end.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no end-of-sequence token, so no completion could end; set tokenizer.eos_token"
+        )
+    vocab_size = float("inf") if model_config is None else model_config.get_text_config().vocab_size
+    if tokenizer.eos_token_id >= vocab_size:
+        raise ValueError(
+            f"the tokenizer's end-of-sequence token is id {tokenizer.eos_token_id}, but the model knows {vocab_size} "
+            "tokens; take the tokenizer that belongs to the model"
+        )
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocab_size:
+        logger.info("the tokenizer has no usable padding token: padding with %r instead", tokenizer.eos_token)
+        tokenizer.pad_token = tokenizer.eos_token
+    if model_config is not None:
+        model_config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> tuple[int, ...]:
+    """Return the ids that end a completion, ascending: the tokenizer's end and those of the generation config."""
+    ids = {tokenizer.eos_token_id}
+    if generation_config is not None:
+        more = generation_config.eos_token_id
+        ids.update(more if isinstance(more, (list, tuple)) else [more])
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout of the model to 0, so that `train()` computes what `eval()` does.
+
+    Three kinds: dropout modules; float attributes that attention code reads (`attention_dropout`); and the config's
+    `*_dropout` and `*_pdrop`, nested configs too, from which code may read at run time or a saved model be rebuilt.
+    """
+    for module in model.modules():
+        if isinstance(module, _DROPOUT_MODULES):
+            module.p = 0.0
+        _zero_dropout_attributes(module)
+    if isinstance(model, (PreTrainedModel, PeftModel)):
+        for config in _nested_configs(_base(model).config):
+            _zero_dropout_attributes(config)
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """Return the decoder body whose `last_hidden_state` the head reads; `model` may be wrapped by PEFT."""
+    return _base(model).get_decoder()
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of decoder layers inside the body: the only list there with one entry per layer.
+
+    Raises:
+        ValueError: no such list, or several.
+    """
+    body, depth = backbone(model), _base(model).config.get_text_config().num_hidden_layers
+    lists = [child for child in body.children() if isinstance(child, nn.ModuleList) and len(child) == depth]
+    if len(lists) != 1:
+        raise ValueError(
+            f"{type(body).__name__} has {len(lists)} lists of {depth} modules where exactly one, the decoder layers, "
+            "is expected; this architecture is not supported"
+        )
+    return lists[0]
+
+
+def check_cut_supported(model: nn.Module) -> None:
+    """Refuse a model whose layers share keys and values: its upper layers cannot run without its lower ones.
+
+    Raises:
+        ValueError: the config's `num_kv_shared_layers` is not 0.
+    """
+    config = _base(model).config.get_text_config()
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if shared:
+        raise ValueError(
+            f"{config.model_type} shares keys and values across {shared} layers, so its layers cannot be cut in two; "
+            "set trunk_cache to off and put the adapters on all layers"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSpec:
+    """What the output head computes: `softcap(logit_scale * (hidden @ weight.T + bias))`.
+
+    Attributes:
+        weight: [V, H], the live parameter (tied or not).
+        bias: [V] or None.
+        softcap: c of `c * tanh(logits / c)`, or None.
+        logit_scale: factor on the logits before the soft-capping.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    logit_scale: float
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits [..., V] of hidden states [..., H]: the naive formula that `verify_head` proves."""
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(hidden.float(), self.weight.float(), bias) * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def output_head(model: nn.Module) -> HeadSpec:
+    """Return the head's weight and formula, read off the model and its config.
+
+    Raises:
+        ValueError: the head is not `nn.Linear`, is quantised, or carries an adapter.
+    """
+    base = _base(model)
+    head = base.get_output_embeddings()
+    found = type(head).__name__
+    if any(hasattr(head, name) for name in ("base_layer", "original_module")):
+        raise ValueError(f"the output head carries an adapter ({found}); leave it out of PEFT's target modules")
+    if type(head).__module__.startswith("bitsandbytes") or (
+        isinstance(head, nn.Linear) and not head.weight.is_floating_point()
+    ):
+        raise ValueError(f"the output head is quantised ({found}); add it to the quantization config's skip modules")
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"the output head of {type(base).__name__} is {found}; only nn.Linear is supported")
+    config = base.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)
+    if scale is None:
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return HeadSpec(head.weight, head.bias, getattr(config, "final_logit_softcapping", None), float(scale))
+
+
+@torch.no_grad()
+def verify_head(model: nn.Module) -> None:
+    """Prove `output_head` and `backbone` by one forward over 8 tokens, before any sharding or wrapping.
+
+    The largest difference may be .1% of the largest logit, or four roundings of a half-precision model: a missing
+    scale or soft-cap is far above both.
+
+    Raises:
+        ValueError: the model's logits are not our formula of the body's last hidden state.
+        RuntimeError: its weights are NaN or infinite, so that no formula holds.
+    """
+    base, spec = _base(model), output_head(model)
+    kept: list[Tensor] = []
+    handle = backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
+    vocab_size, device = spec.weight.shape[0], base.get_input_embeddings().weight.device
+    try:
+        ids = torch.linspace(0, vocab_size - 1, 8, device=device).long()[None]
+        logits = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    tolerance = max(1e-3, 4 * torch.finfo(spec.weight.dtype).eps) * logits.abs().max().item()
+    error = float("inf")
+    if len(kept) == 1:
+        error = (spec.logits(kept[0].to(spec.weight.device)) - logits.to(spec.weight.device)).abs().max().item()
+    if not error <= tolerance:
+        check_finite(base)
+        raise ValueError(
+            f"the head of {type(base).__name__} computes something else than weight, bias, logit scale "
+            f"{spec.logit_scale:g} and soft-cap {spec.softcap} (largest difference {error:.3g}); it is not supported"
+        )
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _nested_configs(value)
+
+
+def _zero_dropout_attributes(owner: object) -> None:
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, float) and _DROPOUT_NAME.fullmatch(name):
+            setattr(owner, name, 0.0)
+
+
+def keep_train_kernels(model: nn.Module) -> None:
+    """Set the quantised layers alone to train mode, where they have one arithmetic; they hold no dropout.
+
+    Call it before the first forward, and after every `eval()`.
+
+    Raises:
+        ValueError: the weights are repacked already; bitsandbytes does not bring them back as they were.
+    """
+    for module in model.modules():
+        if not type(module).__module__.startswith("bitsandbytes"):
+            continue
+        module.training = True
+        quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if getattr(quant_state, "packing_format_for_cpu", False):
+            raise ValueError(
+                "a forward in eval mode on the CPU has repacked the 4-bit weights for inference, and no gradient"
+                " passes them any more; load the model anew and hand it over before its first forward, or by its name"
+            )

@@ -1,0 +1,1 @@
+"""Faster or smaller ways to run the trunk that change no result."""

@@ -1,0 +1,155 @@
+"""Samples from one matrix where training needs three: the policy's LoRA added to the weights while a rollout lasts.
+
+A decode step is bound by reading weights and by the number of calls; an adapter adds two small products to each layer.
+The sum is a tensor of its own, and afterwards the base's tensors are put back, so the base is unchanged to the bit
+(PEFT's `unmerge` subtracts, and rounds). Costs a copy of the adapted matrices while it lasts.
+
+Sampling must give the probabilities that training computes with separate matrices. So the policy is merged only while
+it is the active role, and only if a forward has shown that the merged weights give the same logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+
+from onetrunk.models.adapters import POLICY, is_active
+from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
+from onetrunk.models.trunk import TrunkModel
+
+logger = logging.getLogger(__name__)
+
+# Of PEFT's LoRA layers, those whose adapter is a sum of matrices.
+MATRIX_LAYERS = (lora.Linear,)
+# Relative to the largest logit. Float32 sums in another order differ by 1e-6 to 1e-5, a rounding to bfloat16 by 1e-2.
+TOLERANCE = 1e-4
+# Standard deviation of the random update in the proof, relative to that of the weight.
+UPDATE_SIZE = 0.1
+
+
+def can_merge(model: nn.Module) -> bool:
+    """Return whether the policy may be merged now.
+
+    It may if it is the active role, if it is plain LoRA in float32 on whole float32 matrices, and if a forward proves
+    that merging changes no logit (`_merge_obstacle`). The proof is made once for each way of calling the model:
+    accelerate replaces the forward by one under autocast, and evaluation calls it under autocast.
+    """
+    if not isinstance(model, TrunkModel):
+        return False
+    if not all(is_active(layer, POLICY) and _is_plain(layer) for layer in model.tuner_layers):
+        return False
+    device = model.get_input_embeddings().weight.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    way = (device, autocast, model.forward)
+    if way not in model.merge_proofs:
+        obstacle = _merge_obstacle(model)
+        if obstacle is not None:
+            logger.info("sampling keeps the adapter apart from the weights: %s", obstacle)
+        model.merge_proofs[way] = obstacle is None
+    return model.merge_proofs[way]
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    if type(layer) not in MATRIX_LAYERS or layer.lora_variant or any(layer.lora_bias.values()):
+        return False
+    weight = layer.get_base_layer().weight
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and not layer.merged_adapters
+
+
+@contextlib.contextmanager
+def merged_policy(model: nn.Module) -> Iterator[None]:
+    """Let `model` compute its policy from merged weights in the block if `can_merge`; else change nothing.
+
+    Under every other role the model keeps its separate matrices.
+    """
+    with _merged(_trained_layers(model)) if can_merge(model) else contextlib.nullcontext():
+        yield
+
+
+def _trained_layers(model: TrunkModel) -> list[lora.Linear]:
+    # The frozen layers stay separate: the states at the cut are then those of every other pass.
+    return [x for x in model.tuner_layers if POLICY in x.lora_A and x.lora_A[POLICY].weight.requires_grad]
+
+
+@contextlib.contextmanager
+def _merged(layers: Sequence[lora.Linear]) -> Iterator[None]:
+    kept: dict[nn.Module, Tensor] = {}
+    try:
+        for layer in layers:
+            kept[layer] = layer.get_base_layer().weight.data
+            layer.get_base_layer().weight.data = kept[layer] + layer.get_delta_weight(POLICY)
+            layer.merged_adapters.append(POLICY)
+        yield
+    finally:
+        for layer, weight in kept.items():
+            layer.get_base_layer().weight.data = weight
+            layer.merged_adapters.clear()
+
+
+def _merge_obstacle(model: TrunkModel) -> str | None:
+    """Return why merged weights would not give the logits of separate ones; None if they do.
+
+    Autocast rounds the merged sum to 8 bits (fp16: 11). A model that reads `layer.weight` instead of calling the
+    layer, such as Jamba in its `dt_proj`, runs no adapter there, and would run one if it were merged.
+    """
+    try:
+        return _forward_obstacle(model)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    free_memory()
+    return "the memory does not hold a copy of the adapted matrices"
+
+
+@torch.no_grad()
+def _forward_obstacle(model: TrunkModel) -> str | None:
+    """Run 8 tokens with separate and with merged weights, and compare the logits."""
+    layers = _trained_layers(model)
+    embedding = model.get_input_embeddings().weight
+    ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    is_autocast: list[bool] = []
+    handles = [x.register_forward_pre_hook(lambda _, args: is_autocast.append(_is_autocast(args[0]))) for x in layers]
+    with _random_updates(layers):
+        try:
+            separate = model(**inputs).logits.float()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if any(is_autocast):  # Decided before the memory of a copy is taken.
+            return "autocast would round their sum"
+        with _merged(layers):
+            error = (model(**inputs).logits.float() - separate).abs().max().item()
+    if error <= TOLERANCE * separate.abs().max().item():
+        return None
+    return f"merged into them it gives other logits (largest difference {error:.3g})"
+
+
+def _is_autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+@contextlib.contextmanager
+def _random_updates(layers: Sequence[lora.Linear]) -> Iterator[None]:
+    """Give the policy random weights in the block; at its start its own change nothing, so they would prove nothing.
+
+    The parameters are replaced, not overwritten: autocast keeps rounded copies of parameters that train.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kept = [(x.lora_A[POLICY], x.lora_B[POLICY], x.lora_A[POLICY].weight, x.lora_B[POLICY].weight) for x in layers]
+    try:
+        for layer, (down, up, a, b) in zip(layers, kept, strict=True):
+            size = UPDATE_SIZE * layer.get_base_layer().weight.std() / math.sqrt(a.shape[0])
+            for module, old, std in ((down, a, 1.0), (up, b, size / (layer.scaling[POLICY] or 1.0))):
+                drawn = torch.randn(old.shape, generator=generator).to(old.device, old.dtype)
+                module.weight = nn.Parameter(drawn * std, requires_grad=False)
+        yield
+    finally:
+        for down, up, a, b in kept:
+            down.weight, up.weight = a, b

@@ -1,0 +1,140 @@
+"""Runs the feed-forward blocks of a pack at the positions that matter: no padding, and in the last layer no prompt.
+
+A feed-forward block treats every position by itself, so positions may be left out of it and come back as zeros. Nobody
+reads padding, and of the last layer's output only the states that predict a completion token, and the one behind it.
+Attention runs as ever. Knows layers and positions; no roles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onetrunk.models.base import backbone, decoder_layers
+from onetrunk.types import Pack
+
+# What the decoders of transformers call the block of a layer.
+BLOCK_NAMES = ("mlp", "feed_forward")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Places of a pack [R, T], as indices into its R * T tokens.
+
+    Args:
+        shape: (R, T).
+        real: [N] tokens that are no padding; None where all are real.
+        read: [M] tokens whose last hidden state is read.
+    """
+
+    shape: tuple[int, int]
+    real: Tensor | None
+    read: Tensor
+
+    @classmethod
+    def of(cls, pack: Pack) -> Positions:
+        """Return the positions of a pack."""
+        is_real = pack.attention_mask.bool()
+        columns = torch.arange(is_real.shape[1], device=is_real.device)
+        is_read = is_real & (columns >= pack.prompt_lengths[:, None] - 1)
+        return cls.at(is_real, is_read.flatten().nonzero().squeeze(1))
+
+    @classmethod
+    def at(cls, is_real: Tensor, read: Tensor) -> Positions:
+        """Return the positions of tokens [R, T] that are real, as bool, and the indices [M] of those that are read."""
+        real = is_real.flatten().nonzero().squeeze(1)
+        return cls(tuple(is_real.shape), None if len(real) == is_real.numel() else real, read)
+
+
+class NarrowBlocks:
+    """Hooks on the feed-forward blocks of a decoder; they act inside `at` alone.
+
+    Args:
+        layers: the decoder's layers. Where one has no block by a known name, nothing is hooked.
+    """
+
+    def __init__(self, layers: nn.ModuleList):
+        self.positions: Positions | None = None
+        self._handles: list[Any] = []
+        blocks = [next((getattr(x, n) for n in BLOCK_NAMES if hasattr(x, n)), None) for x in layers]
+        if any(block is None for block in blocks):
+            return
+        for number, block in enumerate(blocks):
+            is_last = number == len(blocks) - 1
+            self._handles.append(block.register_forward_pre_hook(self._gather(is_last)))
+            self._handles.append(block.register_forward_hook(self._scatter(is_last)))
+
+    @property
+    def is_on(self) -> bool:
+        """True where the hooks are there."""
+        return bool(self._handles)
+
+    @contextlib.contextmanager
+    def at(self, positions: Positions | None) -> Iterator[None]:
+        """Run the blocks at `positions` alone; None: everywhere."""
+        before, self.positions = self.positions, positions
+        try:
+            yield
+        finally:
+            self.positions = before
+
+    def detach(self) -> None:
+        """Take the hooks away: the blocks run everywhere from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _index(self, is_last: bool) -> Tensor | None:
+        if self.positions is None:
+            return None
+        return self.positions.read if is_last else self.positions.real
+
+    def _gather(self, is_last: bool) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            index = self._index(is_last)
+            return None if index is None else (args[0].flatten(0, 1).index_select(0, index)[None], *args[1:])
+
+        return hook
+
+    def _scatter(self, is_last: bool) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            index = self._index(is_last)
+            if index is None:
+                return None
+            rows, width = self.positions.shape
+            everywhere = output.new_zeros(rows * width, output.shape[-1])
+            return everywhere.index_copy(0, index, output[0]).unflatten(0, (rows, width))
+
+        return hook
+
+
+@torch.no_grad()
+def narrow_blocks(model: nn.Module) -> NarrowBlocks:
+    """Return hooks on `model` that are proved to leave the states that are read as they are; none where they don't.
+
+    The proof is a forward over two rows; the largest difference may be .1% of the largest state, as in `verify_cut`.
+    """
+    body = backbone(model)
+    narrow = NarrowBlocks(decoder_layers(model))
+    embedding = model.get_input_embeddings()
+    ids = torch.linspace(0, embedding.weight.shape[0] - 1, 12, device=embedding.weight.device).long().view(2, 6)
+    lengths = torch.tensor([6, 4], device=ids.device)
+    mask = torch.arange(6, device=ids.device) < lengths[:, None]
+    prompts = torch.tensor([2, 3], device=ids.device)
+    positions = Positions.of(Pack(ids, mask.long(), prompts, ids, mask))
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+    whole = body(**inputs).last_hidden_state.flatten(0, 1)[positions.read].float()
+    try:
+        with narrow.at(positions):
+            narrowed = body(**inputs).last_hidden_state.flatten(0, 1)[positions.read].float()
+        is_same = (whole - narrowed).abs().max() <= 1e-3 * whole.abs().max()
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+        is_same = False  # A block that returns a tuple, or wants more than states, ends here.
+    if not is_same:
+        narrow.detach()
+    return narrow

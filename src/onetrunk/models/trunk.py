@@ -1,0 +1,352 @@
+"""One frozen base model that plays every role of PPO: a pass of roles over a pack -> logprobs, values, entropy.
+
+The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden state, or on that of an
+adapter of its own; the reference is the trunk with adapters off, or a frozen copy of the adapter that the policy
+started from. Layers below the cut carry nothing that trains: they run once a pack, without gradient, and every role
+starts from there.
+Knows packs and roles; no reward, no objective and no optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftConfig, PeftModel, PeftModelForCausalLM
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onetrunk.models.adapters import (
+    POLICY,
+    REFERENCE,
+    REWARD,
+    VALUE,
+    VALUE_HEADS,
+    ValueHead,
+    copy_adapter,
+    find_tuner_layers,
+    first_trained_layer,
+    fit_layers,
+    freeze_below,
+    initial_weights,
+    list_name,
+    parse_adapter_layers,
+    policy_config,
+    read_branches,
+    role,
+    set_adapter_weights,
+)
+from onetrunk.models.base import (
+    backbone,
+    check_supported,
+    decoder_layers,
+    disable_dropout,
+    keep_train_kernels,
+    output_head,
+    verify_head,
+)
+from onetrunk.models.cut import only_above, only_below, verify_cut
+from onetrunk.models.score_adapter import ScoreBranch
+from onetrunk.models.sources import write_base_marks
+from onetrunk.models.speedups.fused_lora import fuse_lora
+from onetrunk.models.speedups.narrow import Positions, narrow_blocks
+from onetrunk.ops.logprobs import fused_token_logprobs
+from onetrunk.types import Pack
+from onetrunk.utils.quiet import peft_calls
+
+
+class PackOutput(NamedTuple):
+    """What the roles say of a pack, float32 [R, C] and 0 outside the completions; None for a role that was not asked.
+
+    Args:
+        logprobs: of the completion tokens under the policy, after temperature.
+        entropy: of the policy's distribution at each token, nats.
+        values: of the state that predicts each token.
+        next_values: [R] value of the state after the last completion token.
+        ref_logprobs: of the completion tokens under the reference.
+        scores: [R] of prompt and completion under the reward adapter.
+        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    next_values: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    scores: Tensor | None = None
+    states: Tensor | None = None
+
+
+def spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
+    """Return [R, C] with the N entries of `flat` at (rows, columns), 0 elsewhere."""
+    return flat.new_zeros(mask.shape).index_put((rows, columns), flat)
+
+
+ROLES = ("policy", "value", "reference", "reward", "trunk")
+
+
+class TrunkModel(PeftModelForCausalLM):
+    """A PEFT model whose forward over a pack answers for the policy, the value, the reference and a reward adapter.
+
+    Called without a pack it is the plain PEFT model with the policy active, so that sampling, `generate` and every
+    tool for PEFT models work on it. `model.cut` is the first layer that trains (0: all do).
+
+    Args:
+        base: a decoder that transformers loads; it is frozen, and its dropout set to 0.
+        peft_config: LoRA config of the policy.
+        value_head: "shared" (gradient of the value loss reaches the policy's adapter), "detached" (stop-gradient) or
+            "adapter" (a LoRA of its own on the same trunk).
+        adapter_layers: "all", or "top-k" to adapt the last k layers alone.
+        initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a
+            frozen copy of them, and what of them lies below the cut stays frozen and active in every role.
+
+    Raises:
+        ValueError: a setting above that the trunk can't carry; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        peft_config: PeftConfig,
+        *,
+        value_head: str = "shared",
+        adapter_layers: str = "all",
+        initial_adapter: dict[str, Tensor] | None = None,
+    ):
+        if value_head not in VALUE_HEADS:
+            raise ValueError(f"value_head {value_head!r} is none of {', '.join(VALUE_HEADS)}")
+        check_supported(base.config)
+        num_layers = len(decoder_layers(base))
+        first_layer = parse_adapter_layers(adapter_layers, num_layers)
+        keep_train_kernels(base)
+        verify_head(base)
+        disable_dropout(base)
+        whole = initial_adapter is not None
+        config = policy_config(peft_config, 0 if whole else first_layer, num_layers)
+        fit_layers(config, decoder_layers(base))
+        with peft_calls():
+            super().__init__(base, config, POLICY)
+        if hasattr(base.get_input_embeddings(), "base_layer"):
+            raise ValueError("peft_config.target_modules matches the embedding, which every role shares; leave it out")
+        self.value_head_kind = value_head
+        self.has_reference_adapter = initial_adapter is not None
+        self._role: str | None = POLICY
+        self.reward_branch: ScoreBranch | None = None
+        self._attach_branches(initial_adapter, first_layer)
+        self.tuner_layers = find_tuner_layers(self)
+        fuse_lora(self.tuner_layers)
+        # What models/speedups/merged.py has proved, by the way in which the model is called.
+        self.merge_proofs: dict[Any, bool] = {}
+        hidden_size = base.config.get_text_config().hidden_size
+        self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
+        self.cut = first_trained_layer(self, list_name(self, decoder_layers(base)))
+        self.states_dtype: torch.dtype | None = None
+        if self.cut:
+            verify_cut(base, self.cut)
+        self.narrow = narrow_blocks(base)
+        if base.is_activation_checkpointing:
+            self.activation_checkpointing_enable()
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, as PEFT does."""
+        super().add_adapter(*args, **kwargs)
+        self.tuner_layers = find_tuner_layers(self)
+        fuse_lora(self.tuner_layers)
+
+    @classmethod
+    def from_adapter(cls, model: PeftModel, *, value_head: str = "shared", adapter_layers: str = "all") -> TrunkModel:
+        """Return a trunk whose policy goes on from the active adapter of `model`; the adapter leaves `model`."""
+        config, weights = initial_weights(model)
+        return cls(
+            model.unload(), config, value_head=value_head, adapter_layers=adapter_layers, initial_adapter=weights
+        )
+
+    def _attach_branches(self, initial_adapter: dict[str, Tensor] | None, first_layer: int) -> None:
+        if initial_adapter is not None:
+            set_adapter_weights(self, initial_adapter, POLICY, "the initial adapter")
+            copy_adapter(self, POLICY, REFERENCE, trainable=False)
+        if self.value_head_kind == "adapter" and initial_adapter is not None:
+            copy_adapter(self, POLICY, VALUE, trainable=True)
+        elif self.value_head_kind == "adapter":
+            self.add_adapter(VALUE, copy.deepcopy(self.peft_config[POLICY]))
+            self.set_requires_grad(VALUE)
+        freeze_below(self, list_name(self, decoder_layers(self.get_base_model())), first_layer)
+
+    @contextlib.contextmanager
+    def as_role(self, name: str) -> Iterator[None]:
+        """Play a role ("policy", "value", "reference", "reward") in the block, for passes without a pack too."""
+        adapters = {
+            "policy": POLICY,
+            "value": VALUE if self.value_head_kind == "adapter" else POLICY,
+            "reference": REFERENCE if self.has_reference_adapter else None,
+        }
+        if self.reward_branch is not None:
+            adapters["reward"] = REWARD
+        if name not in adapters:
+            raise ValueError(f"role {name!r} is none of {', '.join(adapters)}")
+        before, self._role = self._role, adapters[name]
+        try:
+            with role(self, adapters[name]):
+                yield
+        finally:
+            self._role = before
+
+    def forward(
+        self,
+        *args: Any,
+        pack: Pack | None = None,
+        roles: Sequence[str] = ("policy", "value"),
+        states: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the PackOutput of `roles` over `pack`; without a pack, what the plain PEFT model returns.
+
+        Args:
+            pack: the rows, on the model's device.
+            roles: some of "policy", "value", "reference", "reward" and "trunk". Values without "policy" leave the
+                policy's adapter without gradient (value pretraining).
+            states: [R, T, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
+            temperature: divides the logits of policy and reference alike.
+            entropy_grad: make the entropy differentiable, for an entropy bonus.
+        """
+        if pack is None:
+            return super().forward(*args, **kwargs)
+        unknown = set(roles) - set(ROLES)
+        if unknown:
+            raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
+        needs_states = set(roles) != {"reward"} or (self.reward_branch is not None and self.reward_branch.from_states)
+        if states is None and self.cut and needs_states:
+            states = self._trunk_states(pack)
+            self.states_dtype = states.dtype
+        if states is not None and states.shape[:2] != pack.input_ids.shape:
+            raise ValueError(f"states {list(states.shape)} are not of this pack, {list(pack.input_ids.shape)}")
+        out: dict[str, Tensor | None] = {"states": states if "trunk" in roles else None}
+        shares = "value" in roles and self.value_head_kind != "adapter"
+        hidden = None
+        if "policy" in roles or shares:
+            with self.as_role("policy"), torch.set_grad_enabled(torch.is_grad_enabled() and "policy" in roles):
+                hidden = self._hidden(pack, states)
+        if "policy" in roles:
+            out["logprobs"], out["entropy"] = self._token_logprobs(hidden, pack, temperature, entropy_grad)
+        if "value" in roles:
+            out["values"], out["next_values"] = self._values(hidden, pack, states)
+        if "reference" in roles:
+            with torch.no_grad(), self.as_role("reference"):
+                out["ref_logprobs"], _ = self._token_logprobs(self._hidden(pack, states), pack, temperature, False)
+        if "reward" in roles:
+            with torch.no_grad(), self.as_role("reward"):
+                kept = states if self.reward_branch.from_states else None
+                out["scores"] = self.reward_branch(pack, lambda positions: self._hidden(pack, kept, positions))
+        return PackOutput(**out)
+
+    def _run(self, pack: Pack, read: Positions | None = None) -> Tensor:
+        """Return the last hidden states [R, T, H] of the decoder as it is set up now."""
+        # No attention mask: rows are padded on the right, so a causal layer never looks from a token at padding, and
+        # attention that is causal alone runs in half the time of attention under a mask. Positions count from 0.
+        with self.narrow.at(read or Positions.of(pack)):
+            return backbone(self.get_base_model())(input_ids=pack.input_ids, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def _trunk_states(self, pack: Pack) -> Tensor:
+        with only_below(decoder_layers(self.get_base_model()), self.cut) as kept:
+            self._run(pack)
+        return kept[0]
+
+    def _hidden(self, pack: Pack, states: Tensor | None, read: Positions | None = None) -> Tensor:
+        if not self.cut or states is None:
+            return self._run(pack, read)
+        with only_above(decoder_layers(self.get_base_model()), self.cut, states):
+            return self._run(pack, read)
+
+    def _token_logprobs(
+        self, hidden: Tensor, pack: Pack, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, columns = pack.completion_mask.nonzero(as_tuple=True)
+        head = output_head(self.get_base_model())
+        predicting = hidden[rows, pack.prompt_lengths[rows] - 1 + columns]
+        with torch.autocast(hidden.device.type, enabled=False):
+            logprobs, entropy = fused_token_logprobs(
+                predicting.to(head.weight.dtype),
+                head.weight,
+                pack.completion_ids[rows, columns],
+                temperature=temperature,
+                bias=head.bias,
+                softcap=head.softcap,
+                logit_scale=head.logit_scale,
+                entropy_grad=entropy_grad,
+            )
+        return tuple(spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
+
+    def _values(self, hidden: Tensor | None, pack: Pack, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.value_head_kind == "adapter":
+            with self.as_role("value"):
+                hidden = self._hidden(pack, states)
+        elif self.value_head_kind == "detached":
+            hidden = hidden.detach()
+        rows, columns = pack.completion_mask.nonzero(as_tuple=True)
+        first = pack.prompt_lengths - 1
+        values = self.value_head(hidden[rows, first[rows] + columns])
+        every_row = torch.arange(pack.num_rows, device=hidden.device)
+        next_values = self.value_head(hidden[every_row, first + pack.completion_mask.sum(dim=1)])
+        return spread(values, rows, columns, pack.completion_mask), next_values
+
+    def train(self, mode: bool = True) -> TrunkModel:
+        """Set train or eval mode; a quantised base computes the same in both."""
+        super().train(mode)
+        keep_train_kernels(self)
+        return self
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Recompute the activations of each layer in the backward, under the adapter that was active in the forward.
+
+        Source: torch.utils.checkpoint, `context_fn`. Without it the recompute would see the adapter of the last role.
+        """
+        settings = dict(activation_checkpointing_kwargs or {})
+        if settings.pop("use_reentrant", False) or "context_fn" in settings:
+            raise ValueError(
+                "activation_checkpointing_kwargs: use_reentrant=True, or a context_fn other than ours, recomputes"
+                " under the wrong adapter; leave both out"
+            )
+
+        def context_fn() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+            return contextlib.nullcontext(), self._as_in_forward(self._role, self.narrow.positions)
+
+        settings |= {"use_reentrant": False, "context_fn": context_fn}
+        self.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=settings, **kwargs)
+
+    @contextlib.contextmanager
+    def _as_in_forward(self, adapter: str | None, positions: Positions | None) -> Iterator[None]:
+        with role(self, adapter), self.narrow.at(positions):
+            yield
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Do the same under transformers' older name, which PEFT would otherwise pass on to the base model."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Write what trains and the reference (the policy at the root, as PEFT and vLLM expect it) into a folder."""
+        kwargs.setdefault("save_embedding_layers", False)
+        kwargs.setdefault("selected_adapters", [name for name in self.peft_config if name != REWARD])
+        super().save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            self.value_head.save(save_directory)
+            write_base_marks(self.get_base_model(), save_directory)
+
+    def load_branches(self, folder: str | Path) -> None:
+        """Load every adapter and the value head from a folder that `save_pretrained` wrote; what trains stays so.
+
+        Raises:
+            ValueError: a file is missing, one too many, or does not fit this trunk; no weight has changed then.
+        """
+        weights = read_branches(self, folder)
+        self.value_head.load(folder)
+        for adapter, tensors in weights.items():
+            set_adapter_weights(self, tensors, adapter, folder)

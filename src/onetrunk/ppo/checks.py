@@ -1,0 +1,234 @@
+"""What is refused before anything loads: launches, parts and settings that can't work together, each by a sentence.
+
+Knows configs and types; builds nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from onetrunk.models.base import load_base
+from onetrunk.models.build import check_model_type
+from onetrunk.models.sources import load_config
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.foreign_keys import REFUSED_OPTIMIZERS
+from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.utils.files import require_name, require_output_dir
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a rollout is dealt out.
+
+    Args:
+        rows_per_rank: completions per process and rollout.
+        prompts_per_rank: prompts per process and rollout.
+        rows_per_minibatch: completions per process and optimizer step.
+        rows_per_pack: most completions in one forward.
+    """
+
+    prompts_per_rank: int
+    rows_per_rank: int
+    rows_per_minibatch: int
+    rows_per_pack: int
+
+
+def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
+    """Return the BatchPlan of a config on `world_size` processes.
+
+    Raises:
+        ValueError: a division that leaves a rest; the sentence names values that divide.
+    """
+    prompts, rest = divmod(config.rollout_batch_size, world_size)
+    if rest or not prompts:
+        raise ValueError(
+            f"rollout_batch_size {config.rollout_batch_size} is not divisible by {world_size} processes; set it to"
+            f" {max(1, round(config.rollout_batch_size / world_size)) * world_size}"
+        )
+    rows = prompts * config.num_generations
+    if rows % config.num_minibatches:
+        divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+        near = sorted(divisors, key=lambda d: abs(d - config.num_minibatches))[:2]
+        raise ValueError(
+            f"the {rows} completions of a process (rollout_batch_size {config.rollout_batch_size}, {world_size}"
+            f" processes, num_generations {config.num_generations}) are not divisible by {config.num_minibatches}"
+            f" minibatches; set num_minibatches to {' or '.join(str(d) for d in sorted(near))}"
+        )
+    rows_per_minibatch = rows // config.num_minibatches
+    rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
+    return BatchPlan(prompts, rows, rows_per_minibatch, rows_per_pack)
+
+
+TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
+
+
+def check_launch(args: PPOConfig) -> None:
+    """Refuse a launch that can't work: foreign settings, the output folder, several GPUs in one process, sharding.
+
+    Raises:
+        ValueError, TypeError: with the sentence that says what to change.
+    """
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}; PPOTrainer takes a PPOConfig (onetrunk.PPOConfig)")
+    if args.should_save:
+        require_output_dir(args.output_dir)
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch"
+            f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
+            " or set CUDA_VISIBLE_DEVICES=0"
+        )
+    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if os.environ.get(variable, "false").lower() == "true":
+            raise ValueError(
+                f"{name} is not supported yet; launch with accelerate_configs/ddp.yaml or single_gpu.yaml"
+            )
+    plan_batches(args, args.world_size)
+
+
+def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
+    """Refuse parts that would fail late: evaluation without rows, names that are no part of a path, a wrong backend.
+
+    Raises:
+        ValueError, TypeError: with the sentence that says what to change.
+    """
+    if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
+        raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
+    for name in eval_dataset if isinstance(eval_dataset, dict) else ():
+        require_name(name, "the name of an evaluation set")
+    check_best_metric(args, eval_dataset)
+    if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
+        raise TypeError(
+            f"rollout_backend is a {type(rollout_backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
+            " sync(model, version); see onetrunk.rollouts.base.RolloutBackend"
+        )
+
+
+def check_best_metric(args: PPOConfig, eval_dataset: Any) -> None:
+    """Refuse a metric_for_best_model that no evaluation of several datasets by name will have.
+
+    Raises:
+        ValueError: with a name that it will have.
+    """
+    metric = args.metric_for_best_model
+    if metric is None or not isinstance(eval_dataset, dict) or len(eval_dataset) == 0:
+        return
+    if not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in eval_dataset)):
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, and the evaluation sets are {', '.join(eval_dataset)}: say which"
+            f" of them decides, for example {next(iter(eval_dataset))}_score/mean"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer whose weights in training are not those that are evaluated and saved.
+
+    Raises:
+        ValueError: it has modes, train() and eval(), as schedule-free ones have.
+    """
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} has modes, train() and eval():"
+            f" {REFUSED_OPTIMIZERS['schedule_free']}; take one without, such as torch.optim.AdamW"
+        )
+
+
+def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a model or a tokenizer that is none, a name at which nothing lies, keywords that the loading has not.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: with the sentence that says what to change.
+    """
+    check_model_type(model)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is of type {type(tokenizer).__name__}; give the policy's tokenizer"
+            " (AutoTokenizer.from_pretrained), or leave it out"
+        )
+    known = [n for n in inspect.signature(load_base).parameters if n not in ("name_or_path", "quantization_config")]
+    unknown = [name for name in kwargs if name not in known]
+    if unknown:
+        hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
+        raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
+    if isinstance(model, str):
+        load_config(model, **source_of(kwargs))
+
+
+def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
+    """Refuse prompts of another vocabulary, and those that leave no room for a completion."""
+    longest = max(len(ids) for dataset in datasets for ids in dataset["prompt_ids"])
+    most = longest + args.max_completion_length
+    remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
+    if args.microbatch_tokens is not None and most > args.microbatch_tokens:
+        raise ValueError(
+            f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it"
+        )
+    config = _config(model, args.model_init_kwargs or {})
+    largest, vocab_size = max(max(ids) for d in datasets for ids in d["prompt_ids"]), config.vocab_size
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {largest} and the model knows {vocab_size} tokens; take the tokenizer that"
+            " belongs to the model (processing_class)"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and most > limit:
+        raise ValueError(
+            f"{remedy}: together {most}, and the model has {limit} positions; lower max_completion_length, or set"
+            " max_prompt_length with overlong_prompts drop or truncate"
+        )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
+    """Refuse a tokenizer that would fail on rows later: no template for conversations, or ids that a model lacks.
+
+    Args:
+        tokenizer: of the model.
+        name: where it lies.
+        rows: with texts and conversations in any columns.
+        vocab_size: entries of the model's embedding.
+
+    Raises:
+        ValueError: with the sentence that says what to change.
+    """
+    columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
+    if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
+        raise ValueError(
+            f"the rows are conversations and the tokenizer of {name} has no chat template; take an instruct model's"
+            " tokenizer, write a chat_template.jinja into its folder, or give the rows as text"
+        )
+    special = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None]
+    largest = max(special, default=0)
+    if len(tokenizer) > vocab_size:  # Some models leave out tokens that no text has.
+        texts = [text for values in columns for text in _texts(values)]
+        largest = max([largest, *(i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in ids)])
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name} gives token id {largest} and the model knows {vocab_size} tokens; take the"
+            " tokenizer that belongs to the model"
+        )
+
+
+def _texts(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        yield from [value] if isinstance(value, str) else (message["content"] or "" for message in value)
+
+
+def source_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return which of the keywords say where a model comes from."""
+    return {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+
+
+def _config(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> Any:
+    if isinstance(model, PeftModel):
+        return model.get_base_model().config.get_text_config()
+    if isinstance(model, PreTrainedModel):
+        return model.config.get_text_config()
+    return load_config(model, **source_of(kwargs))

@@ -1,0 +1,322 @@
+"""PPOConfig: transformers' TrainingArguments and the few fields that PPO on one trunk needs, each validated at once.
+
+Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfig otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from onetrunk.checkpoints.secrets import SecretFreeArguments
+from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.models.adapters import VALUE_HEADS
+from onetrunk.models.cache import PLACES
+from onetrunk.ppo.alarm_settings import AlarmSettings, check_alarm_settings
+from onetrunk.ppo.foreign_keys import (
+    FIXED,
+    INHERITED_WITHOUT_MEANING,
+    REFUSED_OPTIMIZERS,
+    WHY_FIXED,
+    explain_unknown_keys,
+)
+from onetrunk.utils.randomness import require_seed
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
+OVERLONG = ("error", "drop", "truncate")
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(repr=False)
+class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, TrainingArguments):
+    """Settings of a PPO run.
+
+    Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
+    32 completions per process and rollout, 8 per optimizer step and process, and 8 optimizer steps per rollout. A
+    forward holds at most per_device_train_batch_size rows and, where it is set, microbatch_tokens padded tokens;
+    neither changes the gradient.
+
+    Raises:
+        ValueError: a value out of range, settings that contradict each other, or a key of another trainer; the
+            sentence says what to change.
+    """
+
+    # What differs from TrainingArguments' own defaults.
+    learning_rate: float = _option(1e-4, "Peak learning rate of the adapters.")
+    logging_steps: float = _option(1, "Log every so many optimizer steps.")
+    bf16: bool | None = _option(
+        None, "bfloat16 autocast. None: where an accelerator supports it (not yet run on hardware)."
+    )
+    fp16: bool = _option(False, "float16 autocast with a gradient scaler (not yet run on hardware).")
+    ignore_data_skip: bool = _option(True, "Always True: the stream restores its own position.")
+    remove_unused_columns: bool = _option(False, "Always False: reward functions receive every column.")
+    logging_nan_inf_filter: bool = _option(False, "Always False: a non-finite step is skipped and counted instead.")
+
+    # Rollout
+    rollout_batch_size: int = _option(64, "Prompts per rollout, all processes together.")
+    num_generations: int = _option(1, "Completions per prompt.")
+    num_rollouts: int | None = _option(None, "Rollouts in all; None: as num_train_epochs or max_steps say.")
+    max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: no limit but the model's.")
+    overlong_prompts: str = _option(
+        "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+    )
+    max_completion_length: int = _option(256, "Longest completion, tokens.")
+    temperature: float = _option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
+    stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
+    max_rollout_rows: int | None = _option(
+        None, "Most rows that decode at once on a process; None: all of the rollout."
+    )
+    chat_template_kwargs: dict[str, Any] | None = _option(None, "Keywords for the tokenizer's chat template.")
+    shuffle_dataset: bool = _option(True, "New order of the prompts in every pass, drawn from data_seed or seed.")
+
+    # Reward
+    reward_weights: list[float] | None = _option(None, "Weight of each reward function; None: 1 each.")
+    missing_eos_penalty: float | None = _option(
+        None, "Taken off the score of a completion without a stop token; >= 0."
+    )
+    length_penalty: float = _option(0.0, "Taken off the score at max_completion_length tokens, in proportion below.")
+    truncated_completions: str | None = _option(
+        None,
+        "A completion cut at max_completion_length: 'terminal' (as if it had ended), 'bootstrap' (its last state's"
+        " value follows), 'penalize' (missing_eos_penalty), 'mask' (left out of the update). None: 'penalize' where"
+        " there is a penalty, else 'terminal'.",
+    )
+    normalize_scores: bool = _option(False, "Shift and scale scores by their running mean and standard deviation.")
+    score_clip: float | None = _option(None, "Bound on |score| after normalisation; None: none.")
+    max_unscored_fraction: float = _option(0.1, "Stop when more of a rollout's rows have no finite score.")
+
+    # Advantage
+    beta: float = _option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
+    kl_estimator: str = _option(
+        "k1",
+        "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss, where k2 has the gradient of the KL.",
+    )
+    kl_in_loss: bool = _option(
+        False,
+        "Add beta * KL to the loss instead of taking it off the rewards. The KL of later tokens is then not credited,"
+        " and whiten_advantages makes beta count in standard deviations of the advantage.",
+    )
+    kl_target: float | None = _option(
+        None, "KL per completion (nats) that an adaptive beta holds; None: beta is fixed."
+    )
+    kl_horizon: int = _option(10_000, "Completions over which the adaptive beta moves.")
+    gamma: float = _option(1.0, "Discount per token, in (0, 1].")
+    lam: float = _option(0.95, "Lambda of GAE, in [0, 1].")
+    lam_policy: float | None = _option(None, "Lambda of the advantages alone; None: lam.")
+    lam_value: float | None = _option(None, "Lambda of the value targets alone; None: lam.")
+    length_adaptive_lam: float | None = _option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
+    whiten_advantages: bool = _option(True, "Zero mean and unit variance over the tokens of the global rollout.")
+    whiten_rewards: bool = _option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
+
+    # Loss
+    num_ppo_epochs: int = _option(4, "Passes over a rollout.")
+    num_minibatches: int = _option(1, "Optimizer steps per pass.")
+    microbatch_tokens: int | None = _option(None, "Most padded tokens in one forward; None: no bound.")
+    epsilon: float = _option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
+    epsilon_high: float | None = _option(None, "Upper clip range; None: epsilon.")
+    dual_clip: float | None = _option(None, "Bound c > 1 on the ratio for negative advantages; None: off.")
+    value_clip: float | None = _option(0.2, "Clip range of the value around its rollout value; None: off.")
+    value_coef: float = _option(0.1, "Weight of the value loss.")
+    entropy_coef: float = _option(0.0, "Weight of the entropy bonus.")
+    target_kl: float | None = _option(
+        None, "Skip the rest of a rollout's steps once KL(old, new) per token exceeds it."
+    )
+    value_pretraining_rollouts: int = _option(0, "First rollouts that train the value alone.")
+    value_learning_rate: float | None = _option(
+        None, "Learning rate of the value head and, with value_head adapter, of its LoRA; None: learning_rate."
+    )
+
+    # Trunk
+    value_head: str = _option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
+    adapter_layers: str = _option("all", "'all', or 'top-k': adapt and train the last k layers alone.")
+    value_head_init: str | None = _option(
+        None,
+        "Reward model (folder or Hub name, of the trunk's size) whose score head starts the value head; None: zero.",
+    )
+    trunk_cache: str = _option(
+        "auto",
+        "Where the states that the layers below the top k make stay for all epochs of a rollout: device, cpu (pinned"
+        " memory), disk (a file in output_dir), off (make them in every forward), auto (the first of them with room).",
+    )
+    capture_trunk_states: bool | None = _option(
+        None,
+        "Take those states from sampling, which computes them anyway, instead of one more pass. They differ from that"
+        " pass by rounding (1e-6 in float32), and go into checkpoints. None: in float32.",
+    )
+    model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
+
+    # Safety and logging
+    activation_offloading: bool = _option(False, "Keep activations in host memory (not yet run on hardware).")
+    check_memory: bool = _option(
+        True, "Run the largest pack that can come once before the first rollout, and say what the run will need."
+    )
+    max_skipped_steps: int = _option(3, "Stop after so many non-finite optimizer steps in a row.")
+    log_completions: bool = _option(False, "Print and save a table of samples at every evaluation and logging step.")
+    num_completions_to_print: int = _option(4, "Rows of that table.")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
+        wrong = explain_unknown_keys(cls, kwargs)
+        if wrong:
+            raise ValueError(f"PPOConfig: {wrong}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._refuse_inherited()
+        self._check_ranges()
+        self._check_rollout()
+        self._check_objective()
+        check_alarm_settings(self)
+        self._choose_best_metric()
+        if self.bf16 is None:
+            self.bf16 = bf16_by_default(self)
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = True
+        if self.ddp_broadcast_buffers is None:
+            self.ddp_broadcast_buffers = False
+        super().__post_init__()
+
+    @property
+    def slots_per_rollout(self) -> int:
+        """Optimizer steps that a rollout feeds."""
+        return self.num_ppo_epochs * self.num_minibatches
+
+    def _refuse_inherited(self) -> None:
+        for f in fields(self):
+            # On a CPU TrainingArguments itself turns pinning off.
+            if f.name not in INHERITED_WITHOUT_MEANING or (f.name == "dataloader_pin_memory" and self.use_cpu):
+                continue
+            default = f.default if f.default is not MISSING else f.default_factory()
+            value = getattr(self, f.name)
+            if value != default and (value or default is True):
+                raise ValueError(f"{f.name}={value!r} has no meaning here: {INHERITED_WITHOUT_MEANING[f.name]}")
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps} has no meaning here: an optimizer"
+                " step is a minibatch, cut into forwards by microbatch_tokens or per_device_train_batch_size; leave it"
+                " at 1"
+            )
+        for name, fixed in FIXED.items():
+            value = getattr(self, name)
+            if value is not fixed and not (value is None and name.startswith("ddp_")):
+                raise ValueError(f"{name} must stay {fixed}: {WHY_FIXED[name]}")
+        optim = str(getattr(self.optim, "value", self.optim))
+        for part, reason in REFUSED_OPTIMIZERS.items():
+            if part in optim:
+                raise ValueError(f"optim {optim!r} is not supported: {reason}; take adamw_torch, adamw_bnb_8bit, ...")
+        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        if scheduler in ("reduce_lr_on_plateau", "greedy"):
+            raise ValueError(
+                f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO has not; take another"
+            )
+        if self.fp16 and (self.use_cpu or not torch.cuda.is_available()):
+            raise ValueError("fp16 needs a GPU with its gradient scaler; set bf16, or leave both out on a CPU")
+
+    def _choose_best_metric(self) -> None:
+        saves_best = str(getattr(self.save_strategy, "value", self.save_strategy)) == "best"
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or saves_best):
+            # Trainer would look for a loss, which an evaluation by sampling has not.
+            self.metric_for_best_model = "score/mean"
+            self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
+
+    def _check_ranges(self) -> None:
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
+        whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
+        whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
+        whole += " per_device_train_batch_size per_device_eval_batch_size"
+        for name in whole.split():
+            _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
+        positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
+        for name in f"{positive} target_kl value_learning_rate gamma".split():
+            _require(self, name, lambda v: _is_number(v) and v > 0, "a number above 0")
+        for name in ("missing_eos_penalty", "length_penalty", "beta", "value_coef", "entropy_coef"):
+            _require(self, name, lambda v: _is_number(v) and v >= 0, "0 or more")
+        for name in ("gamma", "lam", "lam_policy", "lam_value", "max_unscored_fraction"):
+            _require(self, name, lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1")
+        _require(self, "dual_clip", lambda v: _is_number(v) and v > 1, "above 1")
+        _require(self, "epsilon", lambda v: v < 1, "below 1")
+        for name in ("value_pretraining_rollouts", "num_completions_to_print"):
+            _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
+        _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
+        for name, words in (
+            ("kl_estimator", KL_ESTIMATORS),
+            ("truncated_completions", TRUNCATED),
+            ("overlong_prompts", OVERLONG),
+            ("value_head", VALUE_HEADS),
+            ("trunk_cache", PLACES),
+        ):
+            _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
+
+    def _check_rollout(self) -> None:
+        if self.num_rollouts is not None:
+            steps = self.num_rollouts * self.slots_per_rollout
+            if self.max_steps not in (-1, steps):
+                raise ValueError(
+                    f"num_rollouts {self.num_rollouts} makes {steps} optimizer steps, but max_steps is"
+                    f" {self.max_steps}; set one of them"
+                )
+            self.max_steps = steps
+        if self.max_prompt_length is None and self.overlong_prompts != "error":
+            raise ValueError(f"overlong_prompts {self.overlong_prompts!r} needs max_prompt_length")
+        if self.truncated_completions is None:
+            self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
+        if (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None):
+            raise ValueError(
+                f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
+                f" {self.missing_eos_penalty} contradict each other: 'penalize' needs a penalty, the others none"
+            )
+
+    def _check_objective(self) -> None:
+        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+            raise ValueError(
+                f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out"
+            )
+        if self.kl_in_loss and self.kl_estimator == "k1":
+            raise ValueError("kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3")
+        if self.beta and not self.kl_in_loss and self.kl_estimator != "k1":
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator} in the reward has another gradient than the KL (it pushes tokens"
+                " below the reference further down); use k1, or set kl_in_loss"
+            )
+        if self.kl_in_loss and not self.beta:
+            raise ValueError("kl_in_loss needs beta above 0")
+        if self.kl_target is not None and not self.beta:
+            raise ValueError("kl_target adapts beta by factors: start it above 0")
+        if self.length_adaptive_lam is not None and self.lam_policy is not None:
+            raise ValueError("length_adaptive_lam and lam_policy both set the policy's lambda; set one of them")
+
+
+def bf16_by_default(args: TrainingArguments) -> bool:
+    """Say whether settings that leave bf16 open mean it: not beside fp16, and only where an accelerator has it."""
+    return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(config: PPOConfig, name: str, holds: Any, expected: str) -> None:
+    value = getattr(config, name)
+    if value is None and name in MAY_BE_NONE:
+        return
+    if isinstance(value, str) and "one of" not in expected:
+        number = expected if expected.startswith("a ") else f"a number, {expected}"
+        raise ValueError(f"{name} is the text {value!r}; it must be {number}")
+    if value is None or not holds(value):
+        raise ValueError(f"{name} is {value!r}; it must be {expected}")
+
+
+# Read once: transformers' parser rewrites the types of fields.
+MAY_BE_NONE = frozenset(f.name for f in fields(PPOConfig) if "None" in str(f.type))

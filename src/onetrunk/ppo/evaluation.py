@@ -1,0 +1,237 @@
+"""Held-out evaluation: sample, score, and measure the KL of a policy to its reference.
+
+The same prompts get the same random numbers at every evaluation, so that differences are the policy's. Knows the
+sampler and the model's roles; no optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from tqdm.auto import tqdm
+from transformers import Trainer
+
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.checks import check_lengths
+from onetrunk.ppo.metrics import rollout_figures
+from onetrunk.ppo.sampling import Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.ppo.setup import prepare_dataset
+from onetrunk.utils.files import require_name
+from onetrunk.utils.randomness import EVALUATION_STREAM
+from onetrunk.utils.redaction import redact
+
+
+class PromptEvaluation(Trainer):
+    """The part of PPOTrainer that evaluates on held-out prompts."""
+
+    # Step and metrics; checkpoints keep it.
+    _last_evaluation: dict[str, Any] | None = None
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Sample one completion per held-out prompt and return its figures: `eval_score/mean`, `eval_kl/ref`, ...
+
+        Several datasets by name give `eval_<name>_score/mean`, ..., as in transformers.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
+        if isinstance(dataset, dict):
+            parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
+            return {name: value for part in parts for name, value in part.items()}
+        if "prompt_ids" not in dataset.column_names:
+            dataset = prepare_dataset(dataset, self.processing_class, self.args)
+            check_lengths(self.model, self.args, [dataset])
+        start = time.perf_counter()
+        figures, scored = self._figures_of(dataset, "policy", metric_key_prefix.replace("_", " "))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
+        self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if eval_dataset is None and metric_key_prefix == "eval":
+            self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
+        return metrics
+
+    def final_evaluation(self) -> dict[str, float]:
+        """Return what `evaluate` says of the trained policy, where its last step was evaluated not a second time."""
+        last = self._last_evaluation
+        # The best checkpoint is loaded after the last evaluation.
+        if last is not None and last["step"] == self.state.global_step and not self.args.load_best_model_at_end:
+            return dict(last["metrics"])
+        return self.evaluate()
+
+    def evaluate_reference(self) -> dict[str, float]:
+        """Return the figures of the model that training starts from, without a prefix and without a log."""
+        return self._figures_of(self.eval_dataset, "reference", "before")[0]
+
+    def _figures_of(self, dataset: Dataset, role: str, phase: str) -> tuple[dict[str, float], ScoredRollout]:
+        is_shown = not self.args.disable_tqdm and self.is_world_process_zero()
+        with self.progress.phase(phase, is_shown):
+            return evaluate_prompts(
+                self.model,
+                self.sampler,
+                dataset,
+                self.accelerator,
+                seed=self.args.seed,
+                rows_per_pack=self.args.per_device_eval_batch_size,
+                max_tokens=self.args.microbatch_tokens,
+                role=role,
+                version=self.state.global_step,
+                extras={"trainer_state": self.state},
+            )
+
+
+def evaluate_prompts(
+    model: TrunkModel,
+    sampler: Sampler,
+    dataset: Dataset,
+    accelerator: Accelerator,
+    *,
+    seed: int,
+    rows_per_pack: int,
+    max_tokens: int | None = None,
+    role: str = "policy",
+    version: int = 0,
+    extras: dict[str, Any] | None = None,
+) -> tuple[dict[str, float], ScoredRollout]:
+    """Return the figures of one completion per prompt, and this process's scored rollout.
+
+    Args:
+        model: the trunk; `role` samples.
+        sampler: backend, reward functions, tokenizer, sampling parameters.
+        dataset: rows with `prompt` and `prompt_ids`, dealt to the processes in turn.
+        accelerator: processes, device and autocast.
+        seed: of the completions.
+        rows_per_pack: most rows in one scoring forward.
+        max_tokens: most padded tokens in one; None: no bound.
+        role: "policy", or "reference" for the figures before training (its KL to itself is not reported).
+        version: optimizer steps that the policy has seen.
+        extras: keywords for the reward functions.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    share = math.ceil(len(dataset) / world)
+    # Every process has as many rows, for the figures are gathered; surplus rows come again and do not count.
+    places = [rank + i * world for i in range(share)]
+    rows, counted = [place % len(dataset) for place in places], torch.tensor(places) < len(dataset)
+    batch = prompt_batch(dataset, rows, [(seed, EVALUATION_STREAM, row) for row in rows])
+    with torch.no_grad(), accelerator.autocast(), model.as_role(role):
+        sampler.backend.sync(model, version)
+        rollout = sampler.generate(batch)
+    roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
+    packs, pack_rows = [], []
+    if roles:
+        pad_id = sampler.params.pad_token_id
+        everything = [range(len(rollout))]
+        packs, pack_rows = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device)
+    temperature = sampler.params.temperature or 1.0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), accelerator.autocast():
+        outputs = [model(pack=pack, roles=roles, temperature=temperature) for pack in packs]
+    model.train(was_training)
+    scored = sampler.score(batch, rollout, lambda: outputs, pack_rows, **(extras or {}))
+    figures = rollout_figures(scored, packs, pack_rows, outputs, accelerator, counted)
+    del figures["num_tokens"]
+    return figures, scored
+
+
+FOLDER = "completions"
+LONGEST_CELL = 400
+
+
+class SampleLog:
+    """Prints the first rows of a scored rollout and writes all of them into `output_dir`/completions.
+
+    Args:
+        output_dir: of the run.
+        num_rows: rows of the table; 0 for no table.
+        is_on: False records nothing.
+    """
+
+    def __init__(self, output_dir: str | Path, num_rows: int, is_on: bool):
+        self.folder = Path(output_dir) / FOLDER
+        self.num_rows = num_rows
+        self.is_on = is_on
+        self._extra: dict[str, list[Any]] = {}
+
+    def begin(self) -> None:
+        """Forget the columns of the rollout before."""
+        self._extra = {}
+
+    def add_column(self, column: str, values: list[Any]) -> None:
+        """Keep a further column of the rollout at hand; reward functions call it as `log_extra`."""
+        self._extra[column] = list(values)
+
+    def record(self, name: str, scored: ScoredRollout, with_columns: bool = True) -> None:
+        """Write `name`.jsonl and print the table, if it is to have rows."""
+        if not self.is_on:
+            return
+        write_samples(self.folder, name, scored, self._extra if with_columns else {})
+        if self.num_rows:
+            show(sample_table(scored, name, self.num_rows))
+
+
+def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
+    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path.
+
+    Raises:
+        ValueError: the name could lead out of the folder.
+    """
+    require_name(name, "the name of the samples")
+    path = Path(folder) / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with path.open("w", encoding="utf-8") as file:
+        for i, prompt in enumerate(scored.batch.prompts):
+            row = {"prompt": prompt, "completion": scored.completions[i], "score": _number(scored.scores.total[i])}
+            row |= {f"score/{n}": _number(s[i]) for n, s in scored.scores.by_function.items()}
+            row["stopped"] = bool(scored.rollout.stopped[i])
+            row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
+            lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        file.write(redact("".join(lines)))
+    return path
+
+
+def _number(value: Any) -> float | None:
+    # JSON has no NaN and no infinity; a row without a score has null.
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
+    """Return a table of the first rows of a scored rollout."""
+    table = Table(title=title, show_lines=True)
+    for column in ("prompt", "completion", "score"):
+        table.add_column(column, overflow="fold")
+    for i in range(min(num_rows, len(scored.completions))):
+        cells = (_cell(scored.batch.prompts[i]), _cell(scored.completions[i]), f"{scored.scores.total[i].item():.3f}")
+        table.add_row(*cells)
+    return table
+
+
+def _cell(text: Any) -> str:
+    plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
+    plain = plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
+    return plain.replace("[", r"\[")
+
+
+def show(table: Table) -> None:
+    """Print a table to the terminal, above a running progress bar."""
+    console = Console(width=None)
+    with console.capture() as capture:
+        console.print(table)
+    tqdm.write(capture.get())

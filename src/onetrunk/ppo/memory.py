@@ -1,0 +1,217 @@
+"""Runs the largest pack that can come once before the first rollout: what does not fit fails in the first minute.
+
+A forward and backward at full length, whose gradients are thrown away: weights, optimizer and random numbers are as
+before. What comes later (optimizer state, key-value cache, trunk states) is added by arithmetic. Knows the trunk, the
+settings and the memory of the machine; no rollout and no reward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
+from onetrunk.models.speedups.memory import is_out_of_memory, offloaded_activations
+from onetrunk.models.trunk import PackOutput, TrunkModel
+from onetrunk.ops.packing import make_pack
+from onetrunk.ppo.checks import plan_batches
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.metrics import peak_gib
+from onetrunk.types import Experience, Pack, to_device
+
+logger = get_logger(__name__)
+GIB = 2**30
+# Logits of the next token, their logprobs and their cumulated probabilities, float32.
+SAMPLER_COPIES = 3
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes of a process: `pack` was measured, the rest is arithmetic.
+
+    Args:
+        pack: peak so far, after a forward and backward of the largest pack.
+        optimizer: its state, at two float32 numbers per trained weight (less in 8 bit).
+        states: trunk states of a rollout, where they stay on this device.
+        sampling: key-value cache and logits at the longest rows.
+    """
+
+    pack: int
+    optimizer: int
+    states: int
+    sampling: int
+
+    @property
+    def peak(self) -> int:
+        """Upper estimate: the cache of sampling is gone when packs run, so the larger of the two counts."""
+        return self.pack + self.optimizer + self.states + max(0, self.sampling - self.pack)
+
+
+def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
+    """Return the pack of most padded tokens that a rollout can give on this process."""
+    width = longest_prompt + args.max_completion_length
+    rows = plan_batches(args, args.world_size).rows_per_pack
+    if args.microbatch_tokens is not None:
+        rows = max(1, min(rows, args.microbatch_tokens // width))
+    return make_pack([[0] * longest_prompt] * rows, [[0] * args.max_completion_length] * rows, 0)
+
+
+def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
+    """Score and train on `pack`, and throw the gradients away.
+
+    Raises:
+        RuntimeError: the memory does not suffice; the sentence says what to lower.
+    """
+    try:
+        model.train()
+        with torch.no_grad():
+            states = model(pack=pack, roles=("trunk",)).states
+            roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
+            model(pack=pack, roles=roles, states=states, temperature=args.temperature)
+        with offloaded_activations(model) if args.activation_offloading else contextlib.nullcontext():
+            output = model(pack=pack, states=states, temperature=args.temperature, entropy_grad=args.entropy_coef > 0)
+        # Not `backward`: DDP would count its gradients as those of a step.
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(output.logprobs.sum() + output.values.sum(), trained, allow_unused=True)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        rows, width = pack.input_ids.shape
+        raise RuntimeError(
+            f"the memory does not hold a pack of {rows} rows x {width} tokens, which this run can meet"
+            f" ({str(error).splitlines()[0]}); lower per_device_train_batch_size, microbatch_tokens or"
+            " max_completion_length, or set activation_checkpointing, or load the base in 4 bit"
+        ) from error
+
+
+class MemoryCheck(TrainerCallback):
+    """Runs the largest pack when training begins, and says what the run will need.
+
+    Args:
+        longest_prompt: tokens.
+        states_stay: True where the trunk states of a rollout stay on the trunk's device.
+    """
+
+    def __init__(self, longest_prompt: int, states_stay: bool):
+        self.longest_prompt = longest_prompt
+        self.states_stay = states_stay
+        self.forecast: MemoryForecast | None = None
+
+    def on_train_begin(
+        self, args: PPOConfig, state: TrainerState, control: TrainerControl, model: TrunkModel, **kwargs: Any
+    ) -> None:
+        if not args.check_memory:
+            return
+        run_largest_pack(model, to_device(largest_pack(args, self.longest_prompt), args.device), args)
+        self.forecast = self._forecast(model, args)
+        of_cuda = args.device.type == "cuda"
+        total = torch.cuda.get_device_properties(args.device).total_memory if of_cuda else host_memory_bytes()
+        line = f"memory: about {self.forecast.peak / GIB:.1f} of {total / GIB:.1f} GiB at the peak of this process"
+        if self.forecast.peak > total:
+            logger.warning(
+                f"{line}: more than there is; lower per_device_train_batch_size, microbatch_tokens or max_rollout_rows"
+            )
+        elif state.is_world_process_zero and not args.disable_tqdm:
+            tqdm.write(line, file=sys.stderr)
+
+    def _forecast(self, model: TrunkModel, args: PPOConfig) -> MemoryForecast:
+        base = model.get_base_model()
+        shape = ModelShape.from_config(base.config.get_text_config())
+        rows = plan_batches(args, args.world_size).rows_per_rank
+        width = self.longest_prompt + args.max_completion_length
+        decoding = min(rows, args.max_rollout_rows or rows)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        has_states = bool(model.cut) and self.states_stay
+        logits = decoding * shape.vocab_size * 4 * SAMPLER_COPIES
+        return MemoryForecast(
+            pack=int(peak_gib() * GIB),
+            optimizer=trained * (2 if "8bit" in str(args.optim) else 8),
+            states=trunk_states_bytes(shape, rows * width, base.dtype.itemsize) if has_states else 0,
+            sampling=base.get_memory_footprint()
+            + kv_cache_bytes(shape, decoding * width, base.dtype.itemsize)
+            + logits,
+        )
+
+
+logger = get_logger(__name__)
+
+Rows = TypeVar("Rows", Pack, Experience)
+
+
+class PackSize:
+    """How many rows a forward takes at most: all of a pack, until memory runs out.
+
+    Args:
+        what: that is run, for sentences ("the update").
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.most_rows: int | None = None
+        self.num_halvings = 0
+
+    def parts(self, item: Rows) -> list[Rows]:
+        """Return a pack, or an experience, in parts of at most `most_rows` rows."""
+        return split_rows(item, self.most_rows)
+
+    def shrink(self, packs: Sequence[Pack], error: str) -> None:
+        """Halve the rows of a forward, and say so.
+
+        Args:
+            packs: the largest of them did not fit.
+            error: what torch said.
+
+        Raises:
+            RuntimeError: a forward has one row already.
+        """
+        largest = max(min(pack.num_rows, self.most_rows or pack.num_rows) for pack in packs)
+        width = max(pack.input_ids.shape[1] for pack in packs)
+        reason = error.splitlines()[0] if error else "out of memory"
+        if largest == 1:
+            raise RuntimeError(
+                f"the memory does not hold {self.what} of one row of {width} tokens ({reason}); lower"
+                " max_completion_length, set activation_checkpointing, or load the base in 4 bit"
+            )
+        self.most_rows = -(-largest // 2)
+        self.num_halvings += 1
+        logger.warning(
+            f"the memory did not hold {self.what} of {largest} rows x {width} tokens ({reason}); from here on a"
+            f" forward has at most {self.most_rows} rows, and the step is made again: the gradient is the same. Set"
+            f" per_device_train_batch_size to {self.most_rows} (or lower microbatch_tokens) to spare the attempt"
+        )
+
+
+def split_rows(item: Rows, most_rows: int | None) -> list[Rows]:
+    """Return a pack or an experience in parts of at most so many rows, of the same width; None: as it is."""
+    num_rows = item.num_rows if isinstance(item, Pack) else item.pack.num_rows
+    if most_rows is None or num_rows <= most_rows:
+        return [item]
+    return [_rows(item, slice(start, start + most_rows)) for start in range(0, num_rows, most_rows)]
+
+
+def _rows(item: Rows, rows: slice) -> Rows:
+    changes = {}
+    for field in fields(item):
+        value = getattr(item, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _rows(value, rows)
+        elif isinstance(value, Tensor):
+            changes[field.name] = value[rows]
+    return replace(item, **changes)
+
+
+def join_rows(outputs: Sequence[PackOutput]) -> PackOutput:
+    """Return what was said of the parts of a pack as said of the whole."""
+    if len(outputs) == 1:
+        return outputs[0]
+    columns = zip(*outputs, strict=True)
+    return PackOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))

@@ -1,0 +1,438 @@
+"""Is the policy getting better, or better at pleasing the reward? A judge that is not the reward says, now and then.
+
+Every few rollouts the policy answers the same prompts with the same random numbers; the reward functions (the proxy)
+and a judge that PPO never sees rate the same completions. Where the proxy rises while the judge falls, an alarm is
+raised, and the run stops if it is to. Knows the trainer's parts, judges and numbers; changes no weight.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from onetrunk.checkpoints.folders import last_checkpoint
+from onetrunk.checkpoints.resume_point import EndingCallback
+from onetrunk.judges.base import Judge, digest
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.verdicts import Memory, kept_ratings
+from onetrunk.ppo.evaluation import evaluate_prompts
+from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rewards.judge import as_text
+from onetrunk.types import Prompt
+
+
+def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, float]:
+    """Return how far scores moved, by a line of least squares per row: the mean over rows and its standard error.
+
+    The scores of one row share what is peculiar to it, which a comparison of means would take for noise.
+
+    Args:
+        series: [measurements, rows], 2 measurements or more, the earliest first; rows with a None are left out.
+
+    Returns:
+        Both NaN where fewer than two rows are left.
+    """
+    rows = [values for values in zip(*series, strict=True) if None not in values]
+    if len(rows) < 2:
+        return math.nan, math.nan
+    scores = torch.tensor(rows, dtype=torch.float64)
+    times = torch.arange(scores.shape[1], dtype=torch.float64)
+    centred = times - times.mean()
+    changes = scores @ centred / centred.square().sum() * (len(times) - 1)
+    return float(changes.mean()), float(changes.std()) / math.sqrt(len(changes))
+
+
+logger = get_logger(__name__)
+
+# A measurement of fewer of its prompts is left out.
+LEAST_RATED = 0.5
+Series = dict[str, list[float | None]]
+
+
+@dataclass
+class JudgedSamples:
+    """Measures a policy by its reward functions and by a judge, prompt by prompt.
+
+    Args:
+        judge: rates; may be None on all processes but the first.
+        constitution: by which it rates.
+        memory: of its answers.
+        is_out: True since the judge failed; one sentence is said per outage.
+    """
+
+    judge: Judge | None
+    constitution: Constitution
+    memory: Memory | None = None
+    is_out: bool = False
+
+    def identity(self, trainer: PPOTrainer, rows: Dataset) -> str:
+        """Return a digest of what measurements depend on beside the policy, the same on every process."""
+        rewards = trainer.sampler.rewards
+        judge = None if self.judge is None else self.judge.identity
+        asked = [self.constitution.version, rewards.names, rewards.weights, trainer.args.seed]
+        return _from_first(digest([judge, *asked, [list(ids) for ids in rows["prompt_ids"]]]))
+
+    def measure(self, trainer: PPOTrainer, rows: Dataset) -> Series | None:
+        """Return the "proxy" and "judge" scores of every row, the same on every process; None where too few have both.
+
+        Every process must call it.
+
+        Args:
+            trainer: its policy samples, with the same random numbers each time, and its reward functions score.
+            rows: tokenized prompts.
+        """
+        accelerator, state = trainer.accelerator, trainer.state
+        with trainer.progress.phase("judged", is_shown=False):
+            _, scored = evaluate_prompts(
+                trainer.model,
+                trainer.sampler,
+                rows,
+                accelerator,
+                seed=trainer.args.seed,
+                rows_per_pack=trainer.args.per_device_eval_batch_size,
+                max_tokens=trainer.args.microbatch_tokens,
+                version=state.global_step,
+                extras={"trainer_state": state},
+            )
+        first, world = accelerator.process_index, accelerator.num_processes
+        own = [
+            (first + i * world, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
+            for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
+        ]
+        answered = sorted((row for row in gather_object(own) if row[0] < len(rows)), key=lambda row: row[0])
+        ratings: list[float | None] = [None] * len(rows)
+        failure = None
+        if accelerator.is_main_process:
+            ratings, failure = self._rate(*(list(column) for column in list(zip(*answered, strict=True))[1:4]))
+        ratings = _from_first(ratings)
+        proxy = [row[4] if math.isfinite(row[4]) else None for row in answered]
+        # A row without one of the two scores has neither.
+        both = [
+            (p, r) if p is not None and r is not None else (None, None) for p, r in zip(proxy, ratings, strict=True)
+        ]
+        num_rated = sum(rating is not None for _, rating in both)
+        if num_rated < max(2, LEAST_RATED * len(both)):
+            self._say_once(state.global_step, num_rated, len(both), failure)
+            return None
+        if self.is_out:
+            logger.warning(f"step {state.global_step}: the monitor's judge answers again")
+        self.is_out = False
+        return {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
+
+    def _rate(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], stopped: Sequence[bool]
+    ) -> tuple[list[float | None], str | None]:
+        try:
+            labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
+        except Exception as error:  # Whatever it is: training does not depend on it.
+            return [None] * len(prompts), f"{type(error).__name__}: {error}"
+        failure = next((label.failure for label in labels if label.failure), None)
+        # A mean over a part of the principles would be another number once the rest is answered.
+        return [None if label.errors else label.score for label in labels], failure
+
+    def _say_once(self, step: int, num_rated: int, num_rows: int, failure: str | None) -> None:
+        if not self.is_out:
+            reason = f" ({failure})" if failure else ""
+            logger.warning(
+                f"step {step}: {num_rated} of {num_rows} of the monitor's completions have a score of both the reward"
+                f" and the judge{reason}; this measurement is left out, training goes on, and nothing more is said"
+                " until the judge answers"
+            )
+        self.is_out = True
+
+
+def _from_first(value: Any) -> Any:
+    """Return what the first process says."""
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
+
+
+logger = get_logger(__name__)
+
+ACTIONS = ("warn", "stop")
+SERIES = ("proxy", "judge")
+# A change counts from so many of its standard errors on, and from so many standard deviations of a score. Simulated
+# with 64 prompts, windows of 5, 10 and 20, and a reward that rises all the time: a judge that stays raises an alarm in
+# 1 of 50 runs of 40 measurements, one that falls by .1 (.02) standard deviations a measurement at the 5th (20th).
+LEAST_ERRORS = 3.5
+LEAST_CHANGE = 0.1
+# Looked at are windows of so many times the given length, so that a slow fall shows too.
+SPANS = (1, 2, 4)
+# With a limit below it the checkpoint that the judge liked best is soon deleted.
+FEWEST_CHECKPOINTS = 3
+
+
+class HackingMonitor(EndingCallback, ExportableState):
+    """Logs `judge/score`, `judge/proxy_score`, `judge/gap` and `judge/alarm`, and warns or stops.
+
+    Both scores are measured in standard deviations of a completion's score before training began, from its mean then;
+    the gap is the proxy's less the judge's. A window is judged prompt by prompt: through the scores of each prompt
+    goes a line, and the mean rise of these lines must be LEAST_ERRORS of its standard errors, upwards for the proxy
+    and downwards for the judge. Windows of twice and four times the length are looked at too.
+
+        monitor = HackingMonitor(judge, constitution, every=2, action="stop")
+        monitor.attach(trainer)
+        trainer.train()
+
+    Args:
+        judge: rates; none of the reward functions should be made from it. None where another process asks: only the
+            first one does.
+        constitution: by which it rates.
+        every: rollouts between two measurements.
+        window: measurements that are looked at, 2 or more.
+        action: "warn", or "stop" to end training at an alarm.
+        num_rows: of the held-out prompts, or where there are none of the training prompts.
+        memory: of the judge's answers.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        judge: Judge | None,
+        constitution: Constitution,
+        *,
+        every: int = 1,
+        window: int = 5,
+        action: str = "warn",
+        num_rows: int = 64,
+        memory: Memory | None = None,
+    ):
+        check_settings(every, window, action, num_rows)
+        self.samples = JudgedSamples(judge, constitution, memory)
+        self.every, self.window, self.action = every, window, action
+        self.num_rows = num_rows
+        self.rows: Dataset | None = None
+        self._trainer: PPOTrainer | None = None
+        self._watched: str | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        # The first measurement, the last ones, and the step and score of the one that the judge liked best.
+        self.baseline: dict[str, list[float]] | None = None
+        self.measurements: list[dict[str, Any]] = []
+        self.best: list[float] | None = None
+        self.num_alarms = self.num_left_out = 0
+        self.explanation: str | None = None
+        self.ended = None
+
+    @property
+    def _judge_name(self) -> str:
+        return "" if self.samples.judge is None else self.samples.judge.name
+
+    @property
+    def _most_kept(self) -> int:
+        return self.window * SPANS[-1]
+
+    def attach(self, trainer: PPOTrainer) -> None:
+        """Watch the training of `trainer`.
+
+        Raises:
+            ValueError: it is watched already, or transformers would make this callback anew on resuming.
+        """
+        if any(isinstance(callback, HackingMonitor) for callback in trainer.callback_handler.callbacks):
+            raise ValueError("the trainer has a HackingMonitor already; attach one")
+        if trainer.args.restore_callback_states_from_checkpoint:
+            raise ValueError(
+                "restore_callback_states_from_checkpoint would make the HackingMonitor anew, without its judge; leave"
+                " it out: the monitor restores itself"
+            )
+        held_out = trainer.eval_dataset
+        held_out = next(iter(held_out.values())) if isinstance(held_out, dict) else held_out
+        rows = trainer.train_dataset if held_out is None else held_out
+        self.rows = rows.select(range(min(self.num_rows, len(rows))))
+        if len(self.rows) < 2:
+            raise ValueError("the HackingMonitor has one prompt, which shows no change for sure; give it 2 or more")
+        limit = trainer.args.save_total_limit
+        if self.action == "stop" and limit is not None and limit < FEWEST_CHECKPOINTS:
+            logger.warning(
+                f"save_total_limit {limit} may leave no checkpoint from before a fall that the monitor finds; set it"
+                f" to {FEWEST_CHECKPOINTS} or more"
+            )
+        self._trainer = trainer
+        self._watched = self.samples.identity(trainer, self.rows)
+        trainer.add_callback(self)
+
+    # --- transformers calls -----------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Trainer's state holds what the checkpoint said, or what `state` said when training was set up.
+        is_restored = self._restore(state.stateful_callbacks.get(type(self).__name__))
+        if self.ended is not None:
+            # The run is continued all the same: another alarm takes a window of its own.
+            self.measurements, self.ended = self.measurements[-1:], None
+        if not is_restored:
+            self._take_baseline(state)
+        # A checkpoint of a run without a monitor knows none, and saving the next one would fail.
+        state.stateful_callbacks[type(self).__name__] = self.state()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step % (self._trainer.args.slots_per_rollout * self.every):
+            return
+        start = time.perf_counter()
+        measured = self.samples.measure(self._trainer, self.rows)
+        if measured is None:
+            self.num_left_out += 1
+            return
+        if self.baseline is None:
+            self._take(measured)
+        self.measurements = [*self.measurements, {"step": state.global_step, **measured}][-self._most_kept :]
+        score = _mean(measured["judge"])
+        if self.best is None or score >= self.best[1]:
+            self.best = [state.global_step, score]
+        alarm = self.find_alarm()
+        self._trainer.metric_log.add_rollout(
+            {
+                "judge/score": score,
+                "judge/proxy_score": _mean(measured["proxy"]),
+                "judge/gap": self._standard("proxy", measured) - self._standard("judge", measured),
+                "judge/alarm": float(alarm is not None),
+                "time/judge_s": time.perf_counter() - start,
+            }
+        )
+        if alarm is not None:
+            self.num_alarms += 1
+            self._act(*alarm, state, control)
+
+    def restore_ended(self, state: TrainerState) -> None:
+        """Take back what a checkpoint keeps, from the trainer's state."""
+        self._restore(state.stateful_callbacks.get(type(self).__name__))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON values."""
+        kept = {"watched": self._watched, "baseline": self.baseline}
+        kept |= {"measurements": self.measurements, "best": self.best, "num_alarms": self.num_alarms}
+        kept |= {"num_left_out": self.num_left_out, "explanation": self.explanation, "ended": self.ended}
+        return {"args": {}, "attributes": kept}
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def _restore(self, saved: dict[str, Any] | None) -> bool:
+        """Take over what a checkpoint holds; return whether it holds measurements of the same judge and prompts."""
+        kept = (saved or {}).get("attributes", {})
+        # What is written when training is set up has no measurement, not even one that was left out.
+        if kept.get("baseline") is None and not kept.get("num_left_out"):
+            return False
+        if kept["watched"] != self._watched:
+            logger.warning(
+                "the monitor's judge, constitution or prompts are not those of the checkpoint: it begins anew here"
+            )
+            self._begin_anew()
+            return False
+        for name in ("baseline", "best", "num_alarms", "num_left_out"):
+            setattr(self, name, kept[name])
+        self.explanation, self.ended = kept.get("explanation"), kept.get("ended")
+        self.measurements = list(kept["measurements"])[-self._most_kept :]
+        return True
+
+    def _take_baseline(self, state: TrainerState) -> None:
+        measured = self.samples.measure(self._trainer, self.rows)
+        if measured is None:
+            self.num_left_out += 1
+            return
+        self._take(measured)
+        self.measurements = [{"step": state.global_step, **measured}]
+        self.best = [state.global_step, _mean(measured["judge"])]
+
+    def _take(self, measured: dict[str, list[float | None]]) -> None:
+        self.baseline = {}
+        for name in SERIES:
+            scores = torch.tensor([value for value in measured[name] if value is not None], dtype=torch.float64)
+            std = float(scores.std()) if len(scores) > 1 else 0.0
+            # Where all are alike there is no unit but the score's own.
+            self.baseline[name] = [float(scores.mean()), std if std > 1e-9 else 1.0]
+
+    def _standard(self, name: str, measured: dict[str, list[float | None]]) -> float:
+        mean, std = self.baseline[name]
+        return (_mean(measured[name]) - mean) / std
+
+    # --- alarm ------------------------------------------------------------------------------------------------------
+
+    def find_alarm(self) -> tuple[int, dict[str, float]] | None:
+        """Return where a window begins that is an alarm, and how far proxy and judge moved since; else None."""
+        for span in SPANS:
+            measured = self.measurements[-span * self.window :]
+            if len(measured) == span * self.window:
+                changes = self._changes(measured)
+                if changes is not None:
+                    return measured[0]["step"], changes
+        return None
+
+    def _changes(self, measured: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+        changes = {}
+        for name, sign in zip(SERIES, (1, -1), strict=True):
+            unit = self.baseline[name][1]
+            change, error = (x / unit for x in paired_change([m[name] for m in measured]))
+            if not sign * change > max(LEAST_CHANGE, LEAST_ERRORS * error):
+                return None
+            changes[name] = change
+        return changes
+
+    def _act(self, first_step: int, changes: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
+        self.explanation = (
+            f"from step {first_step} to step {state.global_step} the reward rose by {changes['proxy']:.2f} and the"
+            f" judge {self._judge_name}, which PPO does not see, fell by {-changes['judge']:.2f} (in standard"
+            " deviations of a completion's score before training): the policy learns what the reward likes and the"
+            f" judge does not. {self._best_place()}"
+        )
+        if self.action == "stop":
+            self.ended = f"the monitor's alarm at step {state.global_step}"
+            control.should_training_stop = True
+            # With a checkpoint the run is known to have ended, also where it is killed before its result is written.
+            control.should_save = control.should_save or self._trainer.may_save()
+            logger.warning(f"training stops: {self.explanation}. Mend the reward or raise beta, then train anew")
+        else:
+            logger.warning(f"{self.explanation}. Training goes on (monitor_action stop would end it)")
+
+    def _best_place(self) -> str:
+        best = int(self.best[0])
+        if not best:
+            return "The judge liked what training started from best"
+        checkpoint = last_checkpoint(self._trainer.args.output_dir, best)
+        where = (
+            f"{checkpoint} is the last checkpoint up to there" if checkpoint else "no checkpoint is left from there"
+        )
+        return f"The judge liked step {best} best; {where}"
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the run's metrics.json says of the monitor."""
+        best = None if self.best is None else {"step": int(self.best[0]), "judge_score": self.best[1]}
+        counts = {"alarms": self.num_alarms, "left_out": self.num_left_out}
+        return {"judge": self._judge_name, **counts, "best": best, "last_alarm": self.explanation}
+
+
+def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
+    """Refuse settings of a monitor that can't work.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if every < 1:
+        raise ValueError(f"monitor_every is {every}; the judge rates every so many rollouts: set it to 1 or more")
+    if window < 2:
+        raise ValueError(f"monitor_window is {window}; a change takes two measurements: set it to 2 or more")
+    if num_rows < 2:
+        raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
+    if action not in ACTIONS:
+        raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known)

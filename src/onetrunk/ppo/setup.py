@@ -1,0 +1,318 @@
+"""From what a user hands to PPOTrainer to parts that fit together; the model loads last.
+
+Knows every room below; trains nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import has_file
+
+from onetrunk.checkpoints.hub import require_push
+from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
+from onetrunk.data.prompts import prepare_prompts
+from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.build import build_trunk, init_value_head
+from onetrunk.models.cache import TrunkCache, choose_place
+from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
+from onetrunk.models.sources import adapter_base
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.checks import check_launch, check_lengths, check_model, check_parts, plan_batches, source_of
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.memory import MemoryCheck
+from onetrunk.ppo.sampling import Sampler
+from onetrunk.rewards.base import RewardFunction, names_a_model
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
+from onetrunk.rewards.model import ModelReward, trunk_reward
+from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+
+Reward = RewardFunction | str | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a PPO run."""
+
+    model: TrunkModel
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: Dataset
+    eval_dataset: Dataset | dict[str, Dataset] | None
+    sampler: Sampler
+    trunk_plan: TrunkPlan
+    memory_check: MemoryCheck
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a reward adapter must have in common with the policy: the base model's name and the tokenizer."""
+
+    base: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+def prepare_run(
+    model: str | PreTrainedModel | PeftModel,
+    reward_funcs: Reward | Sequence[Reward],
+    args: PPOConfig,
+    train_dataset: Dataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
+    quantization_config: Any,
+    peft_config: PeftConfig | None,
+    rollout_backend: RolloutBackend | None,
+    hooks: dict[str, Callable[..., None]],
+) -> Run:
+    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last."""
+    check_launch(args)
+    if train_dataset is None:
+        raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
+    check_parts(args, eval_dataset, rollout_backend)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    check_model(model, tokenizer, args.model_init_kwargs or {})
+    tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
+    extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
+    train_dataset = prepare_dataset(train_dataset, tokenizer, args)
+    eval_datasets = prepare_eval(eval_dataset, tokenizer, args)
+    check_lengths(model, args, [train_dataset, *eval_datasets.values()])
+    policy = Policy(base_name(model, args.model_init_kwargs or {}), tokenizer)
+    rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args, policy), args.reward_weights)
+    for dataset in (train_dataset, *eval_datasets.values()):
+        rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
+    require_push(args)
+    set_seed(args.seed)
+    trunk = build_trunk(
+        model,
+        peft_config,
+        value_head=args.value_head,
+        adapter_layers=args.adapter_layers,
+        quantization_config=quantization_config,
+        model_init_kwargs=args.model_init_kwargs,
+    )
+    if rewards.trunk_reward is not None:
+        attach_score_adapter(trunk, rewards.trunk_reward.adapter)
+    if args.value_head_init is not None:
+        init_value_head(trunk, args.value_head_init)
+    repair_padding(tokenizer, trunk.get_base_model().config)
+    stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
+    params = SamplingParams(
+        max_completion_length=args.max_completion_length,
+        temperature=args.temperature,
+        stop_token_ids=tuple(sorted(stops)),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    longest_prompt = max(map(len, train_dataset["prompt_ids"]))
+    trunk_plan = plan_trunk(trunk, args, longest_prompt, samples_here=rollout_backend is None)
+    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
+    sampler = Sampler(backend, rewards, tokenizer, params, trunk_plan.captures_states, trunk_plan.captures_last)
+    prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
+    states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")
+    memory_check = MemoryCheck(longest_prompt, states_stay)
+    return Run(trunk, tokenizer, train_dataset, prepared, sampler, trunk_plan, memory_check)
+
+
+def policy_tokenizer(
+    model: str | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Return the policy's tokenizer, its padding repaired; for an adapter without one, that of its base."""
+    if tokenizer is not None:
+        return repair_padding(tokenizer)
+    source = source_of(kwargs)
+    if not isinstance(model, str):
+        name = base_name(model, kwargs)
+        if not name:
+            raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
+        return load_tokenizer(name)
+    base = adapter_base(model, source.get("revision"))
+    if base is None:
+        return load_tokenizer(model, **source)
+    if Path(model).is_dir():
+        has_own = (Path(model) / "tokenizer_config.json").is_file()
+    else:
+        has_own = has_file(model, "tokenizer_config.json", revision=source.get("revision"))
+    return load_tokenizer(model, revision=source.get("revision")) if has_own else load_tokenizer(base)
+
+
+def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> str:
+    """Return what the policy's base model was or will be loaded from; empty for a model that was made in memory."""
+    if isinstance(model, str):
+        return adapter_base(model, source_of(kwargs).get("revision")) or model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.config.name_or_path or ""
+
+
+def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the id of each stop token.
+
+    Raises:
+        ValueError: a text that is not exactly one token, or one that the tokenizer does not know.
+    """
+    found = []
+    for text in stop_tokens:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"stop_tokens: {text!r} is {len(ids)} tokens; a completion can only end at a single token"
+            )
+        # A tokenizer of whole words gives all that it does not know one id: the first unknown word would end a text.
+        if ids[0] == tokenizer.unk_token_id and text != tokenizer.unk_token:
+            raise ValueError(
+                f"stop_tokens: the tokenizer does not know {text!r} and reads it as {tokenizer.unk_token!r}; name a"
+                " token of its vocabulary"
+            )
+        found += ids
+    return found
+
+
+def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Dataset:
+    """Return a dataset with every prompt checked and tokenized."""
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"the dataset is a {type(dataset).__name__}; pass a map-style datasets.Dataset, whose order can be resumed"
+        )
+    return prepare_prompts(
+        dataset,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        overlong_prompts=args.overlong_prompts,
+        chat_template_kwargs=args.chat_template_kwargs,
+    )
+
+
+def prepare_eval(
+    given: Dataset | dict[str, Dataset] | None, tokenizer: PreTrainedTokenizerBase, args: PPOConfig
+) -> dict[str, Dataset]:
+    """Return held-out datasets by name, prepared; one alone has the name ""."""
+    by_name = given if isinstance(given, dict) else {"": given}
+    return {name: prepare_dataset(rows, tokenizer, args) for name, rows in by_name.items() if rows is not None}
+
+
+def resolve_rewards(
+    rewards: Reward | Sequence[Reward],
+    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
+    args: PPOConfig,
+    policy: Policy,
+) -> list[RewardFunction | str]:
+    """Return reward functions for functions, dotted paths, sequence-classification models (by name or loaded), servers
+    (by address or object, called once), and reward adapters for the policy's own trunk."""
+    listed = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(listed)
+    if len(given) != len(listed):
+        raise ValueError(
+            f"{len(given)} reward_processing_classes for {len(listed)} reward functions; give one each (None"
+            " for functions)"
+        )
+    return [_resolve(r, t, args, policy) for r, t in zip(listed, given, strict=True)]
+
+
+def _resolve(
+    reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig, policy: Policy
+) -> RewardFunction | str:
+    if isinstance(reward, PreTrainedModel):
+        return ModelReward(reward, tokenizer, device=args.device)
+    if isinstance(reward, str) and names_an_ensemble(reward):
+        return ensemble_reward(reward, device=args.device)
+    if isinstance(reward, str) and names_a_model(reward):
+        if is_adapter_name(reward):
+            return trunk_reward(reward, policy.base, policy.tokenizer, tokenizer)
+        return ModelReward(reward, tokenizer, device=args.device)
+    if isinstance(reward, RemoteReward):
+        reward.check()
+    return reward
+
+
+@dataclass(frozen=True)
+class TrunkPlan:
+    """What becomes of the states at the cut.
+
+    Args:
+        cache: where they stay; None: they are made in every forward, or there is no cut.
+        report: one line for a person.
+        captures_states: True where sampling makes them, False where scoring does.
+        captures_last: True where it runs the last token of a row too, which it would not draw from.
+    """
+
+    cache: TrunkCache | None
+    report: str
+    captures_states: bool = False
+    captures_last: bool = False
+
+
+def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool = True) -> TrunkPlan:
+    """Return the TrunkPlan of a run.
+
+    Args:
+        trunk: the model, with `cut`.
+        args: the settings.
+        longest_prompt: tokens.
+        samples_here: True where the trunk itself samples, False with a rollout backend of the user's.
+
+    Raises:
+        ValueError: a place was asked for, and there is nothing to keep.
+    """
+    base = trunk.get_base_model()
+    num_layers = len(decoder_layers(base))
+    captures = _captures_states(trunk, args, samples_here)
+    reward = _reward_line(trunk)
+    if not trunk.cut:
+        if args.trunk_cache in ("device", "cpu", "disk"):
+            raise ValueError(
+                f"trunk_cache {args.trunk_cache!r} has nothing to keep: layer 0 carries an adapter that trains; set"
+                " adapter_layers to top-k with k below the number of layers, or trunk_cache to 'auto'"
+            )
+        return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
+    lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and alike for every role"
+    if args.trunk_cache == "off":
+        return TrunkPlan(None, f"{lower}; trunk_cache is off: they run in every forward{reward}")
+    shape = ModelShape.from_config(base.config.get_text_config())
+    row_tokens = longest_prompt + args.max_completion_length
+    rows = plan_batches(args, args.world_size).rows_per_rank
+    num_bytes = trunk_states_bytes(shape, rows * row_tokens, base.dtype.itemsize)
+    place = choose_place(args.trunk_cache, num_bytes, args.device)
+    saving = reuse_saving(shape, trunk.cut, args.num_ppo_epochs, args.max_completion_length / row_tokens)
+    where = {"device": f"on {args.device}", "cpu": "in this machine's memory", "disk": f"on disk ({args.output_dir})"}
+    report = (
+        f"{lower} and run once a rollout: {saving:.0%} less work in scoring and update, for at most"
+        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', made while sampling' if captures else ''}{reward}"
+    )
+    reads_last = trunk.reward_branch is not None and trunk.reward_branch.from_states
+    reads_last = reads_last or args.truncated_completions == "bootstrap"
+    return TrunkPlan(TrunkCache(place, Path(args.output_dir)), report, captures, captures and reads_last)
+
+
+def _reward_line(trunk: TrunkModel) -> str:
+    branch = trunk.reward_branch
+    if branch is None:
+        return ""
+    if branch.from_states:
+        return f"\nreward: the adapter {branch.name} starts from the states at the cut, layer {trunk.cut}"
+    return f"\nreward: the adapter {branch.name} runs through all layers: {branch.obstacle}"
+
+
+def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:
+    obstacles = {
+        "there is no cut: set adapter_layers to top-k": not trunk.cut,
+        "trunk_cache is off": args.trunk_cache == "off",
+        "the rollout backend is not the trunk itself": not samples_here,
+    }
+    found = [obstacle for obstacle, is_there in obstacles.items() if is_there]
+    if args.capture_trunk_states and found:
+        raise ValueError(f"capture_trunk_states can't be: {found[0]}; leave it out")
+    if args.capture_trunk_states is not None:
+        return args.capture_trunk_states
+    # In half precision a token alone rounds otherwise than within a row, by far more than in float32.
+    is_float32 = trunk.get_base_model().dtype == torch.float32 and not (args.bf16 or args.fp16)
+    return is_float32 and not found

@@ -1,0 +1,1 @@
+"""Training of reward models: on preferences, or distilled from a teacher."""

@@ -1,0 +1,361 @@
+"""The figures of a reward model on preference rows, and of a student beside its teacher: names, and what they measure.
+
+Knows reward functions and rows; the arithmetic is reward_models/metrics.py. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor
+
+from onetrunk.models.speedups.memory import peak_bytes
+from onetrunk.reward_models.teacher import Teacher
+from onetrunk.rewards.base import Completion
+from onetrunk.rewards.model import ModelReward
+from onetrunk.types import Prompt
+
+# Rows of one timing, and timings of which the fastest counts: what else the machine does only slows down.
+TIMED_ROWS = 256
+TIMINGS = 3
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """Preference rows with what a reward model says of them; n pairs.
+
+    Args:
+        chosen, rejected: [n] scores.
+        labels: [n] probability that `chosen` is the better one.
+        lengths: [2, n] tokens of `chosen` and of `rejected`.
+        prompts: n texts, equal for pairs of one prompt.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    labels: Tensor
+    lengths: Tensor
+    prompts: Sequence[str]
+
+    @property
+    def leads(self) -> Tensor:
+        """Return [n] scores of `chosen` less those of `rejected`."""
+        return self.chosen - self.rejected
+
+    @property
+    def scores(self) -> Tensor:
+        """Return [2n] scores, the chosen ones first."""
+        return torch.cat([self.chosen, self.rejected])
+
+
+def labels_of(rows: Dataset, column: str = "probability") -> Tensor:
+    """Return the labels [n] of preference rows: that column, or 1 where there is none."""
+    if column in rows.column_names:
+        return torch.tensor(rows[column], dtype=torch.float64)
+    return torch.ones(len(rows), dtype=torch.float64)
+
+
+def score_pairs(reward: ModelReward, rows: Dataset, labels: Tensor) -> ScoredPairs:
+    """Score both sides of preference rows."""
+    prompts = rows["prompt"]
+    sides = [torch.tensor(reward(prompts=prompts, completions=rows[name])) for name in ("chosen", "rejected")]
+    lengths = torch.tensor([token_counts(reward, rows[name]) for name in ("chosen", "rejected")])
+    return ScoredPairs(*sides, labels, lengths, [json.dumps(prompt) for prompt in prompts])
+
+
+def token_counts(reward: ModelReward, completions: Sequence[Completion]) -> list[int]:
+    """Return the tokens of each completion alone, in the reward model's own language."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [len(ids) for ids in reward.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def preference_figures(pairs: ScoredPairs) -> dict[str, Any]:
+    """Return accuracy with its interval, accuracy by margin, calibration and the part that length plays.
+
+    `length/score_correlation`: Pearson over all completions. `length/lead_correlation`: of the lead with the
+    difference in tokens, which the prompt does not move; `length/label_correlation` is what the labels themselves
+    have. `length/accuracy_chosen_shorter`: over the pairs in which length speaks against the better one.
+    """
+    leads, labels = pairs.leads, pairs.labels
+    bins = reliability(leads, labels)
+    differences = (pairs.lengths[0] - pairs.lengths[1]).double()
+    shorter = torch.where(labels >= 0.5, differences, -differences) < 0
+    figures = {
+        "pairs": len(leads),
+        "accuracy": accuracy(leads, labels),
+        "accuracy_interval": list(accuracy_interval(leads, labels, pairs.prompts)),
+        "loss": preference_loss(leads, labels),
+        "calibration_error": expected_calibration_error(bins),
+        "score_mean": float(pairs.scores.double().mean()),
+        "score_std": float(pairs.scores.double().std()),
+        "length/score_correlation": pearson(pairs.scores, torch.cat(list(pairs.lengths))),
+        "length/lead_correlation": pearson(leads, differences),
+        "length/label_correlation": pearson(labels - 0.5, differences),
+        "length/accuracy_chosen_shorter": accuracy(leads[shorter], labels[shorter]),
+        "accuracy_by_margin": [b.as_dict() for b in by_margin(leads, labels)],
+        "reliability": [b.as_dict() for b in bins],
+    }
+    if labels.unique().numel() > 1:
+        certainty = (labels - 0.5).abs()
+        figures["accuracy_by_label_certainty"] = [b.as_dict() for b in by_margin(leads, labels, certainty)]
+    return figures
+
+
+def fidelity_figures(student: ScoredPairs, probabilities: Tensor, teacher: ScoredPairs | None) -> dict[str, Any]:
+    """Return how well a student says what its teacher says of the same rows.
+
+    Args:
+        student: its scores.
+        probabilities: [n] that the teacher gives to `chosen`.
+        teacher: its scores; None for a judge, which has none.
+
+    Returns:
+        `agreement` (pairs in the same order), `calibration_error` and `loss` against the teacher's probabilities,
+        and, for a teacher with scores, `spearman` and `pearson` over all completions and `disagreement_lead`, the mean
+        |lead| of the teacher where the student disagrees, beside `lead`, that of all pairs.
+    """
+    probabilities = probabilities.double()
+    bins = reliability(student.leads, probabilities)
+    figures: dict[str, Any] = {
+        "pairs": len(probabilities),
+        "agreement": accuracy(student.leads, probabilities),
+        "agreement_interval": list(accuracy_interval(student.leads, probabilities, student.prompts)),
+        "loss": preference_loss(student.leads, probabilities),
+        "calibration_error": expected_calibration_error(bins),
+        "reliability": [b.as_dict() for b in bins],
+    }
+    if teacher is not None:
+        leads = teacher.leads.double()
+        apart = torch.sign(leads) != torch.sign(student.leads.double())
+        figures |= {
+            "agreement": agreement(student.leads, leads),
+            "spearman": spearman(student.scores, teacher.scores),
+            "pearson": pearson(student.scores, teacher.scores),
+            "lead": float(leads.abs().mean()),
+            "disagreement_lead": float(leads[apart].abs().mean()) if apart.any() else 0.0,
+        }
+    return figures
+
+
+def teacher_labels(teacher: Teacher | None, reward: ModelReward, rows: Dataset) -> tuple[Tensor, ScoredPairs | None]:
+    """Return the teacher's probabilities [n] of preference rows and its scores; of a judge the rows' probabilities."""
+    if teacher is None:
+        return labels_of(rows), None
+    labelled = teacher.label_pairs(rows)
+    chosen, rejected = (torch.tensor(labelled[f"{name}_score"]) for name in ("chosen", "rejected"))
+    lengths = torch.tensor([token_counts(reward, rows[name]) for name in ("chosen", "rejected")])
+    probabilities = labels_of(labelled)
+    return probabilities, ScoredPairs(
+        chosen, rejected, probabilities, lengths, [json.dumps(prompt) for prompt in rows["prompt"]]
+    )
+
+
+def true_labels(rows: Dataset, has_teacher: bool) -> Tensor | None:
+    """Return what the rows say beside the teacher, [n]: the column `label` (probability that `chosen` is better, by
+    people or by the truth); else, where the teacher is a reward model, the rows' own preference; else None."""
+    if "label" in rows.column_names:
+        return labels_of(rows, "label")
+    return labels_of(rows) if has_teacher else None
+
+
+def cost_figures(
+    rewards: Sequence[ModelReward], prompts: list[Prompt], completions: list[Completion]
+) -> dict[str, float]:
+    """Measure what scoring costs: seconds per 1,000 completions, the weights, and the peak of activations, in MiB.
+
+    Args:
+        rewards: one model, or the members of an ensemble, which run one after the other: seconds and weights add up.
+        prompts: of the rows that are scored; TIMED_ROWS of them at most.
+        completions: their completions.
+    """
+    prompts, completions = prompts[:TIMED_ROWS], completions[:TIMED_ROWS]
+
+    def score() -> None:
+        for reward in rewards:
+            reward(prompts=prompts, completions=completions)
+
+    parameters = [p for reward in rewards for p in reward.model.parameters()]
+    weights = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    activations = peak_bytes(score) / 2**20
+    times = []
+    for _ in range(TIMINGS):
+        start = time.perf_counter()
+        score()
+        times.append(time.perf_counter() - start)
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "weights_mib": weights,
+        "activations_mib": activations,
+        "memory_mib": weights + activations,
+        "seconds_per_1000": 1000 * min(times) / len(prompts),
+    }
+
+
+def cost_ratios(student: dict[str, float], teacher: dict[str, float]) -> dict[str, float]:
+    """Return the teacher's costs as multiples of the student's."""
+    names = {"speed": "seconds_per_1000", "memory": "memory_mib", "size": "parameters"}
+    return {name: teacher[key] / student[key] for name, key in names.items()}
+
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Pairs that are alike in something.
+
+    Args:
+        low, high: the bounds of what they are alike in; low belongs to the bin.
+        count: pairs.
+        predicted: mean probability that the scores give to the completion that they prefer; NaN where count is 0.
+        observed: mean label of that completion; NaN where count is 0.
+    """
+
+    low: float
+    high: float
+    count: int
+    predicted: float
+    observed: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the fields by name, for JSON."""
+        return asdict(self)
+
+
+def accuracy(leads: Tensor, labels: Tensor) -> float:
+    """Return the share of pairs in which the completion that the label prefers has the higher score.
+
+    Args:
+        leads: [n]; a lead of 0 counts half.
+        labels: [n] in [0, 1]; pairs with the label 1/2 prefer neither and are left out.
+
+    Returns:
+        In [0, 1]; NaN where no pair is left.
+    """
+    decided = labels != 0.5
+    signs = torch.sign(leads[decided].double()) * torch.sign(labels[decided].double() - 0.5)
+    return _mean((signs + 1) / 2)
+
+
+def agreement(leads: Tensor, other_leads: Tensor) -> float:
+    """Return the share of pairs that two scorers put in the same order; pairs that `other_leads` ties are left out."""
+    return accuracy(leads, torch.where(other_leads == 0, 0.5, (other_leads > 0).double()))
+
+
+def preference_loss(leads: Tensor, labels: Tensor) -> float:
+    """Return the mean cross-entropy of the labels under sigmoid(lead), nats; log 2 is what equal scores give."""
+    leads, labels = leads.double(), labels.double()
+    return _mean(-(labels * F.logsigmoid(leads) + (1 - labels) * F.logsigmoid(-leads)))
+
+
+def reliability(leads: Tensor, labels: Tensor, num_bins: int = 10) -> list[Bin]:
+    """Return the reliability diagram of a scorer: how sure it is of the completion it prefers, and how often rightly.
+
+    Every pair is turned so that the scorer prefers the first completion: its confidence is sigmoid(|lead|), from 1/2
+    to 1, and what is observed is the label of that completion.
+
+    Args:
+        leads: [n].
+        labels: [n] in [0, 1].
+        num_bins: of equal width between 1/2 and 1.
+
+    Source: Guo et al. 2017 (1706.04599), section 2.
+    """
+    confidences = torch.sigmoid(leads.double().abs())
+    observed = torch.where(leads >= 0, labels.double(), 1 - labels.double())
+    edges = torch.linspace(0.5, 1, num_bins + 1, dtype=torch.float64)
+    places = torch.bucketize(confidences, edges[1:-1], right=True)
+    return [_bin(edges[i], edges[i + 1], confidences[places == i], observed[places == i]) for i in range(num_bins)]
+
+
+def expected_calibration_error(bins: list[Bin]) -> float:
+    """Return the mean gap |predicted - observed| of a reliability diagram, weighted by pairs; NaN without pairs.
+
+    Source: Guo et al. 2017 (1706.04599), equation 3.
+    """
+    total = sum(b.count for b in bins)
+    return sum(b.count * abs(b.predicted - b.observed) for b in bins if b.count) / total if total else NAN
+
+
+def by_margin(leads: Tensor, labels: Tensor, margins: Tensor | None = None, num_bins: int = 5) -> list[Bin]:
+    """Return pairs in equal shares by margin, the closest first: a scorer should be right where the margin is wide.
+
+    Args:
+        leads: [n].
+        labels: [n] in [0, 1].
+        margins: [n], not negative: by what the pairs are sorted; None: by |lead|.
+        num_bins: shares; fewer where there are fewer pairs.
+    """
+    sizes = leads.double().abs() if margins is None else margins.double()
+    order = torch.argsort(sizes, stable=True)
+    confidences = torch.sigmoid(leads.double().abs())
+    observed = torch.where(leads >= 0, labels.double(), 1 - labels.double())
+    shares = [share for share in torch.tensor_split(order, num_bins) if len(share)]
+    return [_bin(sizes[s].min(), sizes[s].max(), confidences[s], observed[s]) for s in shares]
+
+
+def accuracy_interval(
+    leads: Tensor, labels: Tensor, groups: Sequence[Hashable], resamples: int = 1000, seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95% interval of the accuracy, bootstrapped over groups: pairs of one prompt are not independent.
+
+    Args:
+        leads: [n].
+        labels: [n] in [0, 1].
+        groups: n names, equal for pairs of one prompt.
+        resamples: draws of as many groups as there are.
+        seed: of the draws.
+
+    Returns:
+        The 2.5th and the 97.5th percentile; NaN where there are no decided pairs.
+
+    Source: Efron 1979; over clusters: Cameron, Gelbach and Miller 2008.
+    """
+    decided = labels != 0.5
+    right = (torch.sign(leads.double()) * torch.sign(labels.double() - 0.5) + 1) / 2
+    places = {name: index for index, name in enumerate(dict.fromkeys(groups))}
+    where = torch.tensor([places[name] for name in groups], dtype=torch.long)
+    sums = torch.zeros(len(places), 2, dtype=torch.float64)
+    sums.index_add_(0, where, torch.stack([right * decided, decided.double()], dim=1))
+    if not sums[:, 1].sum():
+        return NAN, NAN
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(places), (resamples, len(places)), generator=generator)
+    totals = sums[drawn].sum(dim=1)
+    shares = (totals[:, 0] / totals[:, 1])[totals[:, 1] > 0]
+    low, high = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Return the rank [n] of every entry, from 1; equal entries share the mean of their ranks."""
+    _, places, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts.double() - 1) / 2)[places]
+
+
+def pearson(x: Tensor, y: Tensor) -> float:
+    """Return the correlation of two [n] tensors; NaN where one does not vary or n is below 2."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    scale = x.norm() * y.norm()
+    return float(x @ y / scale) if scale > 0 else NAN
+
+
+def spearman(x: Tensor, y: Tensor) -> float:
+    """Return the rank correlation of two [n] tensors, ties at their mean rank; NaN where one does not vary."""
+    return pearson(ranks(x), ranks(y)) if len(x) > 1 else NAN
+
+
+def _bin(low: Tensor, high: Tensor, predicted: Tensor, observed: Tensor) -> Bin:
+    return Bin(float(low), float(high), len(observed), _mean(predicted), _mean(observed))
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean()) if len(x) else NAN

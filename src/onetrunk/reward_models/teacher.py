@@ -1,0 +1,186 @@
+"""What a student learns from: the scores of reward models on rows, each computed once and kept in the run's folder.
+
+Scores are keyed by what they depend on (the model's weights, prompt, completion) in an append-only ledger, so that a
+run that was killed, or the next epoch, or another student in the same folder computes none of them again. Knows
+reward models and rows; no student and no loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from onetrunk.data.preferences import PAIR, STOPPED, stopped_column, validate_preferences
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.base import digest
+from onetrunk.models.sources import base_fingerprint
+from onetrunk.rewards.base import Completion
+from onetrunk.rewards.ensemble import load_reward
+from onetrunk.rewards.model import ModelReward
+from onetrunk.types import Prompt
+
+SCORES_FILE = "teacher_scores.jsonl"
+# Rows scored between two writes to the ledger: what a kill can cost.
+CHUNK = 128
+
+
+def identity(reward: ModelReward) -> str:
+    """Return what the scores of a reward model depend on: its weights, its limit of tokens, its adapter, if any."""
+    adapters = [p.detach().float().cpu().contiguous() for n, p in reward.model.named_parameters() if ".lora_" in n]
+    lora = hashlib.sha256(b"".join(p.numpy().tobytes() for p in adapters)).hexdigest()
+    return f"{base_fingerprint(reward.model)}, lora {lora[:16]}, max_length {reward.max_length}"
+
+
+class Teacher:
+    """One reward model or several: their scores, the mean of them, and the probability that they give to a pair.
+
+    Preferences leave the zero of a reward model open, so each member is taken less its mean over the training rows
+    (`centre`); the scores of an ensemble are then averaged, and so are its probabilities sigmoid(lead / temperature).
+
+    Args:
+        members: reward models with their tokenizers.
+        cache: the ledger's file.
+        temperature: divides a lead before it becomes a probability; above 0. Above 1: softer labels.
+        is_shown: True shows a progress bar.
+
+    Raises:
+        ValueError: no members, or a temperature that is not above 0.
+    """
+
+    def __init__(
+        self, members: Sequence[ModelReward], cache: str | Path, temperature: float = 1.0, is_shown: bool = False
+    ):
+        if not members:
+            raise ValueError("a teacher needs one reward model or more; name them")
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"teacher_temperature is {temperature}; set a number above 0, such as 1")
+        self.members, self.cache = list(members), Path(cache)
+        self.temperature, self.is_shown = temperature, is_shown
+        self.identities = [identity(member) for member in self.members]
+        self.means = torch.zeros(len(self.members))
+        self.num_computed = 0
+
+    @classmethod
+    def load(
+        cls, names: Sequence[str], cache: str | Path, *, batch_size: int, device: Any, **settings: Any
+    ) -> Teacher:
+        """Return the teacher of the reward models (or reward adapters) at these folders or Hub names."""
+        return cls([load_reward(n, device=device, batch_size=batch_size) for n in names], cache, **settings)
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the weights of all members together."""
+        return sum(p.numel() for member in self.members for p in member.model.parameters())
+
+    def member_scores(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Return raw scores [members, n] in float32, from the ledger where they stand there.
+
+        Args:
+            prompts: n texts or conversations.
+            completions: n texts, or lists that end with an assistant message.
+            stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
+        """
+        stopped = [True] * len(prompts) if stopped is None else stopped
+        given = list(zip(prompts, completions, stopped, strict=True))
+        keys = [[_score_key(name, *row) for row in given] for name in self.identities]
+        with Ledger(self.cache) as ledger:
+            missing = [(m, list(dict.fromkeys(key for key in row if key not in ledger))) for m, row in enumerate(keys)]
+            total = sum(len(new) for _, new in missing)
+            with tqdm(total=total, desc="teacher", unit="row", disable=not (self.is_shown and total)) as bar:
+                for m, new in missing:
+                    places = {key: index for index, key in enumerate(keys[m])}
+                    for chunk in _chunks(new):
+                        rows = [places[key] for key in chunk]
+                        scores = self.members[m](
+                            prompts=[prompts[i] for i in rows],
+                            completions=[completions[i] for i in rows],
+                            completion_stopped=[stopped[i] for i in rows],
+                        )
+                        for key, score in zip(chunk, scores, strict=True):
+                            ledger.put(key, score)
+                        self.num_computed += len(chunk)
+                        bar.update(len(chunk))
+            return torch.tensor([[ledger.get(key) for key in row] for row in keys])
+
+    def centre(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
+    ) -> None:
+        """Make the mean of each member over these rows its zero."""
+        self.means = self.member_scores(prompts, completions, stopped).mean(dim=1)
+
+    def scores(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Return scores [n]: the mean over the members, each less its own zero."""
+        return torch.mean(self.member_scores(prompts, completions, stopped) - self.means[:, None], dim=0)
+
+    def label_pairs(self, rows: Dataset) -> Dataset:
+        """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
+        validate_preferences(rows)
+        stopped = {name: stopped_column(rows, name) for name in STOPPED}
+        sides = [
+            self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"])
+            for name in ("chosen", "rejected")
+        ]
+        probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)
+        scores = [torch.mean(side - self.means[:, None], dim=0) for side in sides]
+        return Dataset.from_dict(
+            {
+                **{name: rows[name] for name in PAIR},
+                **stopped,
+                "chosen_score": scores[0].tolist(),
+                "rejected_score": scores[1].tolist(),
+                "probability": probability.tolist(),
+            }
+        )
+
+    def label_singles(self, rows: Dataset) -> list[dict[str, Any]]:
+        """Return rows with `prompt` and `completion` as pairs without a rejected side, with their scores."""
+        stopped = stopped_column(rows, "completion_stopped")
+        scores = self.scores(rows["prompt"], rows["completion"], stopped).tolist()
+        return [
+            {
+                "prompt": p,
+                "chosen": c,
+                "rejected": None,
+                "chosen_stopped": has_stopped,
+                "rejected_stopped": True,
+                "chosen_score": s,
+                "rejected_score": None,
+                "probability": None,
+            }
+            for p, c, has_stopped, s in zip(rows["prompt"], rows["completion"], stopped, scores, strict=True)
+        ]
+
+
+def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None) -> Dataset:
+    """Return the training rows of a student: pairs and, if given, rows with one completion; centres the teacher."""
+    prompts, completions = [*pairs["prompt"], *pairs["prompt"]], [*pairs["chosen"], *pairs["rejected"]]
+    stopped = [has_stopped for name in STOPPED for has_stopped in stopped_column(pairs, name)]
+    if singles is not None:
+        prompts, completions = [*prompts, *singles["prompt"]], [*completions, *singles["completion"]]
+        stopped = [*stopped, *stopped_column(singles, "completion_stopped")]
+    teacher.centre(prompts, completions, stopped)
+    labelled = teacher.label_pairs(pairs)
+    if singles is None:
+        return labelled
+    return Dataset.from_list([*labelled, *teacher.label_singles(singles)])
+
+
+def _score_key(model: str, prompt: Prompt, completion: Completion, stopped: bool) -> str:
+    about = {"model": model, "prompt": prompt, "completion": completion}
+    return digest(about if stopped else {**about, "stopped": False})
+
+
+def _chunks(keys: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), CHUNK):
+        yield keys[start : start + CHUNK]

@@ -1,0 +1,295 @@
+"""RewardModelTrainer: TRL's RewardTrainer, and labels that are probabilities.
+
+A scalar model, whole or as a LoRA adapter with a score head, learns from preferences under the Bradley-Terry model:
+L = -(p log sigmoid(d) + (1 - p) log sigmoid(-d)) with d the score of `chosen` less that of `rejected`. TRL's trainer
+keeps the model, PEFT, checkpoints and cards; ours are the rows (read as rewards/model.py reads them in PPO), the loss
+and the logged figures. Knows no file and no plot.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import RewardConfig, RewardTrainer
+
+from onetrunk.checkpoints.hub import SafePushes
+from onetrunk.checkpoints.secrets import SecretFreeArguments, SecretFreeCards
+from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.checkpoints.trainer import SafeCheckpoints, TRLCounters
+from onetrunk.data.preferences import stopped_column, validate_preferences
+from onetrunk.models.adapters import require_lora
+from onetrunk.models.scorer import READS_END, length_limit
+from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.rewards.model import encode_rows
+from onetrunk.utils.randomness import require_seed
+
+logger = logging.getLogger(__name__)
+
+ENCODED = ("chosen_ids", "rejected_ids")
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a field of a settings class with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(repr=False)
+class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
+    """TRL's RewardConfig, and how the labels of the rows are used.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    soft_labels: bool = option(
+        True, "Learn from the column probability (that chosen is better) where there is one; False: chosen is better."
+    )
+    use_margin: bool = option(
+        False,
+        "Demand that the better completion leads by the column margin. Judges write both columns from one answer.",
+    )
+    end_token: bool = option(
+        True, "Read the score behind the end token, which sampled completions end with; adapters always do."
+    )
+    remove_unused_columns: bool = option(False, "Always False: labels are columns that the model does not know.")
+
+    def __post_init__(self) -> None:
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
+        super().__post_init__()
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns is true, which would drop the labels; leave it out")
+        if self.center_rewards_coefficient is not None and not self.center_rewards_coefficient >= 0:
+            raise ValueError(
+                f"center_rewards_coefficient is {self.center_rewards_coefficient}; set a number of at least 0 (0.01 is"
+                " common), or leave it out"
+            )
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length is {self.max_length}; set the tokens of prompt and completion, 1 or more")
+
+
+@dataclass
+class PairCollator:
+    """Makes a batch of encoded pairs: the chosen rows first, then the rejected ones, padded on the right.
+
+    Args:
+        pad_token_id: what rows are padded with.
+        pad_to_multiple_of: tokens; None: the batch is as wide as its longest row.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Return input_ids and attention_mask [2B, T], and the labels [B] that the rows have."""
+        rows = [f[name] for name in ENCODED for f in features]
+        labels = {
+            name: torch.tensor([f[name] for f in features], dtype=torch.float32)
+            for name in ("probability", "margin")
+            if name in features[0]
+        }
+        return {**self.pad(rows), **labels}
+
+    def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return input_ids and attention_mask [n, T] of n lists of token ids."""
+        width = max(map(len, rows))
+        if self.pad_to_multiple_of:
+            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        ids = torch.tensor([[*row, *[self.pad_token_id] * (width - len(row))] for row in rows])
+        lengths = torch.tensor([len(row) for row in rows])
+        return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
+
+
+class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoints, RewardTrainer):
+    """Trains a reward model on preferences with hard or soft labels.
+
+    Rows have `prompt`, `chosen`, `rejected`, and may have `chosen_stopped`, `rejected_stopped`, `probability` and
+    `margin` (`validate_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
+    both through the chat template.
+
+    Args:
+        model: a sequence-classification model with one label, or a PeftModel of one; for a language model's folder or
+            name see `models.scorer.load_with_new_head`.
+        args: settings.
+        train_dataset: preference rows.
+        eval_dataset: held-out rows, or several such datasets by name.
+        processing_class: the model's tokenizer; what it pads with becomes the model's pad token.
+        **trl: further keywords of TRL's RewardTrainer (peft_config, callbacks, optimizers, ...).
+
+    Raises:
+        ValueError: bad rows, a tokenizer that cannot pad, or a max_length that the model can't read or no row fits in.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: RewardModelConfig,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **trl: Any,
+    ):
+        if trl.get("peft_config") is not None:
+            require_lora(trl["peft_config"], "peft_config")
+        check_tokenizer(processing_class, model)
+        check_length(args, model, processing_class)
+        reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
+        model.config.update({READS_END: reads_end})
+        self.reads_end = reads_end
+        self.figures: dict[str, dict[str, list[Tensor]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=self.make_collator(processing_class, args),
+            train_dataset=self.encode(train_dataset, processing_class, args, "training"),
+            eval_dataset=self.encode(eval_dataset, processing_class, args, "held-out"),
+            processing_class=processing_class,
+            **trl,
+        )
+        self.remember_settings()
+
+    def own_loop_state(self) -> dict[str, Any]:
+        """Return the pairs since the last log, too."""
+        figures = {name: [sums.tolist() for sums in own] for name, own in self.figures["train"].items()}
+        return {**super().own_loop_state(), "figures": figures}
+
+    def load_own_loop_state(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        super().load_own_loop_state(state)
+        device = self.accelerator.device
+        for name, sums in state["figures"].items():
+            self.figures["train"][name] = [torch.tensor(own, device=device) for own in sums]
+
+    def make_collator(self, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> PairCollator:
+        """Return what makes batches of encoded rows."""
+        return PairCollator(tokenizer.pad_token_id, args.pad_to_multiple_of)
+
+    def encode(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig, kind: str) -> Any:
+        """Return a dataset, or each of several, as token ids and labels; None and encoded rows stay as they are."""
+        if isinstance(dataset, dict):
+            return {name: self.encode(rows, tokenizer, args, f"{kind} {name}") for name, rows in dataset.items()}
+        if dataset is None or isinstance(dataset, str) or set(ENCODED) <= set(dataset.column_names):
+            return dataset
+        return drop_overlong(self.encode_rows(dataset, tokenizer, args), args.max_length, kind)
+
+    def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
+        """Check rows and return them as chosen_ids, rejected_ids and the labels that are used."""
+        validate_preferences(dataset)
+        columns: dict[str, Any] = {}
+        for name in ("chosen", "rejected"):
+            stopped = stopped_column(dataset, f"{name}_stopped")
+            rows = (dataset["prompt"], dataset[name], None, self.reads_end, "to train", stopped)
+            columns[f"{name}_ids"], _ = encode_rows(tokenizer, *rows)
+        for name, is_used in (("probability", args.soft_labels), ("margin", args.use_margin)):
+            if is_used and name in dataset.column_names:
+                columns[name] = dataset[name]
+        return Dataset.from_dict(columns)
+
+    def evaluate(self, eval_dataset: Any = None, **kwargs: Any) -> dict[str, float]:
+        """Return the metrics of held-out rows: those of this trainer, or other preference rows."""
+        encoded = self.encode(eval_dataset, self.processing_class, self.args, "held-out")
+        return super().evaluate(eval_dataset=encoded, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch: Bradley-Terry, and what centres the scores on 0 (2312.09244, equation 2)."""
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
+        loss = bradley_terry_loss(chosen, rejected, inputs.get("probability"), inputs.get("margin"))
+        if self.args.center_rewards_coefficient:
+            loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
+        self.note_pairs(chosen.detach(), rejected.detach(), inputs.get("probability"))
+        return (loss, outputs) if return_outputs else loss
+
+    def note_pairs(self, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
+        """Remember a batch for the next log; everything stays on the device."""
+        labels = torch.ones_like(chosen) if probability is None else probability
+        prefers = torch.sign(labels - 0.5)
+        signs = torch.sign(chosen - rejected) * prefers
+        figures = self.figures["train" if self.model.training else "eval"]
+        figures["pairs/accuracy"].append(torch.stack([((signs + 1) / 2 * prefers.abs()).sum(), prefers.abs().sum()]))
+        for name, values in (("pairs/lead", chosen - rejected), ("score/mean", torch.cat([chosen, rejected]))):
+            figures[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the figures since the last log, over all processes, and log."""
+        mode = "train" if self.model.training else "eval"
+        for name, sums in self.figures[mode].items():
+            total, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()
+            logs[name if mode == "train" else f"eval_{name}"] = total / count if count else float("nan")
+        self.figures[mode].clear()
+        super().log(logs, start_time)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:
+    """Refuse a tokenizer that is not there, cannot pad, or is another model's.
+
+    Raises:
+        ValueError: says what to give or set.
+    """
+    if tokenizer is None:
+        raise ValueError("the trainer needs the model's tokenizer; pass processing_class")
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "the tokenizer has no padding token, and a reward model reads its score at the last token that is no"
+            " padding; set tokenizer.pad_token to a token that no text holds (the end token works, and is then not"
+            " read)"
+        )
+    size = model.get_input_embeddings().num_embeddings
+    if max(tokenizer.get_vocab().values(), default=0) >= size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model knows {size}; take the tokenizer that belongs to"
+            " the model"
+        )
+
+
+def check_length(args: RewardModelConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a max_length beyond what the model can read; where none is set, it becomes the model's limit.
+
+    Raises:
+        ValueError: names both.
+    """
+    limit = length_limit(model, tokenizer)
+    default = RewardConfig.max_length
+    if limit is None or (args.max_length is not None and args.max_length <= limit):
+        return
+    if args.max_length not in (None, default):
+        raise ValueError(
+            f"max_length {args.max_length} is more than the {limit} tokens that the model can read; lower it"
+        )
+    args.max_length = limit
+
+
+def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
+    """Return the rows in which neither completion, with its prompt, has more than max_length tokens; say what is lost.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    if max_length is None:
+        return rows
+    lengths = [max(map(len, pair)) for pair in zip(*(rows[name] for name in ENCODED), strict=True)]
+    kept = [index for index, length in enumerate(lengths) if length <= max_length]
+    if not kept:
+        raise ValueError(
+            f"all {len(rows)} {kind} rows are longer than max_length {max_length} (the shortest has {min(lengths)}"
+            " tokens); raise it"
+        )
+    if len(kept) < len(rows):
+        logger.warning(
+            "dropped %d of %d %s rows longer than max_length %d tokens",
+            len(rows) - len(kept),
+            len(rows),
+            kind,
+            max_length,
+        )
+    return rows.select(kept)

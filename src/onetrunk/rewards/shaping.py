@@ -1,0 +1,142 @@
+"""Running mean and standard deviation of the scores, merged batch by batch and saved in the checkpoint.
+
+Knows numbers only. Source of the merge: Chan, Golub, LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for
+Computing Sample Variances", equations 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+SMALLEST_STD = 1e-8
+
+
+def score_moments(scores: Tensor) -> tuple[float, float, float]:
+    """Return (count, mean, m2) of the finite entries of `scores`, computed in float64; (0, 0, 0) if there is none."""
+    kept = scores[torch.isfinite(scores)].double()
+    if kept.numel() == 0:
+        return 0.0, 0.0, 0.0
+    mean = kept.mean()
+    return float(kept.numel()), float(mean), float((kept - mean).square().sum())
+
+
+@dataclass
+class RunningMoments:
+    """Moments of every score seen so far.
+
+    Args:
+        count: number of scores.
+        mean: their mean.
+        m2: sum of squared differences from the mean.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Return the unbiased standard deviation; 0 before the second score."""
+        return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, count: float, mean: float, m2: float) -> None:
+        """Merge the moments of more scores; a count of 0 changes nothing.
+
+        Raises:
+            ValueError: moments that no scores have: negative or non-finite.
+        """
+        _check_moments(count, mean, m2)
+        if count == 0:
+            return
+        total = self.count + count
+        difference = mean - self.mean
+        self.m2 += m2 + difference * difference * (self.count * count / total)
+        self.mean += difference * (count / total)
+        self.count = total
+
+    def normalize(self, scores: Tensor, shift_mean: bool = True, clip: float | None = None) -> Tensor:
+        """Return `scores` less the mean, divided by the standard deviation, then clipped; NaN stays NaN.
+
+        While fewer than two scores were seen, or all were equal, the scale is left as it is.
+
+        Args:
+            scores: [n] raw scores.
+            shift_mean: False divides only, so that the sign of a score stays.
+            clip: largest absolute value of the result; None for no limit.
+        """
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be greater than 0 or None, got {clip}")
+        shifted = scores - self.mean if shift_mean else scores
+        scaled = shifted / self.std if self.std > SMALLEST_STD else shifted
+        return scaled if clip is None else scaled.clamp(-clip, clip)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return count, mean and m2 as floats, which JSON keeps exactly."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the moments that `state_dict` gave.
+
+        Raises:
+            ValueError: other keys, or moments that no scores have.
+        """
+        if set(state) != {"count", "mean", "m2"}:
+            raise ValueError(f"the state of RunningMoments has the keys {sorted(state)}; expected count, m2, mean")
+        _check_moments(**state)
+        self.count, self.mean, self.m2 = float(state["count"]), float(state["mean"]), float(state["m2"])
+
+
+def _check_moments(count: float, mean: float, m2: float) -> None:
+    if not all(math.isfinite(value) for value in (count, mean, m2)) or count < 0 or m2 < 0:
+        raise ValueError(
+            f"moments must be finite with count and m2 at least 0, got count {count}, mean {mean}, m2 {m2}; "
+            "leave non-finite scores out (score_moments does)"
+        )
+
+
+def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tensor:
+    """Subtract `penalty` from the score of every completion that was cut off before a stop token.
+
+    Args:
+        scores: [n] one raw number per completion.
+        stopped: [n] bool, True where the completion ended at a stop token.
+        penalty: in units of the score, not negative.
+
+    Returns:
+        [n] of the dtype of `scores`.
+    """
+    _check("missing_eos_penalty", scores, stopped, penalty)
+    return torch.where(stopped.bool(), scores, scores - penalty)
+
+
+def length_penalty(scores: Tensor, lengths: Tensor, max_completion_length: int, penalty: float) -> Tensor:
+    """Subtract `penalty * length / max_completion_length` from every score.
+
+    Args:
+        scores: [n] one raw number per completion.
+        lengths: [n] tokens of the completion, the stop token included.
+        max_completion_length: tokens of the longest completion that can be.
+        penalty: in units of the score, at the full length; not negative.
+
+    Returns:
+        [n] of the dtype of `scores`.
+    """
+    _check("length_penalty", scores, lengths, penalty)
+    if max_completion_length < 1:
+        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length}")
+    return scores - penalty * lengths.to(scores.dtype) / max_completion_length
+
+
+def _check(name: str, scores: Tensor, per_row: Tensor, penalty: float) -> None:
+    if scores.shape != per_row.shape:
+        raise ValueError(
+            f"{name}: scores {tuple(scores.shape)} and {tuple(per_row.shape)} differ; give one entry per row"
+        )
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise ValueError(
+            f"{name} must be a finite number of at least 0, got {penalty}; it is subtracted from the score"
+        )

@@ -1,0 +1,244 @@
+"""A pipeline file: which stages, in which order, with which configs; everything in it is checked before one runs.
+
+    output_dir: runs/tiny/pipeline
+    stages:
+      data: {script: recipes/tiny/make_data.py, outputs: [runs/tiny/base, runs/tiny/sft.jsonl]}
+      sft: {config: recipes/tiny/sft.yaml}
+      ppo: {config: recipes/tiny/ppo.yaml, options: {num_rollouts: 8}, launcher: accelerate launch}
+
+A stage is a verb of the command line (its name, unless `verb` says another) or a script of the user's own. Paths are
+seen from the working folder. Knows YAML and the verbs' own parsers; starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.secrets import refused_words
+from onetrunk.utils.files import require_name
+from onetrunk.utils.yaml_files import read_yaml
+
+# In the order of the way: what a model goes through.
+STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
+# A verb that trains can go on from a checkpoint of its own.
+RESUMING_VERBS = ("sft", "reward", "distill", "ppo")
+# Free for a trainer, which compares what they lead to: the base model, the rows, the folder. A pipeline sees the names
+# alone.
+SEEN_BY_THE_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Args:
+        name: unique in the pipeline.
+        verb: of the command line; None: a script.
+        path: its config, or the script.
+        options: that override the config, or are the script's.
+        launcher: words before the command, such as those of `accelerate launch`.
+        outputs: files and folders that it leaves.
+        settings: what the config says with the options over it; for a script the options.
+        free: names of settings that may change without changing what the stage produces.
+    """
+
+    name: str
+    verb: str | None
+    path: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    launcher: tuple[str, ...] = ()
+    outputs: tuple[Path, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    free: frozenset[str] = frozenset()
+
+    def words(self) -> list[str]:
+        """Return the words after the verb, or after the script's name."""
+        own = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
+        return own if self.verb is None else ["--config", str(self.path), *own]
+
+    def command(self, *more: str) -> list[str]:
+        """Return the command that runs the stage, with `more` words at its end."""
+        what = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
+        return [*(self.launcher or (sys.executable,)), *what, *self.words(), *more]
+
+    def shown(self, *more: str) -> str:
+        """Return the command as a person would type it, with `more` words at its end."""
+        if self.launcher:
+            return shlex.join(self.command(*more))
+        what = ["python", str(self.path)] if self.verb is None else ["onetrunk", self.verb]
+        return shlex.join([*what, *self.words(), *more])
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages in their order.
+
+    Args:
+        path: the file.
+        output_dir: folder of its state.
+        stages: at least one.
+    """
+
+    path: Path
+    output_dir: Path
+    stages: tuple[Stage, ...]
+
+
+def load_pipeline(path: str | Path) -> Pipeline:
+    """Read and check a pipeline file, the configs that it names included.
+
+    Raises:
+        UsageError: names the file, the stage and the key, and says what to write instead.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
+    spec = read_mapping(path)
+    _check_keys(spec, {"output_dir": str, "stages": dict}, {"output_dir", "stages"}, str(path))
+    if not spec["stages"]:
+        raise UsageError(f"{path}: stages is empty; name at least one, such as 'sft: {{config: sft.yaml}}'")
+    stages = tuple(_stage(str(name), entry, f"{path}: stage {name}") for name, entry in spec["stages"].items())
+    owners: dict[Path, str] = {}
+    for stage in stages:
+        for output in stage.outputs:
+            owner = owners.setdefault(output.resolve(), stage.name)
+            if owner != stage.name:
+                raise UsageError(f"{path}: stages {owner} and {stage.name} both write {output}; give each its own")
+    return Pipeline(path, Path(spec["output_dir"]), stages)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; a key that stands there twice is refused.
+
+    Raises:
+        UsageError: the file is no YAML, no UTF-8, or no mapping.
+    """
+    try:
+        value, _ = read_yaml(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds {'nothing' if value is None else type(value).__name__}; expected 'key: value'")
+    return value
+
+
+def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place: str) -> None:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{place} is {entry!r}; expected a mapping with {', '.join(known)}")
+    for key, value in entry.items():
+        if key not in known:
+            raise UsageError(f"{place}: unknown key {key!r}; the keys are {', '.join(known)}")
+        if not isinstance(value, known[key]):
+            raise UsageError(f"{place}: {key} is {value!r}; expected {known[key].__name__}")
+    missing = sorted(required - entry.keys())
+    if missing:
+        raise UsageError(f"{place}: {missing[0]} is not set")
+
+
+KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
+
+
+def _stage(name: str, entry: Any, place: str) -> Stage:
+    try:
+        require_name(name, f"{place}: its name")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    _check_keys(entry, KEYS, set(), place)
+    if ("config" in entry) == ("script" in entry):
+        raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
+    path = Path(entry.get("config") or entry["script"])
+    if not path.is_file():
+        raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
+    options, launcher = entry.get("options", {}), tuple(shlex.split(entry.get("launcher", "")))
+    refused = refused_words(launcher) or refused_words([f"--{option}" for option in options])
+    if refused:
+        raise UsageError(f"{place}: {refused}")
+    if "script" in entry:
+        return _script_stage(name, entry, path, place)
+    if "outputs" in entry:
+        raise UsageError(f"{place}: outputs are a script's; of a verb it is the output_dir in its config")
+    verb = entry.get("verb", name)
+    if verb not in STAGE_VERBS:
+        raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(STAGE_VERBS)}")
+    settings = {**read_mapping(path), **options}
+    if not settings.get("output_dir"):
+        raise UsageError(f"{place}: {path} sets no output_dir; name the folder that the stage writes to")
+    stage = Stage(name, verb, path, options, launcher, (Path(str(settings["output_dir"])),), settings)
+    return replace(stage, free=free_settings(verb, _parse_as_the_stage_will(stage, place)))
+
+
+def _script_stage(name: str, entry: Mapping[str, Any], path: Path, place: str) -> Stage:
+    if "verb" in entry:
+        raise UsageError(f"{place}: a script has no verb; leave it out")
+    outputs = tuple(Path(str(output)) for output in entry.get("outputs", ()))
+    if not outputs:
+        raise UsageError(f"{place}: outputs is not set; list the files and folders that {path} leaves")
+    options, launcher = entry.get("options", {}), tuple(shlex.split(entry.get("launcher", "")))
+    return Stage(name, None, path, options, launcher, outputs, dict(options))
+
+
+def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
+    """Return the names of a stage's settings that may change without changing what it produces.
+
+    For a stage that trains these are the settings that its trainer calls free; for `prefs` those that do not decide
+    the rows.
+
+    Args:
+        verb: of the stage.
+        parsed: what the parser of the verb returns.
+    """
+    if verb == "prefs":
+        from onetrunk.stages.prefs.arguments import DECIDING
+
+        decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
+        return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides)
+    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+    if args is None:
+        return frozenset()
+    from onetrunk.checkpoints.settings import is_free
+    from onetrunk.ppo.state import FREE_IN_PPO
+
+    free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
+    return frozenset(free - SEEN_BY_THE_TRAINER)
+
+
+def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
+    module = import_module(f"onetrunk.stages.{stage.verb}")
+    environment = dict(os.environ)
+    try:
+        return getattr(module, f"parse_{stage.verb}")(stage.words())
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from error
+    finally:
+        # A config's env block is for its own stage.
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [word for entry in value for word in _words(entry)]
+    if isinstance(value, dict):
+        return [json.dumps(value)]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from texts_in(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from texts_in(entry)

@@ -1,0 +1,126 @@
+"""No secret leaves a stage in a log record, a warning or a stack trace. Knows Python's ways of telling; no stage."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, redact
+
+INSTEAD = "set the environment variable HF_TOKEN, or run `hf auth login` once"
+
+
+def refused_words(words: Sequence[str]) -> str | None:
+    """Return why a command line is refused, None if no option on it is a secret."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if is_secret_name(name) and name.isidentifier() and value:
+            return (
+                f"{name}=... is refused: a command line is visible to all users of the machine; export {name} before"
+            )
+        name = name.removeprefix("--").replace("-", "_")
+        if word.startswith("--") and (name in SECRET_KEYWORDS or name.endswith(("_api_key", "_password", "_secret"))):
+            return f"--{name} is refused: a command line is visible to all users of the machine; {_instead(name)}"
+    return None
+
+
+def refused_setting(key: str, value: Any) -> str | None:
+    """Return why a YAML entry, or an option read as JSON, is refused, as the end of a sentence; None if it is not.
+
+    Args:
+        key: of the entry.
+        value: as YAML has read it.
+    """
+    if key == "env" and isinstance(value, Mapping):
+        named = next((name for name, text in value.items() if is_secret_name(str(name)) and text), None)
+        return named and f"sets {named}: a recipe is passed on; export {named} in the shell instead"
+    if key in SECRET_KEYWORDS and isinstance(value, str) and value:
+        return f"holds a secret: a recipe is passed on; remove it and {_instead(key)}"
+    named = next(_secret_keywords(value), None) if key.endswith("_kwargs") else None
+    return named and f"holds a secret in {named}; remove it and {_instead(named)}"
+
+
+def _instead(name: str) -> str:
+    if name.endswith("api_key"):
+        return "put the key into an environment variable and name it in judge_api_key_env"
+    return INSTEAD
+
+
+def _secret_keywords(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            if key in SECRET_KEYWORDS and isinstance(entry, str) and entry:
+                yield key
+            yield from _secret_keywords(entry)
+
+
+@contextlib.contextmanager
+def secrets_kept() -> Iterator[None]:
+    """Redact, inside the block, what is logged, warned of, raised in a thread, or raised where nobody can catch it.
+
+    Records are redacted where they are made, not in a handler's filter: libraries add handlers of their own at any
+    time, and each would need one.
+    """
+    add_stored_token()
+    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        return redacted_record(make_record(*args, **kwargs))
+
+    def warning(*args: Any, **kwargs: Any) -> str:
+        return redact(format_warning(*args, **kwargs))
+
+    def in_thread(args: Any) -> None:
+        if args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread is not None else "unknown"
+            print(f"Exception in thread {name}:", file=sys.stderr)
+            print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
+
+    def uncaught(args: Any) -> None:
+        # Raised by a `__del__`, for one: Python goes on, and would print the message as it is.
+        print(f"{redact(str(args.err_msg or 'Exception ignored in'))}: {type(args.object).__name__}", file=sys.stderr)
+        print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
+
+    thread_hook, threading.excepthook = threading.excepthook, in_thread
+    uncaught_hook, sys.unraisablehook = sys.unraisablehook, uncaught
+    logging.setLogRecordFactory(record)
+    warnings.formatwarning = warning
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make_record)
+        warnings.formatwarning = format_warning
+        threading.excepthook = thread_hook
+        sys.unraisablehook = uncaught_hook
+
+
+def redacted_record(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a log record, changed where it holds a secret: in its message, its arguments or its stack trace."""
+    try:
+        message = record.getMessage()
+    except Exception:
+        # A message that does not fit its arguments: logging says so itself, with both.
+        message, record.msg, record.args = "", redact(f"{record.msg} {record.args}"), ()
+    clean = redact(message)
+    if clean != message:
+        record.msg, record.args = clean, ()
+    if record.exc_info and record.exc_info[0] is not None:
+        trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        clean = redact(trace)
+        if clean != trace:
+            record.exc_info, record.exc_text = None, clean
+    if record.stack_info:
+        record.stack_info = redact(record.stack_info)
+    return record
+
+
+def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a stack trace to stderr as Python does, without secrets."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

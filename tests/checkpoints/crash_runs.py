@@ -1,0 +1,527 @@
+"""Runs that are killed: what a process started by `killing` does. Imported by a fork server, so that a run costs no
+start of Python.
+
+A run trains one of KINDS to its end, going on from what lies in its folder, and writes `digest.json`: sha256 over
+everything that a resumed run has to have in common with one that was never killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig
+from transformers import PreTrainedModel, TrainerCallback
+
+from onetrunk import cli
+from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+from onetrunk.judges.base import Principle, Rating
+from onetrunk.judges.constitution import Constitution
+from onetrunk.models.new_scorer import scorer_from_config
+from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
+from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
+from onetrunk.stages.arguments import SFTArguments
+from onetrunk.utils.locks import held_folder
+from tests.ppo.support import make_trainer, prompts, without_wall_clock
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+
+torch.set_num_threads(1)
+disable_progress_bars()
+
+PHASES = ("start", "rollout", "score", "update", "save", "rotate", "end")
+# 10 rows in batches of 2: 5 a pass, of which two make a step; logged every third step, saved every second.
+PLAIN: dict[str, Any] = {
+    "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "steps", "save_steps": 2,
+    "logging_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 3,
+    "learning_rate": 1e-2, "seed": 3, "save_total_limit": 2, "bf16": False, "max_length": 32,
+}  # fmt: skip
+# 6 prompts in rollouts of 4, 4 steps a rollout, 12 in all.
+PPO = {
+    "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1, "logging_steps": 3,
+    "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2,
+}  # fmt: skip
+# The first of the evaluations is the best one: the checkpoint that is loaded at the end is not the last.
+BEST = {"eval_strategy": "steps", "load_best_model_at_end": True}
+BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}
+
+
+def words(i: int, count: int) -> str:
+    return " ".join(WORDS[(i * 3 + j) % len(WORDS)] for j in range(count))
+
+
+def pairs(count: int = 10) -> Dataset:
+    rows = [{"prompt": words(i, 3), "chosen": " " + words(i + 1, 4), "rejected": " " + words(i + 2, 3),
+             "probability": 0.6 + 0.03 * i} for i in range(count)]  # fmt: skip
+    return Dataset.from_list(rows)
+
+
+ON_SCORE: list[Callable[[], None]] = []
+
+
+def drawing(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Score by length and by numbers drawn from the global generators, as reward functions of users do."""
+    for hook in ON_SCORE:
+        hook()
+    return [len(ids) / 6 + random.random() + float(np.random.rand()) + torch.rand(()).item() for ids in completion_ids]
+
+
+def sft(folder: Path, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    rows = Dataset.from_list([{"prompt": words(i, 3), "completion": " " + words(i + 2, 4)} for i in range(10)])
+    args = SFTArguments(output_dir=str(folder), **{**PLAIN, **settings})
+    model = tiny_model("llama", num_hidden_layers=2)
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.3, target_modules="all-linear", task_type="CAUSAL_LM")
+    parts = {"processing_class": tiny_tokenizer(), "peft_config": config, "eval_dataset": held_out(rows, args)}
+    return ResumableSFTTrainer(model=model, args=args, train_dataset=rows, **parts)
+
+
+def held_out(rows: Dataset, args: Any) -> Dataset | None:
+    return None if str(args.eval_strategy.value) == "no" else rows.select(range(4))
+
+
+def scorer() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return scorer_from_config({"model_type": "llama", "num_key_value_heads": 2, **sizes}, tiny_tokenizer())
+
+
+def reward(folder: Path, **settings: Any) -> Any:
+    args = RewardModelConfig(output_dir=str(folder), **{**PLAIN, **settings})
+    return RewardModelTrainer(scorer(), args, pairs(), held_out(pairs(), args), tiny_tokenizer())
+
+
+def distill(folder: Path, **settings: Any) -> Any:
+    rows = pairs().map(lambda row, i: {"chosen_score": 0.1 * i, "rejected_score": -0.05 * i}, with_indices=True)
+    args = RewardDistillationConfig(output_dir=str(folder), **{**PLAIN, **settings})
+    return RewardDistillationTrainer(scorer(), args, rows, held_out(rows, args), tiny_tokenizer())
+
+
+def ppo(folder: Path, **settings: Any) -> Any:
+    return make_trainer(folder, dataset=prompts(6), reward=drawing, **{**PPO, **settings})
+
+
+class Brevity:
+    """Rates a completion the higher, the shorter it is."""
+
+    name = "brevity"
+    identity = {"judge": "brevity"}
+
+    def rate(
+        self, prompts: Any, completions: Any, principle: Principle, done: Any = None, stopped: Any = None
+    ) -> list[Rating]:
+        return [Rating(1 / (1 + len(text))) for text in completions]
+
+
+def ppo_monitor(folder: Path, **settings: Any) -> Any:
+    """Evaluate and measure; the monitor's best step is not the last."""
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "eval_dataset": prompts(4), **settings}
+    trainer = ppo(folder, **settings)
+    constitution = Constitution("brief", (Principle("Is the reply brief?", tags=("brief",)),))
+    HackingMonitor(Brevity(), constitution, window=2).attach(trainer)
+    return trainer
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "ppo": ppo,
+    "ppo_adaptive": lambda folder, **s: ppo(
+        folder, kl_target=0.05, kl_horizon=40, normalize_scores=True, value_head="adapter", num_generations=2, **s
+    ),
+    "ppo_cut": lambda folder, **s: ppo(folder, adapter_layers="top-1", trunk_cache="cpu", **s),
+    "ppo_in_loss": lambda folder, **s: ppo(
+        folder, kl_in_loss=True, kl_estimator="k3", target_kl=0.02, value_pretraining_rollouts=1, **s
+    ),
+    # An alarm that begins with the second rollout and lasts; one that ends the run with the third of five.
+    "ppo_alarm": lambda folder, **s: ppo(
+        folder, alarm_entropy=10.0, alarm_patience=2, alarm_length_collapse=1.0, **{"num_rollouts": 5, **s}
+    ),
+    "ppo_stopped": lambda folder, **s: ppo(
+        folder, alarm_entropy=10.0, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
+    ),
+    "ppo_best": lambda folder, **s: ppo(
+        folder, **{**BEST, "eval_steps": 3, "metric_for_best_model": "score/mean", "eval_dataset": prompts(4), **s}
+    ),
+    "ppo_monitor": ppo_monitor,
+    "sft": sft,
+    "reward": reward,
+    "distill": distill,
+    **{
+        f"{name}_best": lambda folder, kind=kind, **s: kind(folder, **{**BEST, "eval_steps": 2, **s})
+        for name, kind in (("sft", sft), ("reward", reward), ("distill", distill))
+    },
+}
+
+
+def digest(trainer: Any) -> dict[str, str]:
+    """Return sha256 by part of what a run has become; a run that had nothing left to train has loaded less."""
+    parts: dict[str, Any] = {
+        "weights": {n: p for n, p in trainer.model.named_parameters() if p.requires_grad},
+        "metrics": without_wall_clock(trainer.state.log_history),
+        "step": [trainer.state.global_step, trainer.state.epoch],
+        "ended": trainer.ended,
+        "best": [trainer.state.best_global_step, trainer.state.best_metric],
+    }
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, HackingMonitor):
+            parts["monitor"] = callback.summary()
+    if trainer.optimizer is not None:
+        state = trainer.optimizer.state_dict()
+        parts |= {
+            "optimizer": [[i, sorted(own.items())] for i, own in state["state"].items()],
+            "groups": state["param_groups"],
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state()[1],
+            "torch": torch.random.get_rng_state(),
+        }
+    if hasattr(trainer, "_stream"):
+        stream = trainer._stream
+        parts["kl"] = stream.kl_controller.state_dict()
+        parts["scores"] = stream.score_moments.state_dict()
+        parts["place"] = repr(stream.state)
+        if trainer.optimizer is not None:
+            parts["alarms"] = trainer.alarms.state_dict()
+    return {name: hashlib.sha256(_text(part)).hexdigest() for name, part in parts.items()}
+
+
+def evaluated(trainer: Any) -> str:
+    """Return a digest of what a stage says of the trained model in the end, but for times."""
+    final = trainer.final_evaluation() if hasattr(trainer, "final_evaluation") else trainer.evaluate()
+    return hashlib.sha256(
+        _text({name: value for name, value in final.items() if "_per_" not in name and "time" not in name})
+    ).hexdigest()
+
+
+def _text(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return b"".join(_text(key) + _text(value[key]) for key in sorted(value, key=str))
+    if isinstance(value, (list, tuple)):
+        return b"".join(_text(part) for part in value)
+    return repr(value).encode()
+
+
+def finish(kind: str, folder: Path, resume: str | None = "auto", **settings: Any) -> None:
+    """Train to the end, from what lies in the folder, save, and write down what came of it."""
+    trainer = KINDS[kind](folder, **settings)
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=resume)
+    found = digest(trainer)
+    trainer.save_model()
+    if trainer.eval_dataset is not None:
+        found["evaluation"] = evaluated(trainer)
+    (folder / "digest.json").write_text(json.dumps(found))
+    (folder / "seconds.json").write_text(json.dumps(time.perf_counter() - start))
+
+
+# --- being killed ---------------------------------------------------------------------------------------------------
+
+
+class FileEvents:
+    """Counts what a run does to files in its folder (opening for writing, fsync, rename, unlink, mkdir, rmdir), and
+    kills the process before event number `fatal`; an fsync that is not reached leaves half of its file.
+
+    Args:
+        folder: of the run.
+        fatal: number of the event, from 1; 0: only count.
+    """
+
+    def __init__(self, folder: Path, fatal: int = 0):
+        self.folder = str(folder)
+        self.fatal = fatal
+        self.seen: list[str] = []
+        self.is_on = False
+        self._fsync = os.fsync
+        os.fsync = self.fsync
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
+        if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            self.happens("open", args[0])
+        elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            self.happens(event, str(args[0]))
+
+    def fsync(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if self.is_on and path.startswith(self.folder):
+            self.happens("fsync", path, lost=path)
+        self._fsync(descriptor)
+
+    def happens(self, event: str, path: str, lost: str | None = None) -> None:
+        # rmtree names files by their folder's descriptor.
+        if os.path.isabs(path) and not path.startswith(self.folder):
+            return
+        self.seen.append(f"{event} {os.path.basename(path)}")
+        if len(self.seen) == self.fatal:
+            self.is_on = False
+            if lost is not None and os.path.isfile(lost):
+                os.truncate(lost, os.path.getsize(lost) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FromStep(TrainerCallback):
+    """Counts file events from the end of a step on."""
+
+    def __init__(self, step: int, events: FileEvents):
+        self.step, self.events = step, events
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.events.is_on = True
+
+
+def killed_while_saving(kind: str, folder: Path, step: int, fatal: int) -> None:
+    """Go on in `folder`; from the end of `step` on count file events, die at number `fatal`; write them down."""
+    events = FileEvents(folder, fatal)
+    trainer = KINDS[kind](folder)
+    trainer.add_callback(FromStep(step, events))
+    trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model()
+    events.is_on = False
+    if fatal == 0:
+        (folder / "events.json").write_text(json.dumps(events.seen))
+
+
+def killed_after(kind: str, folder: Path, step: int) -> None:
+    """Save at every step, and die before the save after `step`; after the last step, before the result is written."""
+    trainer = KINDS[kind](folder)
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            # Not by save_steps, which has to be a multiple of eval_steps where the best checkpoint is loaded.
+            control.should_save = trainer.may_save()
+            if state.global_step == step + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(Dies())
+    trainer.train()
+
+
+@contextlib.contextmanager
+def phases_shown(trainer: Any, shown: Any) -> Any:
+    """Keep the phase that the trainer is in in a shared number."""
+
+    def show(name: str) -> None:
+        shown.value = PHASES.index(name)
+
+    class Shows(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            show("update")
+
+        def on_step_end(self, args, state, control, **kwargs):
+            show("rollout")
+
+        def on_save(self, args, state, control, **kwargs):
+            show("rollout")
+
+    trainer.add_callback(Shows())
+    fsync, unlink = os.fsync, os.unlink
+    os.fsync = lambda descriptor: (show("save"), fsync(descriptor))[1]
+    os.unlink = lambda *args, **kwargs: (show("rotate"), unlink(*args, **kwargs))[1]
+    ON_SCORE.append(lambda: show("score"))
+    try:
+        yield
+    finally:
+        os.fsync, os.unlink = fsync, unlink
+
+
+def shown_run(kind: str, folder: Path, shown: Any) -> None:
+    """Finish a run; its phase can be seen from outside."""
+    trainer = KINDS[kind](folder)
+    with phases_shown(trainer, shown):
+        trainer.train(resume_from_checkpoint="auto")
+        found = digest(trainer)
+        trainer.save_model()
+    (folder / "digest.json").write_text(json.dumps(found))
+    shown.value = PHASES.index("end")
+
+
+# --- being asked to stop --------------------------------------------------------------------------------------------
+
+
+def signalled(kind: str, folder: Path, place: str, count: int, number: int, resume: str = "auto") -> None:
+    """Finish a run that sends itself a signal the `count`-th time it comes to a place."""
+    trainer = KINDS[kind](folder)
+    left = [count]
+
+    def pass_by(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), number)
+            time.sleep(0)  # The handler runs before the next line of Python.
+
+    class AtStep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            pass_by()
+
+    if place == "update":
+        trainer.add_callback(AtStep())
+    elif place == "token":
+        poll = trainer.sampler.backend.poll
+        trainer.sampler.backend.poll = lambda: (pass_by(), poll())[1]
+    elif place == "score":
+        ON_SCORE.append(pass_by)
+    elif place == "forward":
+        torch.nn.modules.module.register_module_forward_hook(pass_by)
+    elif place == "pack":
+        loss = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **kwargs: (pass_by(), loss(*args, **kwargs))[1]
+    elif place == "save":
+        fsync = os.fsync
+        os.fsync = lambda descriptor: (pass_by(), fsync(descriptor))[1]
+    trainer.train(resume_from_checkpoint=resume)
+    found = digest(trainer)
+    (folder / "digest.json").write_text(json.dumps(found))
+
+
+def finish_mirrored(kind: str, folder: Path, mirror: str, dies_at: int | None = None) -> None:
+    """Finish a run whose checkpoints have a second home; the process may die after a step."""
+    settings = {"checkpoint_mirror": mirror}
+    if dies_at is None:
+        finish(kind, folder, **settings)
+        return
+    trainer = KINDS[kind](folder, **settings)
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == dies_at:
+                trainer._mirror.wait(30)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(Dies())
+    trainer.train(resume_from_checkpoint="auto")
+
+
+def finish_limited(kind: str, folder: Path, step: int, most: int) -> None:
+    """Go on in `folder`; from the end of `step` on no file may be longer than `most` bytes. Write the error down."""
+    trainer = KINDS[kind](folder)
+
+    class Limits(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+    trainer.add_callback(Limits())
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except RuntimeError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        (folder / "error.txt").write_text(str(error))
+
+
+def hold(folder: Path, ready: Any, go_on: Any) -> None:
+    """Hold a run's folder until told to go on."""
+    with held_folder(folder):
+        ready.set()
+        go_on.wait(60)
+
+
+def finish_evaluating(folder: Path, settings: dict[str, Any], hook: Callable[[Any], None] = lambda _: None) -> None:
+    """Finish a PPO run with evaluations, and write down what came of it."""
+    trainer = make_trainer(folder, dataset=prompts(6), reward=drawing, eval_dataset=prompts(3), **{**PPO, **settings})
+    hook(trainer)
+    trainer.train(resume_from_checkpoint="auto")
+    (folder / "digest.json").write_text(json.dumps(digest(trainer)))
+
+
+def signalled_evaluating(folder: Path, settings: dict[str, Any]) -> None:
+    """Do the same, with a SIGTERM in the middle of the second evaluation."""
+
+    def hook(trainer: Any) -> None:
+        evaluate, calls = trainer.evaluate, []
+
+        def evaluate_and_signal(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(*args, **kwargs)
+
+        trainer.evaluate = evaluate_and_signal
+
+    finish_evaluating(folder, settings, hook)
+
+
+def unread(kind: str, folder: Path, step: int) -> None:
+    """Finish a run that prints into a pipe whose reader ends after a step, as that of `onetrunk ppo | head`."""
+    reader, writer = os.pipe()
+    sys.stdout = open(writer, "w", buffering=1)
+    trainer = KINDS[kind](folder, logging_steps=1)
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                os.close(reader)
+
+    trainer.add_callback(Ends())
+    trainer.train(resume_from_checkpoint="auto")
+    (folder / "digest.json").write_text("{}")
+
+
+def command_limited(folder: Path, words: list[str]) -> None:
+    """Run a command in `folder` that can write no byte to any file; write down what it says."""
+    os.chdir(folder)
+    sys.stderr = io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    code = cli.main(words)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (folder / "said.txt").write_text(sys.stderr.getvalue())
+    sys.exit(code)
+
+
+def signalled_twice(folder: Path, number: int = signal.SIGINT) -> None:
+    """Finish a PPO run that gets a signal twice in one update; a second Ctrl-C is an interrupt as ever."""
+    trainer = ppo(folder)
+
+    class Twice(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 7:
+                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number)
+
+    trainer.add_callback(Twice())
+    trainer.train(resume_from_checkpoint="auto")
+    (folder / "digest.json").write_text("{}")
+
+
+def forked(target: Callable[..., None], *args: Any) -> None:
+    """Run `target` in this process, quietly; a Stopped leaves with its exit code."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The same under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    target(*args)
+
+
+def command_killed_at(folder: Path, out: str, words: list[str], fatal: int) -> None:
+    """Run a command in `folder`, counting what it does to its output folder, and die at event number `fatal`; write
+    all of them down where there is none."""
+    os.chdir(folder)
+    events = FileEvents(folder / out, fatal)
+    events.is_on = True
+    code = cli.main(words)
+    events.is_on = False
+    (folder / f"{out}.json").write_text(json.dumps(events.seen))
+    sys.exit(code)

@@ -1,0 +1,60 @@
+"""Processes that may be killed, forked from a server that has imported everything."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from tests.checkpoints import crash_runs
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.checkpoints.crash_runs"])
+# In seconds; a hanging process is found, a busy machine is not taken for one.
+LONGEST = 900
+
+
+def started(target: Callable[..., None], *args: Any) -> Any:
+    """Return a started process that runs `target`, quietly."""
+    process = CONTEXT.Process(target=crash_runs.forked, args=(target, *args))
+    process.start()
+    return process
+
+
+def exit_code(target: Callable[..., None], *args: Any) -> int:
+    """Run `target` in a process and return how it ended: below 0, the number of the signal that killed it."""
+    process = started(target, *args)
+    process.join(LONGEST)
+    assert process.exitcode is not None, "the process hangs"
+    return process.exitcode
+
+
+def digest_of(folder: Path) -> dict[str, str]:
+    """Return what the finished run in a folder has become."""
+    return json.loads((folder / "digest.json").read_text())
+
+
+@cache
+def uninterrupted(kind: str) -> Path:
+    """Return the folder of a run of a kind that was never stopped; read it alone."""
+    folder = Path(mkdtemp())
+    assert exit_code(crash_runs.finish, kind, folder) == 0
+    return folder
+
+
+def resumed_equals_uninterrupted(kind: str, folder: Path) -> None:
+    """Finish the run in `folder`, and compare it with one that was never stopped."""
+    assert exit_code(crash_runs.finish, kind, folder) == 0
+    whole, found = digest_of(uninterrupted(kind)), digest_of(folder)
+    assert {"weights", "metrics", "step"} <= set(found)
+    assert found == {part: whole[part] for part in found}
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Copy a run's folder."""
+    return Path(shutil.copytree(source, target, dirs_exist_ok=True))

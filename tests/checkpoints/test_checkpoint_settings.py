@@ -1,0 +1,53 @@
+"""Intervals at which nothing can happen, and a best model that nothing chooses, are refused in every stage."""
+
+import pytest
+
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.reward_models.distill import RewardDistillationConfig
+from onetrunk.reward_models.trainer import RewardModelConfig
+from onetrunk.stages.arguments import SFTArguments
+
+CONFIGS = [PPOConfig, SFTArguments, RewardModelConfig, RewardDistillationConfig]
+
+
+def config(kind, tmp_path, **settings):
+    return kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, **settings)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"save_strategy": "steps", "save_steps": 0}, "save_steps is 0, and save_strategy is 'steps'; set a whole"),
+        ({"save_strategy": "steps", "save_steps": -5}, "save_steps is -5"),
+        ({"save_strategy": "steps", "save_steps": -0.5}, "save_steps is -0.5"),
+        ({"save_strategy": "steps", "save_steps": float("nan")}, "save_steps is nan"),
+        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps is 0, and eval_strategy is 'steps'"),
+        ({"eval_strategy": "steps", "eval_steps": -1}, "eval_steps is -1"),
+        ({"logging_strategy": "steps", "logging_steps": -1}, "logging_steps is -1"),
+        (
+            {"load_best_model_at_end": True, "save_strategy": "no"},
+            "load_best_model_at_end needs evaluations to choose by, and eval_strategy is 'no'",
+        ),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy 'best' needs evaluations"),
+    ],
+)
+def test_an_interval_at_which_nothing_happens_is_refused(tmp_path, kind, settings, sentence):
+    with pytest.raises(ValueError) as raised:
+        config(kind, tmp_path, **settings)
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_strategy": "steps", "save_steps": 0.25},
+        {"save_strategy": "steps", "save_steps": 1},
+        {"save_strategy": "no", "save_steps": 0},
+        {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True},
+        {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"},
+    ],
+)
+def test_every_other_interval_is_taken(tmp_path, kind, settings):
+    assert config(kind, tmp_path, **settings).save_strategy == settings["save_strategy"]

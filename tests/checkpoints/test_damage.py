@@ -1,0 +1,171 @@
+"""Damaged checkpoints: the one before is taken and that is said, or a sentence; never half of one."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, last_whole
+from onetrunk.checkpoints.manifest import MANIFEST
+from tests.checkpoints import crash_runs
+from tests.checkpoints.checkpoints import with_new_manifest
+from tests.checkpoints.crash_runs import KINDS, digest
+from tests.checkpoints.killing import copied, digest_of, exit_code, uninterrupted
+
+KINDS_OF_DAMAGE = ("missing", "empty", "half", "one bit flipped", "of another step", "another JSON type")
+
+
+@cache
+def run_of(kind: str) -> Path:
+    """Return the folder of a run that was killed with two checkpoints; read it alone."""
+    folder = Path(mkdtemp())
+    step = {"ppo": 9, "sft": 6, "reward": 6, "distill": 6}[kind]
+    exit_code(crash_runs.killed_while_saving, kind, folder, step, 1)
+    assert len(checkpoint_folders(folder)) == 2
+    return folder
+
+
+def damage(path: Path, kind: str, other: Path) -> bool:
+    """Damage a file; return False where that kind would change nothing."""
+    content = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "half":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "one bit flipped":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif kind == "of another step":
+        if not other.exists() or other.read_bytes() == content:
+            return False
+        path.write_bytes(other.read_bytes())
+    else:
+        if path.suffix != ".json":
+            return False
+        path.write_text(json.dumps([json.loads(content)]))
+    return True
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft", "reward", "distill"])
+def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_path, kind):
+    first, last = checkpoint_folders(copied(run_of(kind), tmp_path / "run"))
+    files = files_of(last)
+    assert len(files) >= 10 and {"optimizer.pt", "rng_state.pth", "scheduler.pt", MANIFEST} <= set(files)
+    tried = 0
+    for name in files:
+        whole = (last / name).read_bytes()
+        for how in KINDS_OF_DAMAGE:
+            if damage(last / name, how, first / name):
+                tried += 1
+                said = []
+                assert last_whole(tmp_path / "run", said.append) == first, (name, how)
+                assert len(said) == 1 and f"{last} is damaged and passed over ({name}: " in said[0], (name, how)
+            (last / name).write_bytes(whole)
+    assert tried > 4 * len(files) and checkpoint_problems(last) == []
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize("how", ["missing", "half", "of another step"])
+def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, kind, how, caplog):
+    folder = copied(run_of(kind), tmp_path / "run")
+    first, last = checkpoint_folders(folder)
+    assert damage(last / "optimizer.pt", how, first / "optimizer.pt")
+    trainer = KINDS[kind](folder)
+    trainer.train(resume_from_checkpoint="auto")
+    assert digest(trainer) == digest_of(uninterrupted(kind))
+    assert f"{last} is damaged and passed over (optimizer.pt: " in caplog.text
+
+
+@pytest.mark.parametrize("given", [True, "auto"])
+def test_where_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path, given):
+    folder = copied(run_of("ppo"), tmp_path / "run")
+    for checkpoint in checkpoint_folders(folder):
+        (checkpoint / "scheduler.pt").unlink()
+    with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole .*scheduler.pt: missing"):
+        KINDS["ppo"](folder).train(resume_from_checkpoint=given)
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused_and_a_whole_one_is_named(tmp_path):
+    first, last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))
+    (last / "optimizer.pt").unlink()
+    sentence = f"{re.escape(str(last))} is damaged .optimizer.pt: missing.; {re.escape(str(first))} is whole"
+    with pytest.raises(ValueError, match=sentence):
+        KINDS["ppo"](tmp_path / "out").train(resume_from_checkpoint=str(last))
+
+
+def test_a_folder_under_another_step_s_name_is_not_taken_for_that_step(tmp_path):
+    first, last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))
+    shutil.rmtree(last)
+    os.rename(first, last)
+    assert checkpoint_problems(last) == ["manifest.json: written for step 3, expected 6"]
+
+
+def test_a_checkpoint_of_weights_alone_is_refused(tmp_path):
+    settings = {"save_only_model": True, "save_strategy": "steps", "save_steps": 2}
+    KINDS["sft"](tmp_path / "run", **settings).train()
+    for given in (True, "auto", str(tmp_path / "run/checkpoint-8")):
+        with pytest.raises(ValueError, match="was saved with save_only_model"):
+            KINDS["sft"](tmp_path / "run", **settings).train(resume_from_checkpoint=given)
+    with pytest.raises(ValueError, match="save_only_model=True has no meaning here"):
+        KINDS["ppo"](tmp_path / "run", **settings)
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):
+    last = checkpoint_folders(copied(run_of("sft"), tmp_path / "run"))[-1]
+    with pytest.raises(ValueError, match="lacks experience_stream.json, value_head.safetensors"):
+        KINDS["ppo"](tmp_path / "out").train(resume_from_checkpoint=str(last))
+
+
+class Bomb:
+    """What a hostile pickle does when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("fits_manifest", [False, True])
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_no_file_of_a_checkpoint_can_run_code(tmp_path, kind, fits_manifest):
+    exploded = tmp_path / "exploded"
+    pickle.loads(pickle.dumps(Bomb(exploded)))
+    assert exploded.exists()
+    exploded.unlink()
+    names = [name for name in files_of(checkpoint_folders(run_of(kind))[-1]) if name != MANIFEST]
+    for name in names:
+        last = checkpoint_folders(copied(run_of(kind), tmp_path / name.replace("/", "_")))[-1]
+        (last / name).write_bytes(pickle.dumps(Bomb(exploded)))
+        if fits_manifest:
+            with_new_manifest(last)
+        try:
+            KINDS[kind](tmp_path / "out").train(resume_from_checkpoint=str(last))
+        except Exception as error:
+            assert isinstance(error, (ValueError, RuntimeError, OSError)), (name, error)
+            assert fits_manifest or f"{last} is damaged ({name}: " in str(error)
+        else:
+            assert fits_manifest and not name.endswith((".pt", ".pth", ".safetensors")), name
+        assert not exploded.exists(), name
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(tmp_path):
+    first, last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))
+    os.rename(last / "optimizer.pt", tmp_path / "elsewhere.pt")
+    (last / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
+    assert checkpoint_problems(last) == ["optimizer.pt: a link"]
+    manifest = json.loads((first / MANIFEST).read_text())
+    manifest["files"]["../../elsewhere.pt"] = manifest["files"]["optimizer.pt"]
+    (first / MANIFEST).write_text(json.dumps(manifest))
+    assert "is no name of a file in the folder" in checkpoint_problems(first)[0]

@@ -1,0 +1,65 @@
+"""What `push_to_hub` leaves on the Hub: the adapter where PEFT and vLLM look for it, and the value head beside it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load
+
+from tests.checkpoints.hub_stub import HubStub
+
+ROOT = Path(__file__).parents[2]
+# In a process of its own: huggingface_hub reads its settings once, when it is imported.
+SCRIPT = """
+import sys
+import torch
+torch.set_num_threads(1)
+from tests.ppo.support import make_trainer
+
+settings = {"push_to_hub": True, "hub_model_id": "someone/out", "hub_token": "hf_none", "value_head": "adapter"}
+settings |= {"save_strategy": "steps", "save_steps": 1, "num_rollouts": 2, "hub_strategy": sys.argv[2]}
+settings |= {"hub_always_push": True}
+trainer = make_trainer(sys.argv[1], **settings)
+trainer.train()
+trainer.push_to_hub()
+"""
+BRANCHES = ("adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "tokenizer.json")
+VALUE = ("value/adapter_model.safetensors", "value/adapter_config.json")
+
+
+@pytest.fixture
+def hub():
+    stub = HubStub()
+    yield stub
+    stub.close()
+
+
+def push(hub, folder, strategy):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"HF_HOME": str(folder / "home"), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    command = [sys.executable, "-c", SCRIPT, str(folder / "out"), strategy]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow)])
+def test_a_push_carries_all_branches_and_no_base(tmp_path, hub, strategy):
+    push(hub, tmp_path, strategy)
+    for name in (*BRANCHES, *VALUE, "README.md"):
+        assert name in hub.files, sorted(hub.files)
+    assert not [name for name in hub.files if "checkpoint-" in name]
+    local = tmp_path / "out"
+    for name in ("adapter_model.safetensors", "value_head.safetensors", "value/adapter_model.safetensors"):
+        assert hub.files[name] == (local / name).read_bytes()
+    tensors = load(hub.files["adapter_model.safetensors"])
+    assert tensors and all("lora_" in key for key in tensors)
+    assert set(load(hub.files["value_head.safetensors"])) == {"weight", "bias"}
+    card = hub.files["README.md"].decode()
+    assert "- onetrunk" in card and "- ppo" in card
+    if strategy == "every_save":
+        progress = [paths for summary, paths in hub.commits if summary.startswith("Training in progress")]
+        assert len(progress) >= 1
+        assert {*BRANCHES[:3], *VALUE} <= {path for paths in progress for path in paths}

@@ -1,0 +1,242 @@
+"""A run that was interrupted and resumed is the run that was not: weights, optimizer, schedule and log, bit by bit."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+from tests.checkpoints.checkpoints import change_json
+from tests.ppo.support import (
+    StopAt,
+    assert_same,
+    logged,
+    make_trainer,
+    prompts,
+    trained_weights,
+    without_wall_clock,
+)
+
+# 6 prompts in rollouts of 4: two rollouts a pass, the second one filled up. 4 steps a rollout, 12 in all.
+SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
+VARIANTS = {
+    "fixed": {},
+    "adaptive": {
+        "kl_target": 0.05,
+        "kl_horizon": 40,
+        "normalize_scores": True,
+        "value_head": "adapter",
+        "value_learning_rate": 3e-2,
+        "value_pretraining_rollouts": 1,
+        "num_generations": 2,
+    },
+    "in_loss": {"kl_target": 0.05, "kl_horizon": 40, "kl_in_loss": True, "kl_estimator": "k3", "target_kl": 0.02},
+}
+# Between rollouts, between PPO epochs, in the middle of one; in the first and in the second pass.
+STOPS = (3, 4, 6, 9)
+
+
+def run(folder, variant, callbacks=(), resume=None):
+    trainer = make_trainer(folder, dataset=prompts(6), callbacks=callbacks, **SHAPE, **VARIANTS[variant])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@cache
+def uninterrupted(variant):
+    trainer = run(mkdtemp(), variant)
+    assert trainer.state.global_step == 12
+    return trainer
+
+
+@cache
+def checkpoint(variant, step):
+    folder = mkdtemp()
+    trainer = run(folder, variant, [StopAt(step)])
+    assert trainer.state.global_step == step
+    return Path(folder) / f"checkpoint-{step}"
+
+
+def flat_optimizer(trainer):
+    state = trainer.optimizer.state_dict()["state"]
+    return {f"{i}.{name}": torch.as_tensor(value) for i, own in state.items() for name, value in own.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("step", STOPS)
+def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
+    whole = uninterrupted(variant)
+    resumed = run(tmp_path, variant, resume=str(checkpoint(variant, step)))
+    assert resumed.state.global_step == 12
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    assert_same(flat_optimizer(resumed), flat_optimizer(whole))
+    assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
+    assert [e["epoch"] for e in resumed.state.log_history if "loss" in e] == [i / 8 for i in range(1, 13)]
+    assert resumed._stream.kl_controller.value == whole._stream.kl_controller.value
+    assert resumed._stream.score_moments == whole._stream.score_moments
+
+
+def test_the_variants_exercise_what_they_name():
+    beta = logged(uninterrupted("adaptive"), "kl/beta")
+    # One rollout of value pretraining, and the first in which the policy trains: their KL of 0 says nothing of beta.
+    assert beta[0] == beta[1] == beta[2] != uninterrupted("adaptive")._stream.kl_controller.value
+    assert uninterrupted("adaptive")._stream.score_moments.count == 3 * 8
+    assert len({g["lr"] for g in checkpoint_groups("adaptive")}) == 2
+    assert sum(logged(uninterrupted("in_loss"), "policy/skipped_steps")) > 0
+    assert len(logged(uninterrupted("in_loss"), "kl/loss")) > 0
+
+
+def checkpoint_groups(variant):
+    return torch.load(checkpoint(variant, 4) / "optimizer.pt", weights_only=True)["param_groups"]
+
+
+def test_resuming_from_the_last_checkpoint_needs_no_name(tmp_path):
+    shutil.copytree(checkpoint("fixed", 6), tmp_path / "checkpoint-6")
+    resumed = run(tmp_path, "fixed", resume=True)
+    assert_same(trained_weights(resumed.model), trained_weights(uninterrupted("fixed").model))
+
+
+def test_resuming_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(ValueError, match="holds no checkpoint-"):
+        run(tmp_path, "fixed", resume=True)
+    with pytest.raises(ValueError, match="there is no folder .*checkpoint-7"):
+        run(tmp_path, "fixed", resume=str(tmp_path / "checkpoint-7"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer_state.json",
+        "optimizer.pt",
+        "scheduler.pt",
+        "experience_stream.json",
+        "value_head.safetensors",
+        "adapter_model.safetensors",
+        "experience_buffer_0.safetensors",
+    ],
+)
+def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(tmp_path, name):
+    damaged = tmp_path / "checkpoint-6"
+    shutil.copytree(checkpoint("fixed", 6), damaged)
+    (damaged / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        run(tmp_path / "out", "fixed", resume=str(damaged))
+
+
+def test_a_damaged_stream_state_is_refused(tmp_path):
+    damaged = tmp_path / "checkpoint-6"
+    shutil.copytree(checkpoint("fixed", 6), damaged)
+    change_json(damaged / "experience_stream.json", lambda content: content.pop("kl_controller"))
+    with pytest.raises(ValueError, match="does not hold the state of an experience stream"):
+        run(tmp_path / "out", "fixed", resume=str(damaged))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"num_minibatches": 4}, r"num_minibatches 2 \(here 4\)"),
+        ({"seed": 8}, r"seed 3 \(here 8\)"),
+        ({"rollout_batch_size": 6}, r"rollout_batch_size 4 \(here 6\)"),
+        ({"value_learning_rate": 0.1}, r"value_learning_rate None \(here 0.1\)"),
+        ({"temperature": 0.5}, r"temperature 1.0 \(here 0.5\)"),
+        ({"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
+        ({"beta": 0.0}, r"beta 0.05 \(here 0.0\)"),
+        ({"kl_in_loss": True, "kl_estimator": "k2"}, r"kl_in_loss False \(here True\)"),
+        ({"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
+    ],
+)
+def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path, changed, sentence):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **changed})
+    with pytest.raises(ValueError, match=sentence):
+        trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+
+
+def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
+    others = prompts(7).select(range(1, 7))
+    trainer = make_trainer(tmp_path, dataset=others, **SHAPE)
+    with pytest.raises(ValueError, match=r"prompts 6 rows, sha256 \w+ \(here 6 rows, sha256 "):
+        trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changed", "sentence"),
+    [
+        ("fixed", {"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
+        ("fixed", {"value_learning_rate": 0.1}, r"value_learning_rate None \(here 0.1\)"),
+        ("adaptive", {"kl_target": None}, r"kl_target 0.05 \(here None\)"),
+        ("adaptive", {"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
+    ],
+)
+def test_between_two_rollouts_the_kind_of_controller_and_optimizer_stays(tmp_path, variant, changed, sentence):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **VARIANTS[variant], **changed})
+    with pytest.raises(ValueError, match=sentence):
+        trainer.train(resume_from_checkpoint=str(checkpoint(variant, 4)))
+
+
+def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_path):
+    changed = {**SHAPE, "beta": 0.5, "temperature": 0.7}
+    with pytest.raises(ValueError, match="temperature: 1.0 -> 0.7, beta: 0.05 -> 0.5; .* allow_config_change to true"):
+        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint("fixed", 4)))
+    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 4)))
+    assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
+
+
+def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp_path, caplog):
+    changed = {**SHAPE, "learning_rate": 0.5}
+    with pytest.raises(ValueError, match=r"learning_rate stays 0.01 \(here 0.5\)"):
+        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
+    assert caplog.text.count("learning_rate stays 0.01 (here 0.5)") == 1
+    assert max(logged(trainer, "learning_rate")) <= 0.01
+
+
+def test_resuming_with_the_same_rates_warns_of_nothing(tmp_path, caplog):
+    run(tmp_path, "adaptive", resume=str(checkpoint("adaptive", 9)))
+    assert "stays" not in caplog.text
+
+
+def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
+    other = tmp_path / "checkpoint-6"
+    shutil.copytree(checkpoint("fixed", 6), other)
+    change_json(other / "experience_stream.json", lambda content: content["settings"].update(num_processes=2))
+    with pytest.raises(ValueError, match=r"num_processes 2 \(here 1\)"):
+        run(tmp_path / "out", "fixed", resume=str(other))
+
+
+@pytest.mark.parametrize(
+    ("step", "planned", "longer"),
+    [
+        (12, {"num_rollouts": 3}, "num_rollouts"),
+        (9, {"num_rollouts": 2}, "num_rollouts"),
+        (6, {"max_steps": 5}, "max_steps"),
+        (9, {"num_train_epochs": 1}, "num_train_epochs"),
+    ],
+)
+def test_a_run_at_its_planned_end_trains_no_step_and_says_so(tmp_path, caplog, step, planned, longer):
+    shape = {k: v for k, v in SHAPE.items() if k != "num_rollouts"}
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **shape, **planned)
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", step)))
+    assert trainer.state.global_step == step
+    held = make_trainer(tmp_path, dataset=prompts(6), **shape, **planned)
+    held.model.load_branches(checkpoint("fixed", step))
+    assert_same(trained_weights(trainer.model), trained_weights(held.model))
+    said = [r.getMessage() for r in caplog.records if "nothing is left to train" in r.getMessage()]
+    assert len(said) == 1 and f"is at step {step} of" in said[0] and f"raise {longer} to train on" in said[0]
+
+
+def test_a_run_whose_plan_is_raised_trains_on(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "num_rollouts": 4})
+    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 12)))
+    assert trainer.state.global_step == 16 and "nothing is left" not in caplog.text
+
+
+def test_a_second_training_starts_at_the_first_prompt_again(tmp_path):
+    trainer = make_trainer(tmp_path, num_rollouts=2)
+    trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer._stream.state.iteration == 2

@@ -1,0 +1,65 @@
+"""What the processes of test_two_process_stop run under torchrun: `python two_process_stop.py FOLDER HOW`.
+
+HOW is "whole", or where the second process gets a SIGTERM ("token", "score", "update"), or dies ("dies").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from transformers import TrainerCallback  # noqa: E402
+
+from tests.checkpoints.crash_runs import ON_SCORE, PPO, digest, drawing  # noqa: E402
+from tests.ppo.support import make_trainer, prompts  # noqa: E402
+
+SENDER = 1
+# The how-manieth time the sender comes to the place.
+COUNTS = {"token": 9, "score": 2, "update": 5, "dies": 8}
+
+
+def main(folder: Path, how: str) -> None:
+    trainer = make_trainer(folder / "run", dataset=prompts(8), reward=drawing, **{**PPO, "rollout_batch_size": 8})
+    rank = trainer.accelerator.process_index
+    left = COUNTS.get(how, 0)
+
+    def pass_by() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and rank == SENDER:
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGTERM)
+
+    class AtStep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            pass_by()
+
+        def on_save(self, args, state, control, **kwargs):
+            note("saved", state.global_step)
+
+    def note(name: str, value: object) -> None:
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(value))
+
+    if how == "token":
+        poll = trainer.sampler.backend.poll
+        trainer.sampler.backend.poll = lambda: (pass_by(), poll())[1]
+    elif how == "score":
+        ON_SCORE.append(pass_by)
+    elif how in ("update", "dies"):
+        trainer.add_callback(AtStep())
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except SystemExit as stop:
+        note("stopped", [stop.code, trainer.state.global_step])
+        raise
+    note("digest", digest(trainer))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

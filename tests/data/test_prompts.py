@@ -1,0 +1,274 @@
+"""Rows that are rejected, prompts that become token ids, completions that become text."""
+
+import json
+
+import pytest
+from datasets import Dataset, disable_progress_bars
+from tokenizers.processors import TemplateProcessing
+
+from onetrunk.data.prompts import (
+    RESERVED_COLUMNS,
+    decode_completion,
+    load_rows,
+    prepare_prompts,
+    split_rows,
+    validate_completions,
+    without_written_bos,
+)
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+disable_progress_bars()
+
+USER = {"role": "user", "content": "how runs the cat"}
+TURN = [USER, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def json_rows(tmp_path, *rows):
+    """Rows by way of a file, which alone can hold columns of mixed types."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_rows(path)
+
+
+def chat_tokenizer():
+    return tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+
+
+# Prompts
+
+
+def test_text_gets_the_special_tokens_of_its_tokenizer_and_other_columns_stay():
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    rows = prepare_prompts(Dataset.from_list([{"prompt": "the cat", "solution": {"a": [1, 2]}}]), tokenizer)
+    the, cat = tokenizer.convert_tokens_to_ids(["the", "cat"])
+    assert rows.to_list() == [{"prompt": "the cat", "solution": {"a": [1, 2]}, "prompt_ids": [2, the, cat]}]
+
+
+def test_a_conversation_ends_where_the_assistant_starts_to_write():
+    tokenizer = chat_tokenizer()
+    rows = prepare_prompts(Dataset.from_list([{"prompt": [USER]}, {"prompt": TURN}]), tokenizer)
+    tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in rows["prompt_ids"]]
+    opening = ["<user>", "how", "runs", "the", "cat", "<assistant>"]
+    assert tokens == [opening, [*opening, "yes"]]
+    assert rows["prompt"] == [[USER], TURN]
+
+
+def test_an_own_template_and_its_variables_are_used():
+    tokenizer = tiny_tokenizer()
+    rows = prepare_prompts(
+        Dataset.from_list([{"prompt": [USER]}]),
+        tokenizer,
+        chat_template="{{ word }} {{ messages[0]['content'] }}",
+        chat_template_kwargs={"word": "yes"},
+    )
+    assert tokenizer.decode(rows[0]["prompt_ids"]) == "yes how runs the cat"
+
+
+def test_keys_that_only_some_messages_have_do_not_reach_the_template():
+    # Arrow fills them with null; that transformers leaves these out is what the prompts rely on.
+    named = {"role": "user", "content": "cat", "name": "moon"}
+    rows = Dataset.from_list([{"prompt": [named]}, {"prompt": [USER]}])
+    template = "{% for m in messages %}{{ m['content'] }}{{ ' name' if 'name' in m else '' }}{% endfor %}"
+    tokenizer = tiny_tokenizer()
+    lengths = [len(ids) for ids in prepare_prompts(rows, tokenizer, chat_template=template)["prompt_ids"]]
+    assert lengths == [2, 4]  # "cat name", "how runs the cat"
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one():
+    rows = Dataset.from_dict({"prompt": ["<bos> the cat", "the cat"]})
+    tokenizer = tiny_tokenizer()
+    assert prepare_prompts(rows, tokenizer)["prompt_ids"][0][:1] == [2]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    first, second = prepare_prompts(rows, tokenizer)["prompt_ids"]
+    assert list(first) == list(second) and list(first).count(2) == 1
+
+
+def test_rows_for_fine_tuning_lose_a_bos_that_the_tokenizer_adds_again():
+    tokenizer = tiny_tokenizer()
+    rows = Dataset.from_dict({"prompt": ["<bos>the cat", "a dog"], "completion": ["runs", "sings"]})
+    assert without_written_bos(rows, tokenizer)["prompt"] == ["<bos>the cat", "a dog"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    assert without_written_bos(rows, tokenizer)["prompt"] == ["the cat", "a dog"]
+    assert without_written_bos(Dataset.from_dict({"text": ["<bos>a"]}), tokenizer)["text"] == ["a"]
+    chat = Dataset.from_dict({"messages": [[USER]]})
+    assert without_written_bos(chat, tokenizer) is chat
+
+
+def test_overlong_prompts_are_refused_dropped_or_cut_at_the_front(caplog):
+    rows = Dataset.from_list([{"prompt": "the cat runs", "i": 0}, {"prompt": "a dog", "i": 1}])
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ValueError, match="row 0: prompt has 3 tokens where max_prompt_length is 2"):
+        prepare_prompts(rows, tokenizer, max_prompt_length=2)
+    dropped = prepare_prompts(rows, tokenizer, max_prompt_length=2, overlong_prompts="drop")
+    assert dropped["i"] == [1]
+    assert "dropped 1 of 2 prompts" in caplog.text
+    cut = prepare_prompts(rows, tokenizer, max_prompt_length=2, overlong_prompts="truncate")
+    assert tokenizer.batch_decode(list(cut["prompt_ids"])) == ["cat runs", "a dog"]
+    assert cut["prompt"] == ["the cat runs", "a dog"]
+    with pytest.raises(ValueError, match="all 2 prompts are longer"):
+        prepare_prompts(rows, tokenizer, max_prompt_length=1, overlong_prompts="drop")
+
+
+def chat(*messages):
+    return list(messages)
+
+
+BAD_PROMPTS = {
+    "null": ("the cat", None, "is missing"),
+    "a number": ("the cat", 3, "is of type int, expected text"),
+    "a truth value": ("the cat", True, "is of type bool, expected text"),
+    "a dict": ("the cat", {"role": "user"}, "is of type dict, expected text"),
+    "empty": ("the cat", "", "is empty or white space"),
+    "white space": ("the cat", " \n\t", "is empty or white space"),
+    "a conversation among texts": ("the cat", chat(USER), "is a conversation where the first row is text"),
+    "text among conversations": (chat(USER), "the cat", "is text where the first row is a conversation"),
+    "null among conversations": (chat(USER), None, "is missing"),
+    "no messages": (chat(USER), [], "is a conversation without messages"),
+    "one message without its list": (chat(USER), USER, "is of type dict, expected a list"),
+    "a list of texts": (chat(USER), ["the cat"], "message 0 that is not a"),
+    "no role": (chat(USER), [{"content": "a"}], "message 0 that is not a"),
+    "a role that is no text": (chat(USER), [{"role": 1, "content": "a"}], "message 0 that is not a"),
+    "no content": (chat(USER), [USER, {"role": "user"}], r"message 1 \(user\) whose content is missing"),
+    "content of blocks": (
+        chat(USER),
+        [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        "whose content is of type list",
+    ),
+    "blank content": (chat(USER), [{"role": "user", "content": " "}], "whose content is empty"),
+    "the system alone": (chat(USER), [{"role": "system", "content": "be good"}], "ends with a system message"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PROMPTS)
+def test_a_bad_prompt_is_named_with_its_row_and_reason(tmp_path, kind):
+    good, bad, reason = BAD_PROMPTS[kind]
+    rows = json_rows(tmp_path, {"prompt": good}, {"prompt": bad})
+    with pytest.raises(ValueError, match=rf"^1 of 2 rows cannot be used[^\n]*\n  row 1: prompt [^\n]*{reason}"):
+        prepare_prompts(rows, chat_tokenizer())
+
+
+def test_what_the_template_refuses_and_what_has_no_tokens_are_bad_rows_too():
+    refusing = "{{ raise_exception('no system role here') if messages[0]['role'] == 'system' else 'cat' }}"
+    system = [{"role": "system", "content": "be good"}, USER]
+    rows = Dataset.from_list([{"prompt": [USER]}, {"prompt": system}])
+    with pytest.raises(ValueError, match="row 1: prompt is refused by .* no system role here"):
+        prepare_prompts(rows, tiny_tokenizer(), chat_template=refusing)
+    with pytest.raises(ValueError, match="row 0: prompt becomes zero tokens"):
+        prepare_prompts(rows.select([0]), tiny_tokenizer(), chat_template="{{ '' }}")
+
+
+def test_bad_rows_are_counted_and_the_first_twenty_listed():
+    rows = Dataset.from_list([{"prompt": "" if index % 2 else "cat"} for index in range(50)])
+    with pytest.raises(ValueError) as caught:
+        prepare_prompts(rows, tiny_tokenizer())
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("25 of 50 rows")
+    assert [line.split(":")[0] for line in lines[1:21]] == [f"  row {index}" for index in range(1, 41, 2)]
+    assert lines[21:] == ["  and 5 more"]
+
+
+def test_a_dataset_of_nothing_but_nulls_is_refused():
+    with pytest.raises(ValueError, match="2 of 2 rows"):
+        prepare_prompts(Dataset.from_dict({"prompt": [None, None]}), tiny_tokenizer())
+
+
+def test_a_dataset_without_the_column_or_with_our_names_is_refused():
+    with pytest.raises(ValueError, match="no column 'prompt', only question"):
+        prepare_prompts(Dataset.from_list([{"question": "a"}]), tiny_tokenizer())
+    with pytest.raises(ValueError, match="holds no rows"):
+        prepare_prompts(Dataset.from_dict({"prompt": []}), tiny_tokenizer())
+    for name in RESERVED_COLUMNS:
+        with pytest.raises(ValueError, match=f"the columns {name} have names"):
+            prepare_prompts(Dataset.from_list([{"prompt": "a", name: 1}]), tiny_tokenizer())
+
+
+def test_settings_that_cannot_work_are_refused():
+    rows = Dataset.from_list([{"prompt": [USER]}])
+    with pytest.raises(ValueError, match="no chat template; set chat_template"):
+        prepare_prompts(rows, tiny_tokenizer())
+    with pytest.raises(ValueError, match="max_prompt_length must be at least 1"):
+        prepare_prompts(rows, chat_tokenizer(), max_prompt_length=0)
+    with pytest.raises(ValueError, match="overlong_prompts must be"):
+        prepare_prompts(rows, chat_tokenizer(), overlong_prompts="cut")
+
+
+# Completions
+
+
+def test_rows_for_fine_tuning_of_each_kind_pass():
+    answer = [{"role": "assistant", "content": "yes"}]
+    assert validate_completions(Dataset.from_list([{"prompt": "a", "completion": "b"}])) == "prompt"
+    assert validate_completions(Dataset.from_list([{"prompt": [USER], "completion": answer}])) == "prompt"
+    assert validate_completions(Dataset.from_list([{"messages": TURN}])) == "messages"
+    assert validate_completions(Dataset.from_list([{"text": "a"}])) == "text"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "reason"),
+    [
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "completion is missing"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "b"}, "prompt is missing"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": [USER]}, "completion is of type list"),
+        (
+            {"prompt": [USER], "completion": TURN[1:]},
+            {"prompt": [USER], "completion": [USER]},
+            "completion ends with a user",
+        ),
+        (
+            {"prompt": [USER], "completion": TURN[1:]},
+            {"prompt": [USER], "completion": "b"},
+            "completion is of type str",
+        ),
+        ({"messages": TURN}, {"messages": [USER]}, "messages has no message of the assistant"),
+        ({"messages": TURN}, {"messages": []}, "messages is a conversation without"),
+        ({"text": "a"}, {"text": "  "}, "text is empty"),
+    ],
+)
+def test_a_bad_row_for_fine_tuning_is_named_with_its_reason(tmp_path, good, bad, reason):
+    with pytest.raises(ValueError, match=rf"^1 of 2 rows[^\n]*\n  row 1: {reason}"):
+        validate_completions(json_rows(tmp_path, good, bad))
+
+
+def test_a_dataset_without_completions_is_refused():
+    with pytest.raises(ValueError, match="has the columns prompt; expected prompt and completion"):
+        validate_completions(Dataset.from_list([{"prompt": "a"}]))
+
+
+# Splitting and decoding
+
+
+@pytest.mark.parametrize(("eval_size", "num_eval"), [(3, 3), (0.25, 5), (0.001, 1)])
+def test_a_split_is_the_same_for_the_same_seed_and_loses_no_row(eval_size, num_eval):
+    rows = Dataset.from_dict({"i": list(range(20))})
+    train, evaluation = split_rows(rows, eval_size, seed=1)
+    assert len(evaluation) == num_eval
+    assert sorted([*train["i"], *evaluation["i"]]) == list(range(20))
+    assert list(train["i"]) == sorted(train["i"])
+    assert split_rows(rows, eval_size, seed=1)[1]["i"] == evaluation["i"]
+    assert any(split_rows(rows, eval_size, seed=seed)[1]["i"] != evaluation["i"] for seed in (2, 3))
+
+
+@pytest.mark.parametrize("eval_size", [0, 20, -1, 0.0, 1.0, 1.5])
+def test_a_split_that_leaves_one_part_empty_is_refused(eval_size):
+    with pytest.raises(ValueError, match=f"eval_size {eval_size} of 20 rows"):
+        split_rows(Dataset.from_dict({"i": list(range(20))}), eval_size, seed=1)
+
+
+def test_a_completion_is_decoded_in_the_form_of_its_prompt():
+    tokenizer = tiny_tokenizer()
+    cat, runs, stop, eos = tokenizer.convert_tokens_to_ids(["cat", "runs", ".", "<eos>"])
+    assert decode_completion(tokenizer, [cat, runs, eos], True, "the") == "cat runs"
+    assert decode_completion(tokenizer, [cat, eos, runs], False, "the") == "cat runs"
+    # A stop token that is an ordinary word ends the completion and is no part of its text.
+    assert decode_completion(tokenizer, [cat, stop], True, "the") == "cat"
+    assert decode_completion(tokenizer, [cat, stop], False, "the") == "cat ."
+    assert decode_completion(tokenizer, [eos], True, "the") == ""
+    assert decode_completion(tokenizer, [cat, eos], True, [USER]) == [{"role": "assistant", "content": "cat"}]

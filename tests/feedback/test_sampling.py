@@ -1,0 +1,135 @@
+"""Sampling from a real tiny model: a completion depends on prompt, seed and number, and is sampled once."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.revision import Reviser, critique_prompt, revision_prompt
+from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
+from onetrunk.feedback.shards import prompt_key
+from onetrunk.judges.base import Principle
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import SampledText
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+PROMPTS = ["the cat", "a dog runs", "the sun and the moon", "please", "old house"]
+PRINCIPLES = [Principle("warm", 1.0), Principle("small", 3.0), Principle("please be good", 2.0)]
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        yield ledger
+
+
+def sampler(ledger, seed=0, **settings):
+    model = tiny_model("llama", max_position_embeddings=512)
+    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    params = SamplingParams(max_completion_length=6, stop_token_ids=(1,))
+    return TextSampler(LocalBackend(model), tokenizer, params, {"model": "tiny"}, seed, ledger, **settings)
+
+
+def items(sampler, prompts=PROMPTS):
+    rows = encoded(Dataset.from_list([{"prompt": p} for p in prompts]), sampler.tokenizer)
+    return [PromptItem(p, prompt_key(p), ids) for p, ids in zip(prompts, rows["prompt_ids"], strict=True)]
+
+
+def test_completions_do_not_depend_on_order_or_on_the_prompts_beside(tmp_path, ledger):
+    one = sampler(ledger)
+    together = one.sample(items(one), 3)
+    with Ledger(tmp_path / "other.jsonl") as other:
+        alone = sampler(other)
+        assert [alone.sample([item], 3)[0] for item in reversed(items(alone))] == together[::-1]
+    assert len({text for row in together for text in row}) > 10
+
+
+def test_what_the_ledger_holds_is_not_sampled_again(ledger):
+    first, again = sampler(ledger), sampler(ledger)
+    texts = first.sample(items(first), 2)
+    assert again.sample(items(again), 2) == texts
+    assert (first.num_sampled, again.num_sampled) == (10, 0)
+    # A further completion of each, and then another seed
+    assert [row[:2] for row in again.sample(items(again), 3)] == texts
+    assert sampler(ledger, seed=1).sample(items(again), 2) != texts
+
+
+def test_the_ledger_remembers_which_completions_were_cut_off(tmp_path, ledger):
+    first, again = sampler(ledger), sampler(ledger)
+    sampled = [text for row in first.sample(items(first), 6) for text in row]
+    assert {text.stopped for text in sampled} == {True, False}
+    assert [text for row in again.sample(items(again), 6) for text in row] == sampled and again.num_sampled == 0
+    # What older ledgers hold, a string, is a completion that ended by itself.
+    with Ledger(tmp_path / "old.jsonl") as old:
+        other = sampler(old)
+        old.put(other.key(items(other)[0], 0), "the cat")
+        assert other.kept(items(other)[:1], 1) == [[SampledText("the cat")]]
+
+
+def test_another_policy_or_another_length_is_another_completion(ledger):
+    one = sampler(ledger)
+    item = items(one)[0]
+    keys = {one.key(item, 0), one.key(item, 1)}
+    one.identity = {"model": "other"}
+    keys.add(one.key(item, 0))
+    one.params = SamplingParams(max_completion_length=7, stop_token_ids=(1,))
+    keys.add(one.key(item, 0))
+    assert len(keys) == 4
+
+
+def test_a_prompt_that_stands_twice_in_a_chunk_is_one(ledger):
+    one = sampler(ledger)
+    first, second = one.sample([items(one)[0]] * 2, 2)
+    assert first == second and one.num_sampled == 2
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational):
+    policy = sampler(ledger)
+    prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if conversational else PROMPTS
+    reviser = Reviser(policy, policy, PRINCIPLES, num_revisions=2, max_prompt_length=200)
+    given = items(policy, prompts)
+    completions = policy.sample(given, 2)
+    rows = reviser.rows(given, completions)
+    assert len(rows) == 10
+    kept = [row for row in rows if row is not None]
+    assert kept
+    for row in kept:
+        trail = json.loads(row["trail"])
+        assert [set(step) for step in trail] == [{"principle", "critique", "revision"}] * 2
+        assert len({step["principle"] for step in trail}) == 2
+        text = row["completion"][0]["content"] if conversational else row["completion"]
+        assert text == trail[-1]["revision"] and row["prompt"] in prompts
+    before = policy.num_sampled
+    assert reviser.rows(given, completions) == rows and policy.num_sampled == before
+
+
+def test_a_blank_completion_is_not_revised(ledger):
+    policy = sampler(ledger)
+    rows = Reviser(policy, policy, PRINCIPLES).rows(items(policy, ["the cat"]), [[SampledText("  ")]])
+    assert rows == [None] and policy.num_sampled == 0
+
+
+def test_principles_are_drawn_by_weight_and_each_once_while_there_are_any(ledger):
+    policy = sampler(ledger)
+    reviser = Reviser(policy, policy, PRINCIPLES, num_revisions=3)
+    plans = [reviser.plan(PromptItem("x", prompt_key(str(i)), [5]), 0) for i in range(300)]
+    assert all(sorted(plan) == [0, 1, 2] for plan in plans)
+    first = [plan[0] for plan in plans]
+    # Weights 1, 3, 2 of 6: 50, 150, 100 of 300; standard deviations 6, 9, 8
+    assert abs(first.count(0) - 50) < 30 and abs(first.count(1) - 150) < 40
+    assert len(Reviser(policy, policy, PRINCIPLES, num_revisions=5).plan(items(policy)[0], 0)) == 5
+
+
+def test_what_a_critic_is_asked_holds_request_reply_and_rule_in_the_form_of_the_prompt():
+    text = critique_prompt("Why?", "Because.", "Be kind {x}.")
+    assert all(part in text for part in ("Why?", "Because.", "Be kind {x}."))
+    assert revision_prompt(text, "It is curt.").startswith(text + "It is curt.")
+    turns = critique_prompt([{"role": "user", "content": "Why?"}], "Because.", "Be kind.")
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+    turns = revision_prompt(turns, "It is curt.")
+    assert [turn["role"] for turn in turns][-2:] == ["assistant", "user"] and turns[-2]["content"] == "It is curt."
+    begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Be"}]
+    assert critique_prompt(begun, "cause.", "Be kind.")[1]["content"] == "Because."

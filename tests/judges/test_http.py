@@ -1,0 +1,227 @@
+"""Which addresses may be called, where secrets come from, and where they never go."""
+
+import asyncio
+import ipaddress
+import socket
+
+import httpx2
+import pytest
+from huggingface_hub import AsyncInferenceClient, get_async_session
+
+from onetrunk.judges.calls import CallError
+from onetrunk.judges.chat import ChatServer
+from onetrunk.judges.http import (
+    check_host,
+    check_url,
+    guarded_client,
+    read_secret,
+    redact,
+    refuse_address,
+    shown,
+    use_client,
+    uses_proxy,
+)
+from tests.judges.stub_server import StubServer
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://judge.example.com/v1",
+        "https://judge.example.com:8443/v1/",
+        "http://127.0.0.1:8000/v1",
+        "http://[::1]:8000/v1",
+        "http://localhost:8000",
+        "http://10.1.2.3:8000/v1",
+        "http://192.168.1.7/v1",
+        "http://[fd12::1]:8000/v1",
+        "https://8.8.8.8/v1",
+    ],
+)
+def test_servers_by_https_anywhere_and_by_http_nearby_are_allowed(url):
+    assert check_url(url) == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("ftp://host/v1", "expected http"),
+        ("file:///etc/passwd", "expected http"),
+        ("host:8000/v1", "expected http"),
+        ("https:///v1", "names no host"),
+        ("https://host:99999999/v1", "no URL"),
+        ("https://[::1/v1", "no URL"),
+        ("https://host/v1 ", "no URL"),
+        ("https://host/\nv1", "no URL"),
+        ("https://good.example\\@evil.example/v1", "no URL"),
+        ("https://host/v1?key=abc", r"after it"),
+        ("https://host/v1#x", r"after it"),
+        ("http://8.8.8.8/v1", "plain http"),
+        ("http://169.254.169.254/latest", "credentials"),
+        ("https://169.254.169.254", "credentials"),
+        ("http://169.254.170.2/v2/credentials", "credentials"),
+        ("http://[fd00:ec2::254]/", "credentials"),
+        ("http://[fe80::1]/", "credentials"),
+        ("http://[::ffff:169.254.169.254]/", "credentials"),
+        ("http://[64:ff9b::a9fe:a9fe]/", "credentials"),
+        ("http://2852039166/", "credentials"),
+        ("http://0xa9fea9fe/", "credentials"),
+        ("http://0251.0376.0251.0376/", "credentials"),
+        ("http://metadata.google.internal/computeMetadata/v1/", "credentials"),
+        ("http://METADATA.google.internal./", "credentials"),
+        ("http://100.100.100.200/", "credentials"),
+        ("http://168.63.129.16/", "credentials"),
+        ("http://0.0.0.0:8000/v1", "127.0.0.1"),
+    ],
+)
+def test_everything_else_is_refused_with_one_sentence(url, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        check_url(url)
+    assert "the judge's address" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_password_in_the_url_is_refused_and_not_repeated():
+    with pytest.raises(ValueError, match="api_key_env") as error:
+        check_url("https://me:hunter2@host/v1")
+    assert "hunter2" not in str(error.value)
+    assert shown("https://me:hunter2@host/v1?token=hunter2") == "https://host/v1"
+
+
+def test_plain_http_to_strangers_needs_a_word():
+    assert check_url("http://8.8.8.8/v1", allow_http=True) == "http://8.8.8.8/v1"
+    with pytest.raises(ValueError, match="credentials"):
+        check_url("http://169.254.169.254/", allow_http=True)
+
+
+def lookups(monkeypatch, *addresses):
+    """Let every name have these addresses: what a hostile or mistaken DNS would say."""
+    found = [(socket.AF_INET6 if ":" in a else socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 443)) for a in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "fd00:ec2::254", "::ffff:169.254.169.254", "fe80::1%eth0"])
+def test_a_name_that_leads_to_a_metadata_service_is_refused(monkeypatch, address):
+    lookups(monkeypatch, "93.184.216.34", address)
+    with pytest.raises(ValueError, match="credentials"):
+        check_host("https://judge.example.com/v1")
+
+
+def test_plain_http_is_judged_by_the_addresses_behind_a_name(monkeypatch):
+    lookups(monkeypatch, "10.0.0.7")
+    check_host("http://judge.cluster.local:8000/v1")
+    lookups(monkeypatch, "10.0.0.7", "93.184.216.34")
+    with pytest.raises(ValueError, match="plain http"):
+        check_host("http://judge.cluster.local:8000/v1")
+    check_host("https://judge.cluster.local:8000/v1")
+
+
+def test_an_unknown_host_is_named(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="nowhere.invalid is unknown"):
+        check_host("https://nowhere.invalid/v1")
+    # Behind a proxy names are the proxy's business; this machine's own servers are not behind it.
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    check_host("https://nowhere.invalid/v1")
+    assert uses_proxy("https://nowhere.invalid/v1") and not uses_proxy("https://127.0.0.1:8000/v1")
+
+
+def test_a_secret_comes_from_a_variable_and_from_nowhere_else(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", " tok-123 ")
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert read_secret(None) is None
+    assert read_secret("JUDGE_KEY") == "tok-123"
+    with pytest.raises(ValueError, match="NO_SUCH_KEY is not set"):
+        read_secret("NO_SUCH_KEY")
+    for key in ("sk-proj-abcdef", "hf_abcdefghijk", "tok.en"):
+        with pytest.raises(ValueError, match="never the key itself") as error:
+            read_secret(key)
+        assert key not in str(error.value)
+    monkeypatch.setenv("JUDGE_KEY", "two words")
+    with pytest.raises(ValueError, match="spaces") as error:
+        read_secret("JUDGE_KEY")
+    assert "two words" not in str(error.value)
+
+
+def test_a_secret_is_redacted():
+    assert redact("no tok-123 here, Bearer other", "tok-123") == "no [redacted] here, Bearer [redacted]"
+
+
+async def chat(url, model="judge-1", **settings):
+    server = ChatServer(url, model, **settings)
+    async with server.session(2) as client:
+        return await server.reply(client, [{"role": "user", "content": "A or B?"}], max_tokens=4, seed=1)
+
+
+def test_the_key_goes_to_the_server_and_into_no_error(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "tok-123")
+    with StubServer(key="tok-123") as stub:
+        assert asyncio.run(chat(stub.url, api_key_env="JUDGE_KEY")).text in ("A", "B")
+    with StubServer(key="another") as stub:
+        with pytest.raises(CallError, match="HTTP 401") as error:
+            asyncio.run(chat(stub.url, api_key_env="JUDGE_KEY"))
+        assert error.value.kind == "stop" and "tok-123" not in str(error.value)
+    assert "tok-123" not in repr(vars(ChatServer("http://127.0.0.1:1/v1", "m", "JUDGE_KEY")))
+
+
+def test_the_hub_token_of_whoever_is_logged_in_is_sent_to_no_server(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with StubServer() as stub:
+        asyncio.run(chat(stub.url))
+    assert all("authorization" not in headers for headers in stub.headers)
+    assert all("hf_secret" not in value for headers in stub.headers for value in headers.values())
+
+
+def test_a_redirect_is_not_followed_and_says_where_it_led():
+    with StubServer() as elsewhere:
+        with StubServer(fault="redirect", redirect_to=f"{elsewhere.url}/chat/completions?key=1") as stub:
+            with pytest.raises(CallError, match=f"a redirect to {elsewhere.url}/chat/completions instead") as error:
+                asyncio.run(chat(stub.url))
+    assert elsewhere.headers == [] and "key=1" not in str(error.value)
+
+
+def test_a_client_for_one_server_calls_no_other():
+    async def call():
+        async with guarded_client("http://127.0.0.1:8000/v1", None, 1) as client:
+            await client.get("http://127.0.0.1:8001/v1/models")
+
+    with pytest.raises(CallError, match="was about to go to"):
+        asyncio.run(call())
+
+
+def test_the_address_that_was_really_called_is_looked_at(monkeypatch):
+    # The name may lead elsewhere by the time of the call; loopback stands for a metadata service here.
+    monkeypatch.setattr("onetrunk.judges.http.METADATA_ADDRESSES", {ipaddress.ip_address("127.0.0.1")})
+    with StubServer() as stub:
+        with pytest.raises(CallError, match="credentials") as error:
+
+            async def call():
+                async with guarded_client(stub.url, None, 1) as client:
+                    await client.get(f"{stub.url}/models")
+
+            asyncio.run(call())
+    assert error.value.kind == "stop"
+
+
+def test_addresses_that_are_servers_pass():
+    for text in ("127.0.0.1", "10.0.0.1", "8.8.8.8", "::1", "2001:4860:4860::8888"):
+        refuse_address(ipaddress.ip_address(text), "host", "the address")
+
+
+def test_other_users_of_the_hub_client_get_what_they_got_before():
+    ordinary = get_async_session()
+    made = []
+
+    def make():
+        made.append(guarded_client("http://127.0.0.1:8000/v1", None, 1))
+        return made[-1]
+
+    async def ours():
+        use_client(make)
+        async with AsyncInferenceClient(base_url="http://127.0.0.1:8000/v1", api_key="none"):
+            return get_async_session()
+
+    assert asyncio.run(ours()) is made[0] and not made[0].follow_redirects
+    theirs = get_async_session()
+    assert isinstance(theirs, httpx2.AsyncClient) and len(made) == 1
+    assert theirs.follow_redirects == ordinary.follow_redirects and theirs.event_hooks == ordinary.event_hooks

@@ -1,0 +1,211 @@
+"""Win rates by hand, against another implementation's numbers, and by what must hold of any of them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from onetrunk.judges.win_rate import fit_logistic, pair_outcomes, win_rate
+
+# Made for the comparison below: labels, and how much longer the first completion is.
+LABELS = torch.tensor([0.9, 0.2, 0.7, 1.0, 0.4, 0.55, 0.0, 0.8], dtype=torch.float64)
+DIFFERENCES = torch.tensor([30.0, -12.0, 5.0, 48.0, -20.0, 7.0, -35.0, 0.0], dtype=torch.float64)
+
+
+def test_outcomes_by_hand():
+    labels = torch.tensor([0.9, 0.5, 0.1, 0.52])
+    assert pair_outcomes(labels).tolist() == [1.0, 0.5, 0.0, 1.0]
+    assert pair_outcomes(labels, tie_margin=0.05).tolist() == [1.0, 0.5, 0.0, 0.5]
+    # A judge that names the first completion in both orders has not decided, however sure it was.
+    assert pair_outcomes(labels, torch.tensor([False, True, True, True])).tolist() == [0.5, 0.5, 0.0, 1.0]
+
+
+def test_win_rates_by_hand():
+    labels = torch.tensor([0.9, 0.5, 0.1, 0.7])
+    figures = win_rate(labels, ["a", "b", "c", "d"], torch.zeros(4), num_resamples=50)
+    assert (figures.wins, figures.ties, figures.losses, figures.pairs, figures.prompts) == (2, 1, 1, 4, 4)
+    assert figures.discrete_win_rate.value == (2 + 1 / 2) / 4
+    assert figures.win_rate.value == pytest.approx((0.9 + 0.5 + 0.1 + 0.7) / 4)
+    # Of equal length already: nothing to control for, but for the ridge.
+    assert figures.length_controlled_win_rate.value == pytest.approx(0.55, abs=1e-4)
+    assert figures.length_fit.slope == 0.0 and not figures.is_extrapolated
+
+
+def test_the_length_fit_is_that_of_another_implementation():
+    # statsmodels 0.14 GLM, Binomial family, tol 1e-14, on [1, tanh(d / std(d, ddof=1))]; then with weights.
+    scale = 26.67496150753683
+    design = torch.stack([torch.ones(8, dtype=torch.float64), torch.tanh(DIFFERENCES / scale)], dim=1)
+    weights = torch.tensor([[1.0] * 8, [1.0, 2.0, 0.0, 1.0, 3.0, 1.0, 1.0, 2.0]])
+    expected = torch.tensor([[0.3615666, 2.72460078], [0.57274185, 2.52093332]], dtype=torch.float64)
+    found = fit_logistic(design, LABELS, weights, ridge=1e-13)
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)  # printed with eight digits
+    figures = win_rate(LABELS, range(8), DIFFERENCES, num_resamples=10)
+    assert figures.length_fit.scale == pytest.approx(scale)
+    # The ridge moves it by less than anyone could measure on eight pairs.
+    assert figures.length_controlled_win_rate.value == pytest.approx(0.5894196096439593, abs=3e-4)
+    assert figures.length_fit.probability(0.0) == figures.length_controlled_win_rate.value
+
+
+def test_each_figure_is_that_of_the_leaderboard_of_alpacaeval():
+    recorded = json.loads((Path(__file__).parent / "alpaca_eval_pairs.json").read_text())
+    theirs, pairs = recorded["leaderboard"], torch.tensor(recorded["pairs"], dtype=torch.float64)
+    ours = win_rate(pairs[:, 0], range(len(pairs)), pairs[:, 1], num_resamples=200)
+    assert 100 * ours.win_rate.value == pytest.approx(theirs["win_rate"], abs=1e-6)
+    assert 100 * ours.standard_error == pytest.approx(theirs["standard_error"], abs=1e-6)
+    assert 100 * ours.discrete_win_rate.value == pytest.approx(theirs["discrete_win_rate"], abs=1e-6)
+    counts = ours.wins, ours.losses, ours.ties, ours.pairs
+    assert counts == tuple(theirs[name] for name in ("n_wins", "n_wins_base", "n_draws", "n_total"))
+    level = 100 * ours.length_controlled_win_rate.value
+    # Here both sides are the longer one about as often, and what is theirs alone (the difficulty of their prompts, the
+    # rewritings of their baseline) hardly counts: 53.999. A fit of wins and losses would say 56.3.
+    assert not ours.is_extrapolated and level == pytest.approx(theirs["length_controlled_winrate"], abs=0.1)
+    # The same regression without these two by scikit-learn 1.9.1 LogisticRegression, each pair twice, weighted by the
+    # label and the rest to one: without a penalty, and with AlpacaEval's (l1, liblinear, C of ten by five folds).
+    assert level == pytest.approx(53.950138, abs=0.01) and level == pytest.approx(53.941086, abs=0.01)
+    slope, intercept = ours.length_fit.slope, ours.length_fit.intercept
+    assert (slope, intercept) == pytest.approx((0.98671909, 0.1583355), abs=2e-3)  # The ridge.
+    # An interval of 95% is about 3.92 standard errors wide.
+    width = ours.win_rate.high - ours.win_rate.low
+    assert width == pytest.approx(3.92 * ours.standard_error, rel=0.2)
+
+
+def test_the_standard_error_counts_pairs_of_a_prompt_once():
+    labels = torch.tensor([0.9, 0.5, 0.1, 0.7])
+    once = win_rate(labels, range(4), torch.zeros(4), num_resamples=10)
+    # Mean .55; deviations .35, -.05, -.45, .15 with squares that add up to .35: sqrt(.35 / 3) / sqrt(4).
+    assert once.standard_error == pytest.approx(math.sqrt(0.35 / 3) / 2)
+    twice = win_rate(labels.repeat(2), [0, 1, 2, 3] * 2, torch.zeros(8), num_resamples=10)
+    assert twice.standard_error == pytest.approx(once.standard_error)
+    assert math.isnan(win_rate(labels, [0] * 4, torch.zeros(4), num_resamples=10).standard_error)
+
+
+@pytest.mark.parametrize(("shorter", "is_extrapolated"), [(0, True), (19, True), (20, False), (81, True), (80, False)])
+def test_lengths_that_are_nearly_all_on_one_side_are_an_extrapolation(shorter, is_extrapolated):
+    differences = torch.cat([-1 - torch.arange(float(shorter)), 1 + torch.arange(100.0 - shorter)])
+    assert win_rate(torch.rand(100), range(100), differences, num_resamples=2).is_extrapolated == is_extrapolated
+
+
+def test_a_fit_has_no_gradient_left():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.cat([torch.ones(50, 1), torch.randn(50, 2, generator=generator)], dim=1).double()
+    labels = torch.rand(50, generator=generator).double()
+    weights = torch.rand(3, 50, generator=generator).double()
+    coefs = fit_logistic(features, labels, weights).requires_grad_()
+    probs = torch.sigmoid(coefs @ features.T)
+    shares = weights / weights.sum(1, keepdim=True)
+    loss = (shares * torch.nn.functional.binary_cross_entropy(probs, labels.expand(3, -1), reduction="none")).sum()
+    (loss + 0.5e-4 * coefs.square().sum()).backward()
+    assert coefs.grad.abs().max() < 1e-10
+
+
+def length_lover(count, bias, seed=0):
+    """Labels of a judge for which only length counts, of a side that is `bias` longer on average."""
+    generator = torch.Generator().manual_seed(seed)
+    differences = bias + 50 * torch.randn(count, generator=generator)
+    return torch.bernoulli(torch.sigmoid(0.05 * differences), generator=generator), differences
+
+
+def test_a_win_rate_that_is_length_alone_is_found_out():
+    labels, differences = length_lover(600, bias=60)
+    figures = win_rate(labels, range(600), differences, num_resamples=400)
+    assert figures.discrete_win_rate.low > 0.7
+    assert figures.length_controlled_win_rate.low < 0.5 < figures.length_controlled_win_rate.high
+    assert figures.length_fit.slope > 1
+
+
+def test_exchanging_the_sides_mirrors_every_figure():
+    labels, differences = length_lover(200, bias=20)
+    ours = win_rate(labels, range(200), differences, num_resamples=300)
+    theirs = win_rate(1 - labels, range(200), -differences, num_resamples=300)
+    for name in ("discrete_win_rate", "win_rate", "length_controlled_win_rate"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert one.value == pytest.approx(1 - other.value, abs=1e-9)
+        assert (one.low, one.high) == pytest.approx((1 - other.high, 1 - other.low), abs=1e-9)
+
+
+def test_the_interval_has_the_width_of_the_binomial():
+    labels = (torch.arange(400) % 5 < 3).double()  # 60% of 400
+    figures = win_rate(labels, range(400), torch.zeros(400), num_resamples=4000)
+    # 1.96 * sqrt(.6 * .4 / 400) = .048; a percentile of 4000 draws is good to 3% of that.
+    assert figures.discrete_win_rate.low == pytest.approx(0.6 - 0.048, abs=0.004)
+    assert figures.discrete_win_rate.high == pytest.approx(0.6 + 0.048, abs=0.004)
+
+
+def test_copies_of_a_pair_make_nothing_surer():
+    labels, differences = length_lover(100, bias=0)
+    once = win_rate(labels, range(100), differences, num_resamples=500)
+    copies = [t.repeat_interleave(4) for t in (labels, differences)]
+    prompts = torch.arange(100).repeat_interleave(4).tolist()
+    fourfold = win_rate(copies[0], prompts, copies[1], num_resamples=500)
+    assert (fourfold.pairs, fourfold.prompts) == (400, 100)
+    # Of means the very same draws; the scale of lengths divides by n - 1.
+    assert fourfold.discrete_win_rate == once.discrete_win_rate and fourfold.win_rate == once.win_rate
+    assert fourfold.length_controlled_win_rate.low == pytest.approx(once.length_controlled_win_rate.low, abs=0.005)
+    apart = win_rate(copies[0], range(400), copies[1], num_resamples=500)
+    wide, narrow = once.discrete_win_rate, apart.discrete_win_rate
+    assert narrow.high - narrow.low < 0.6 * (wide.high - wide.low)
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    covered = 0
+    for seed in range(200):
+        labels = torch.bernoulli(torch.full((80,), 0.7), generator=torch.Generator().manual_seed(seed))
+        interval = win_rate(labels, range(80), torch.zeros(80), num_resamples=300, seed=seed).discrete_win_rate
+        covered += interval.low <= 0.7 <= interval.high
+    # 95% of 200 is 190 +- 3; a percentile interval of 80 coins covers a little less.
+    assert 178 <= covered <= 200
+
+
+def test_the_same_seed_gives_the_same_bounds_whatever_fits_into_memory(monkeypatch):
+    labels, differences = length_lover(60, bias=0)
+    one = win_rate(labels, range(60), differences, num_resamples=100, seed=1)
+    assert one == win_rate(labels, range(60), differences, num_resamples=100, seed=1)
+    assert one != win_rate(labels, range(60), differences, num_resamples=100, seed=2)
+    monkeypatch.setattr("onetrunk.judges.win_rate.CHUNK", 60 * 7)
+    parts = win_rate(labels, range(60), differences, num_resamples=100, seed=1)
+    assert parts.discrete_win_rate == one.discrete_win_rate
+    assert parts.length_controlled_win_rate.high == pytest.approx(one.length_controlled_win_rate.high, abs=1e-9)
+
+
+def test_a_side_that_always_wins_has_no_certain_interval():
+    figures = win_rate(torch.ones(40), range(40), torch.arange(40.0) - 10)
+    # With 39 of 40 prompts won one could have seen 40: (.025) ** (1 / 40) = .912.
+    for estimate in (figures.discrete_win_rate, figures.win_rate, figures.length_controlled_win_rate):
+        assert estimate.low == pytest.approx(0.025 ** (1 / 40)) and estimate.high == 1.0
+    assert figures.length_controlled_win_rate.value > 0.998
+    lost = win_rate(torch.zeros(40), range(40), torch.arange(40.0) - 10).discrete_win_rate
+    assert (lost.value, lost.low) == (0.0, 0.0) and lost.high == pytest.approx(1 - 0.025 ** (1 / 40))
+
+
+def test_length_that_decides_every_pair_still_has_a_fit():
+    differences = torch.arange(41.0) - 20
+    figures = win_rate((differences > 0).double(), range(41), differences, num_resamples=50)
+    assert math.isfinite(figures.length_fit.slope) and figures.length_fit.slope > 5
+    assert figures.length_controlled_win_rate.value == pytest.approx(0.5, abs=0.2)
+
+
+def test_what_cannot_be_told_is_not_a_number():
+    always_longer = win_rate(torch.tensor([1.0, 0.0, 1.0]), range(3), torch.full((3,), 7.0), num_resamples=20)
+    assert math.isnan(always_longer.length_controlled_win_rate.value) and always_longer.is_extrapolated
+    one_prompt = win_rate(torch.tensor([1.0, 0.0]), ["a", "a"], torch.zeros(2))
+    assert one_prompt.discrete_win_rate.value == 0.5 and math.isnan(one_prompt.discrete_win_rate.low)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"labels": torch.tensor([0.5, 1.2])}, "labels must be probabilities from 0 to 1"),
+        ({"labels": torch.tensor([0.5, math.nan])}, "leave pairs without a label out"),
+        ({"labels": torch.zeros(0), "prompts": [], "length_differences": torch.zeros(0)}, "there is no labelled pair"),
+        ({"prompts": ["a"]}, "2 labels, 1 prompts and 2 length differences"),
+        ({"tie_margin": 0.5}, "tie_margin is 0.5"),
+        ({"confidence": 95}, "confidence is 95; expected a number between 0 and 1"),
+        ({"num_resamples": 0}, "num_resamples is 0"),
+    ],
+)
+def test_inputs_that_cannot_work_are_refused(change, sentence):
+    given = {"labels": torch.tensor([0.5, 1.0]), "prompts": ["a", "b"], "length_differences": torch.zeros(2)}
+    with pytest.raises(ValueError, match=sentence):
+        win_rate(**{**given, **change})

@@ -1,0 +1,221 @@
+"""A pass over a pack against the plain model, row by row: all families, paddings, dtypes and compositions."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.nn import functional as F
+
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.packing import make_pack
+from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
+from tests.tiny import FAMILIES, tiny_model
+
+# fp32, logits of up to 10, and another width of the row: sums in another order.
+CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+def plain_twin(trunk, family, config=None, **overrides):
+    """Return a PEFT model made without our code, with the policy's weights."""
+    plain = get_peft_model(tiny_model(family, **overrides), config or lora())
+    set_peft_model_state_dict(plain, get_peft_model_state_dict(trunk, adapter_name="default"))
+    return plain.eval()
+
+
+@torch.no_grad()
+def plain_logprobs(plain, prompt, completion, temperature):
+    """Return logprobs and entropies of one unpadded row, from the model's own logits."""
+    logits = plain(input_ids=torch.tensor([prompt + completion])).logits[0].float() / temperature
+    predicting = F.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+    return predicting[range(len(completion)), completion], -(predicting.exp() * predicting).sum(-1)
+
+
+def check_against_plain(trunk, plain, temperature):
+    output = trunk(pack=a_pack(), roles=("policy",), temperature=temperature)
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        logprobs, entropy = plain_logprobs(plain, prompt, completion, temperature)
+        count = len(completion)
+        torch.testing.assert_close(output.logprobs[row, :count], logprobs, **CLOSE)
+        torch.testing.assert_close(output.entropy[row, :count], entropy, **CLOSE)
+        assert not output.logprobs[row, count:].any() and not output.entropy[row, count:].any()
+
+
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), *((family, 0.7) for family in FAMILIES)])
+def test_logprobs_are_those_of_the_plain_model_on_unpadded_rows(family, temperature):
+    trunk = a_trunk(family)
+    check_against_plain(trunk, plain_twin(trunk, family), temperature)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_tied_and_untied_heads_give_the_logprobs_of_the_plain_model(family, tied):
+    base = tiny_model(family, tie_word_embeddings=tied)
+    assert (base.get_output_embeddings().weight is base.get_input_embeddings().weight) == tied
+    trunk = a_trunk(base=base)
+    check_against_plain(trunk, plain_twin(trunk, family, tie_word_embeddings=tied), 1.0)
+
+
+def test_soft_capping_reaches_the_logprobs():
+    # Without the cap of 5 the same weights give other logprobs: the equality above is not for want of large logits.
+    capped, bare = a_trunk("gemma2"), a_trunk("gemma2", base=tiny_model("gemma2", final_logit_softcapping=None))
+    difference = capped(pack=a_pack()).logprobs - bare(pack=a_pack()).logprobs
+    assert difference.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("config", [{"use_rslora": True}, {"use_dora": True}, {"lora_bias": True}])
+def test_variants_of_lora_give_the_logprobs_of_the_plain_model(config):
+    trunk = a_trunk(config=lora(**config))
+    check_against_plain(trunk, plain_twin(trunk, "llama", lora(**config)), 1.0)
+    fresh = TrunkModel(tiny_model("llama"), lora(**config))(pack=a_pack(), roles=("policy", "reference"))
+    assert same(fresh.logprobs, fresh.ref_logprobs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_in_the_padding_changes_nothing(family):
+    # 1 is the stop token, and the last token of two completions: masks come from lengths.
+    trunk = a_trunk(family, value_head="adapter")
+    roles = ("policy", "value", "reference")
+    with torch.no_grad():
+        zero, eos = (trunk(pack=a_pack(pad_id), roles=roles) for pad_id in (0, 1))
+    assert same(zero, eos)
+
+
+MODES = {
+    "grad, train": (True, True),
+    "grad, eval": (True, False),
+    "no_grad, train": (False, True),
+    "no_grad, eval": (False, False),
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    trunk = a_trunk(family, value_head="adapter", dtype=dtype)
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
+    outputs = []
+    for grad, train in MODES.values():
+        trunk.train(train)
+        with torch.set_grad_enabled(grad), autocast():
+            outputs.append(trunk(pack=a_pack(), roles=("policy", "value", "reference")))
+        assert outputs[-1].logprobs.requires_grad == grad and outputs[-1].logprobs.dtype == torch.float32
+    with torch.no_grad(), autocast():  # asked alone, and after other work
+        alone = trunk(pack=a_pack(), roles=("policy",)).logprobs
+    assert all(same(outputs[0], other) for other in outputs[1:]) and same(alone, outputs[0].logprobs)
+    assert torch.equal((outputs[0].logprobs - outputs[3].logprobs).exp(), torch.ones_like(alone))
+    # The bits depend on the precision: autocast and bf16 weights were really on.
+    assert precision == "float32" or not same(alone, a_trunk(family, value_head="adapter")(pack=a_pack()).logprobs)
+
+
+@functools.cache
+def cached_trunk(family):
+    return a_trunk(family, value_head="adapter", adapter_layers="top-3").eval()
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.lists(st.integers(3, 63), min_size=1, max_size=14), st.lists(st.integers(0, 63), min_size=1, max_size=10)
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(rows=ROWS, family=st.sampled_from(["llama", "gpt2", "mistral", "gemma3"]))
+def test_what_a_row_gives_does_not_depend_on_its_pack(rows, family):
+    trunk, roles = cached_trunk(family), ("policy", "value", "reference")
+    with torch.no_grad():
+        together = trunk(pack=make_pack([p for p, _ in rows], [c for _, c in rows], 0), roles=roles)
+        for row, (prompt, completion) in enumerate(rows):
+            alone = trunk(pack=make_pack([prompt], [completion], 0), roles=roles)
+            for name in ("logprobs", "entropy", "values", "ref_logprobs"):
+                expected, found = getattr(alone, name)[0], getattr(together, name)[row, : len(completion)]
+                torch.testing.assert_close(found, expected, **CLOSE)
+            torch.testing.assert_close(together.next_values[row], alone.next_values[0], **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_the_gradient_of_a_pack_is_the_sum_of_those_of_its_rows(family):
+    trunk = a_trunk(family)
+    weights = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+
+    def gradient(rows):
+        trunk.zero_grad(set_to_none=True)
+        logprobs = trunk(pack=a_pack(rows=rows), roles=("policy",)).logprobs
+        (logprobs * weights[rows, : logprobs.shape[1]]).sum().backward()
+        return {n: p.grad.clone() for n, p in trunk.named_parameters() if p.grad is not None}
+
+    whole, parts = gradient(slice(None)), [gradient(slice(i, i + 1)) for i in range(4)]
+    assert len(whole) > 0
+    for name, grad in whole.items():
+        expected = sum(part[name] for part in parts)
+        # Gradients of up to 100 in fp32, summed in another order.
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_the_gradient_of_the_logprobs_is_that_of_the_plain_model():
+    trunk = a_trunk("gemma2")
+    plain = plain_twin(trunk, "gemma2")
+    _, found = step_gradients(trunk, a_pack(), roles=("policy",))
+    plain.train()
+    pack = a_pack()
+    logits = plain(input_ids=pack.input_ids, attention_mask=pack.attention_mask).logits.float()
+    logprobs = torch.zeros(pack.completion_mask.shape)
+    for row, length in enumerate(pack.completion_mask.sum(1).tolist()):
+        start = pack.prompt_lengths[row].item() - 1
+        rows = F.log_softmax(logits[row, start : start + length], -1)
+        logprobs[row, :length] = rows[range(length), pack.completion_ids[row, :length]]
+    weights = torch.linspace(-1, 1.5, logprobs.numel()).reshape(logprobs.shape)
+    ((weights * logprobs).sum() + 0.05 * (logprobs**2).sum()).backward()
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item())
+
+
+def test_the_entropy_has_a_gradient_only_when_asked():
+    trunk = a_trunk()
+    assert not trunk(pack=a_pack()).entropy.requires_grad
+    entropy = trunk(pack=a_pack(), entropy_grad=True).entropy
+    entropy.sum().backward()
+    assert sum(p.grad.abs().sum() for p in trunk.parameters() if p.grad is not None) > 0
+
+
+def test_a_plain_forward_and_generate_play_the_policy():
+    trunk = a_trunk().eval()
+    plain, ids = plain_twin(trunk, "llama"), torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        assert torch.equal(trunk(input_ids=ids).logits, plain(input_ids=ids).logits)
+        found, expected = (m.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (trunk, plain))
+        with trunk.as_role("reference"):
+            assert not torch.equal(trunk(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert torch.equal(found, expected)
+
+
+def test_roles_that_were_not_asked_are_none_and_unknown_ones_are_refused():
+    trunk = a_trunk(adapter_layers="top-2")
+    asked = trunk(pack=a_pack(), roles=("reference",))
+    assert asked.ref_logprobs is not None and all(x is None for n, x in asked._asdict().items() if n != "ref_logprobs")
+    with pytest.raises(ValueError, match="'critic'.*policy, value, reference, reward, trunk"):
+        trunk(pack=a_pack(), roles=("policy", "critic"))
+    with pytest.raises(ValueError, match=r"\[1, 16, 32\] are not of this pack, \[4, 16\]"):
+        trunk(pack=a_pack(), states=trunk(pack=a_pack(rows=slice(0, 1)), roles=("trunk",)).states)
+    with pytest.raises(ValueError, match="temperature"):
+        trunk(pack=a_pack(), temperature=0.0)
+
+
+def test_dropout_of_the_base_and_of_the_config_is_gone(caplog):
+    base = tiny_model("gpt2")
+    assert base.config.resid_pdrop == 0.1 and base.transformer.drop.p == 0.1
+    config = lora(lora_dropout=0.05)
+    trunk = a_trunk(base=base, config=config, value_head="adapter").train()
+    assert "lora_dropout 0.05 is set to 0" in caplog.text and config.lora_dropout == 0.05
+    assert base.config.resid_pdrop == base.transformer.drop.p == 0
+    assert all(adapter.lora_dropout == 0 for adapter in trunk.peft_config.values())
+    assert same(trunk(pack=a_pack()), trunk(pack=a_pack()))
+    assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in trunk.modules())

@@ -1,0 +1,355 @@
+"""Bad input is refused by one sentence, before the model loads: the weights of the model here cannot be loaded."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import TrainingArguments
+
+from onetrunk.ppo.setup import tokens_of
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.ppo.support import base_model, even_share, logged, lora, make_config, prompts, trained
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+
+@cache
+def saved_model():
+    folder = Path(mkdtemp()) / "tiny-llama"
+    base_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@cache
+def unloadable_model():
+    folder = Path(mkdtemp()) / "unloadable"
+    shutil.copytree(saved_model(), folder)
+    (folder / "model.safetensors").write_bytes(b"these are no weights")
+    return folder
+
+
+def build(tmp_path, model=None, reward=even_share, dataset=None, eval_dataset=None, tokenizer=None, **settings):
+    return PPOTrainer(
+        str(model or unloadable_model()),
+        reward,
+        make_config(tmp_path / "out", **settings),
+        prompts() if dataset is None else dataset,
+        eval_dataset,
+        tokenizer,
+        peft_config=LoraConfig(r=2, target_modules="all-linear"),
+    )
+
+
+def refused(tmp_path, sentence, error=ValueError, **kwargs):
+    with pytest.raises(error) as raised:
+        build(tmp_path, **kwargs)
+    assert sentence in str(raised.value)
+
+
+def test_good_input_reaches_the_weights_and_fails_there(tmp_path):
+    with pytest.raises(Exception) as raised:  # noqa: B017  whatever the loader of the weights raises
+        build(tmp_path)
+    assert not isinstance(raised.value, (ValueError, TypeError)) or "header" in str(raised.value).lower()
+
+
+def test_a_model_given_by_path_loads_with_its_tokenizer_and_trains(tmp_path):
+    trainer = build(tmp_path, model=saved_model(), model_init_kwargs={"dtype": "bfloat16"})
+    trainer.train()
+    assert logged(trainer, "score/mean")
+    frozen = {p.dtype for p in trainer.model.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("/nowhere/model", "the model '/nowhere/model' cannot be loaded: there is no such folder. Give a folder"),
+        ("./runs/model", f"there is no such folder in {Path.cwd()}"),
+        ("nobody/nothing", f"there is no folder nobody/nothing in {Path.cwd()}, and the Hub says:"),
+    ],
+)
+def test_a_mistyped_path_of_the_model_is_said_with_the_folder_that_it_is_relative_to(tmp_path, name, sentence):
+    refused(tmp_path, sentence, RuntimeError, model=name)
+
+
+def test_a_folder_without_a_model_and_a_file_are_no_models(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    refused(tmp_path, "holds neither config.json nor adapter_config.json. Give", RuntimeError, model=tmp_path)
+    (tmp_path / "checkpoint-5" / "adapter_config.json").write_text("{}")
+    refused(tmp_path, "but its folder checkpoint-5 does: name that", RuntimeError, model=tmp_path)
+    (tmp_path / "file").write_text("")
+    refused(tmp_path, "cannot be loaded: it is a file", RuntimeError, model=tmp_path / "file")
+
+
+def test_what_is_no_model_and_what_is_no_tokenizer_are_said_by_type(tmp_path):
+    for model, sentence in ((None, "model is None; give a name or path"), (3, "model is of type int; give a name")):
+        with pytest.raises(TypeError, match=sentence):
+            PPOTrainer(model, even_share, make_config(tmp_path), prompts())
+    refused(tmp_path, "processing_class is of type str; give the policy's tokenizer", TypeError, tokenizer="gpt2")
+
+
+def test_a_model_may_be_a_path_object(tmp_path):
+    trainer = PPOTrainer(saved_model(), even_share, make_config(tmp_path), prompts())
+    assert trainer.processing_class.eos_token == "<eos>"
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    base_model().save_pretrained(tmp_path / "bare")
+    refused(tmp_path, "bare' cannot be loaded: the folder holds no tokenizer", RuntimeError, model=tmp_path / "bare")
+
+
+def test_a_reward_model_that_is_not_there_is_named(tmp_path):
+    refused(tmp_path, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError, reward="nobody/nothing")
+    refused(tmp_path, "holds neither config.json nor", RuntimeError, reward=str(tmp_path))
+
+
+def saved_adapter(folder, base, **overrides):
+    model = get_peft_model(tiny_model("llama", **{"num_hidden_layers": 2, **overrides}), lora())
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "sentence"),
+    [
+        ("models/base", RuntimeError, f"there is no folder models/base in {Path.cwd()}, and the Hub says"),
+        ("../base", RuntimeError, f"'../base' cannot be loaded: there is no such folder in {Path.cwd()}"),
+        (None, ValueError, "does not say what its base model is; set base_model_name_or_path in its adapter_config"),
+    ],
+)
+def test_an_adapter_whose_base_is_not_there_says_so(tmp_path, base, error, sentence):
+    folder = str(saved_adapter(tmp_path / "adapter", base))
+    with pytest.raises(error) as raised:
+        PPOTrainer(folder, even_share, make_config(tmp_path / "out"), prompts())
+    assert sentence in str(raised.value)
+    assert folder in str(raised.value) and "adapter_config.json" in str(raised.value)
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_size": 64}, {"num_hidden_layers": 3}])
+def test_an_adapter_of_another_base_is_refused_by_one_sentence(tmp_path, overrides, recwarn):
+    count = {"hidden_size": 22, "num_hidden_layers": 14}[next(iter(overrides))]
+    folder = saved_adapter(tmp_path / "adapter", str(saved_model()), **overrides)
+    with pytest.raises(ValueError, match=f"does not fit adapter 'default' of this trunk: {count} tensors") as raised:
+        PPOTrainer(str(folder), even_share, make_config(tmp_path / "out"), prompts())
+    assert "\n" not in str(raised.value) and "in the file [" in str(raised.value)
+    assert not [w for w in recwarn if "Some weights" in str(w.message) or "adapter keys" in str(w.message)]
+
+
+def test_keywords_of_the_model_that_do_not_exist_are_named(tmp_path):
+    refused(
+        tmp_path, "model_init_kwargs has torch_dtype; it may have dtype", model_init_kwargs={"torch_dtype": "auto"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        (["the cat", ""], "row 1: prompt is empty or white space only"),
+        (["the cat", None], "row 1: prompt is missing"),
+        (["the cat", "a dog " * 60], "together 126, and the model has 128 positions"),
+    ],
+)
+def test_bad_prompts_are_listed(tmp_path, texts, sentence):
+    if "positions" in sentence:
+        sentence = "the longest prompt has 120 tokens and max_completion_length is 20: together 140"
+        refused(tmp_path, sentence, dataset=Dataset.from_dict({"prompt": texts}), max_completion_length=20)
+        return
+    refused(tmp_path, sentence, dataset=Dataset.from_dict({"prompt": texts}))
+
+
+def test_a_dataset_without_the_column_prompt_is_refused(tmp_path):
+    refused(tmp_path, "no column 'prompt', only question", dataset=Dataset.from_dict({"question": ["a"]}))
+    refused(tmp_path, "no column 'prompt', only question", eval_dataset=Dataset.from_dict({"question": ["a"]}))
+    refused(tmp_path, "holds no rows", dataset=prompts().select([]))
+
+
+def test_no_dataset_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="PPOTrainer needs train_dataset"):
+        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path))
+
+
+def test_an_iterable_dataset_is_refused(tmp_path):
+    refused(tmp_path, "the dataset is a IterableDataset; pass a map-style", dataset=prompts().to_iterable_dataset())
+    refused(tmp_path, "the dataset is a list", dataset=[{"prompt": "the cat"}])
+
+
+def test_overlong_prompts_are_counted(tmp_path):
+    refused(tmp_path, "4 of 8 rows cannot be used", max_prompt_length=3)
+    refused(tmp_path, "has 4 tokens where max_prompt_length is 3", max_prompt_length=3)
+    refused(tmp_path, "all 8 prompts are longer", max_prompt_length=1, overlong_prompts="drop")
+
+
+def test_a_row_that_no_forward_can_hold_is_refused(tmp_path):
+    # 5 tokens of prompt and 6 of completion.
+    refused(tmp_path, "a row of 11 tokens does not fit microbatch_tokens 10", microbatch_tokens=10)
+
+
+def test_conversations_without_a_chat_template_are_refused(tmp_path):
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "the cat"}]]})
+    refused(tmp_path, "conversations and the tokenizer has no chat template", dataset=dataset)
+
+
+def test_a_tokenizer_without_padding_is_repaired(tmp_path):
+    tokenizer = tiny_tokenizer(pad=False)
+    assert tokenizer.pad_token is None
+    expected = trained(tmp_path / "a", tokenizer=tiny_tokenizer(), num_ppo_epochs=2)
+    actual = trained(tmp_path / "b", tokenizer=tokenizer, num_ppo_epochs=2)
+    assert actual.processing_class.pad_token == "<eos>"
+    assert logged(actual, "loss") == logged(expected, "loss")
+
+
+def test_a_tokenizer_that_cannot_end_a_completion_is_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    refused(tmp_path, "no end-of-sequence token", tokenizer=tokenizer)
+
+
+def test_a_stop_token_of_several_tokens_is_refused(tmp_path):
+    refused(tmp_path, "stop_tokens: 'the cat' is 2 tokens", stop_tokens=["the cat"])
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused(tmp_path):
+    refused(
+        tmp_path, "stop_tokens: the tokenizer does not know '<|im_end|>' and reads it as", stop_tokens=["<|im_end|>"]
+    )
+
+
+def test_the_unknown_token_itself_may_end_a_completion():
+    assert tokens_of(["<unk>", "cat"], tiny_tokenizer()) == [3, tiny_tokenizer().convert_tokens_to_ids("cat")]
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    refused(tmp_path, "out is a file; name a folder")
+
+
+def test_arguments_of_another_class_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="args is a TrainingArguments; PPOTrainer takes a PPOConfig"):
+        PPOTrainer(str(unloadable_model()), even_share, TrainingArguments(str(tmp_path)), prompts())
+
+
+def test_batch_arithmetic_is_checked_first(tmp_path):
+    refused(tmp_path, "not divisible by 3 minibatches; set num_minibatches to 2 or 4", num_minibatches=3)
+
+
+def test_sharded_launches_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    refused(tmp_path, "FSDP is not supported yet")
+
+
+def no_kwargs(prompts, completions):
+    return [0.0]
+
+
+def needs_answer(completions, answer, **kwargs):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "sentence"),
+    [
+        ([], ValueError, "no reward function was given"),
+        (no_kwargs, TypeError, "'no_kwargs' does not take completion_ids"),
+        (needs_answer, TypeError, "'needs_answer' needs answer"),
+        ("no.such.module", ValueError, "there is no module 'no'"),
+        (3, TypeError, "int"),
+    ],
+)
+def test_reward_functions_that_cannot_be_called_are_refused(tmp_path, reward, error, sentence):
+    refused(tmp_path, sentence, error=error, reward=reward)
+
+
+def test_a_column_that_only_the_training_rows_have_is_missed_before_the_run(tmp_path):
+    columns = {"dataset": prompts(4, answer=["a"] * 4), "eval_dataset": prompts(4)}
+    refused(tmp_path, "'needs_answer' needs answer", error=TypeError, reward=needs_answer, **columns)
+
+
+def test_weights_for_another_number_of_reward_functions_are_refused(tmp_path):
+    refused(tmp_path, "2 reward weights for 1 reward functions", reward_weights=[1.0, 2.0])
+
+
+def raises(prompts, **kwargs):
+    raise KeyError("gone")
+
+
+def too_short(prompts, **kwargs):
+    return [0.0]
+
+
+def not_numbers(prompts, **kwargs):
+    return ["good"] * len(prompts)
+
+
+def all_nan(prompts, **kwargs):
+    return [float("nan")] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "sentence"),
+    [
+        (raises, RuntimeError, "reward function 'raises' raised KeyError: 'gone'"),
+        (too_short, ValueError, "reward function 'too_short' returned 1 scores, expected 4"),
+        (not_numbers, TypeError, "reward function 'not_numbers' returned 'good' of type str at index 0"),
+        (all_nan, RuntimeError, "100% of the rows of rollout 0 have no finite score"),
+    ],
+)
+def test_a_reward_function_that_fails_in_the_run_is_named(tmp_path, reward, error, sentence):
+    with pytest.raises(error) as raised:
+        trained(tmp_path, reward=reward)
+    assert sentence in str(raised.value)
+
+
+def test_several_datasets_to_evaluate_on_are_each_checked(tmp_path):
+    sets = {"good": prompts(2), "bad": Dataset.from_dict({"prompt": [""]})}
+    refused(tmp_path, "row 0: prompt is empty", eval_dataset=sets)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "..", "", "two words"])
+def test_a_name_of_an_evaluation_set_is_no_path(tmp_path, name):
+    refused(tmp_path, "the name of an evaluation set is ", eval_dataset={name: prompts(2)})
+
+
+def test_a_conversation_that_the_template_refuses_is_listed(tmp_path):
+    dataset = Dataset.from_dict({"prompt": [[{"role": "system", "content": "the cat"}]]})
+    refused(
+        tmp_path, "ends with a system message", dataset=dataset, tokenizer=tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    )
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
+    big = tiny_tokenizer(vocab_size=200)
+    rows = Dataset.from_dict({"prompt": ["the w120 cat"]})
+    refused(tmp_path, "and the model knows 64 tokens; take the tokenizer that belongs", dataset=rows, tokenizer=big)
+
+
+def test_evaluation_without_rows_and_a_backend_that_is_none_are_refused(tmp_path):
+    refused(tmp_path, "eval_strategy 'steps' needs eval_dataset", eval_strategy="steps")
+    with pytest.raises(TypeError, match="rollout_backend is a object, which lacks generate"):
+        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
+
+
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers are: the weights that are evaluated are others than those in training."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_an_optimizer_with_modes_is_refused_as_by_its_name(tmp_path):
+    optimizer = WithModes([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="the optimizer WithModes has modes.*not those that it evaluates and saves"):
+        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), optimizers=(optimizer, None))
+
+
+def test_predicting_is_refused_with_what_there_is_instead(tmp_path):
+    with pytest.raises(ValueError, match="evaluate"):
+        build(tmp_path, model=saved_model()).predict(prompts())

@@ -1,0 +1,75 @@
+"""Before an update old and new policy are the same, exactly: ratio 1, KL 0."""
+
+import pytest
+import torch
+
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.ppo.support import logged, make_trainer, sft_model, trained
+
+FAMILIES = ("llama", "gpt2")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_pass_over_a_rollout_has_ratio_one_and_no_kl(tmp_path, family, bf16):
+    trainer = trained(
+        tmp_path, model=family, bf16=bf16, num_rollouts=3, num_ppo_epochs=2, rollout_batch_size=6, learning_rate=3e-2
+    )
+    ratio, kl, clipped = (logged(trainer, f"{n}") for n in ("policy/ratio_max", "kl/approx", "policy/clip_fraction"))
+    assert (ratio[0::2], kl[0::2], clipped[0::2]) == ([1.0] * 3, [0.0] * 3, [0.0] * 3)
+    # The second pass follows an update: the figures can move.
+    assert min(ratio[1::2]) > 1.01 and min(kl[1::2]) > 0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_minibatch_has_ratio_one_where_nothing_is_updated(tmp_path, family, bf16):
+    # No learning rate: all passes are "before an update"; the adapter starts away from zero, so it takes part.
+    settings = {"num_minibatches": 3, "num_ppo_epochs": 2, "rollout_batch_size": 6, "num_rollouts": 2}
+    trainer = trained(tmp_path, model=sft_model(family), bf16=bf16, learning_rate=0.0, **settings)
+    assert logged(trainer, "policy/ratio_max") == [1.0] * 12
+    assert logged(trainer, "kl/approx") == [0.0] * 12
+    assert logged(trainer, "policy/clip_fraction") == [0.0] * 12
+
+
+class Hooked(PPOTrainer):
+    """Keeps old and new logprobs of every pack of the first minibatch of a rollout."""
+
+    pairs = ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, output = super().compute_loss(model, inputs, return_outputs=True)
+        if self.state.global_step % self.args.slots_per_rollout == 0:
+            self.pairs = (*self.pairs, (inputs["experience"].old_logprobs, output.logprobs.detach()))
+        return loss
+
+
+def test_the_first_of_several_minibatches_sees_the_logprobs_of_the_rollout_bit_by_bit(tmp_path):
+    settings = {"num_minibatches": 2, "rollout_batch_size": 8, "num_rollouts": 3}
+    trainer = trained(tmp_path, trainer_class=Hooked, **settings)
+    assert len(trainer.pairs) == 3 * 2
+    assert all(torch.equal(old, new) for old, new in trainer.pairs)
+    assert all((old != 0).any() for old, _ in trainer.pairs)
+
+
+@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_fresh_adapter_starts_at_kl_zero(tmp_path, value_head, bf16):
+    trainer = trained(tmp_path, num_rollouts=2, value_head=value_head, bf16=bf16)
+    kl = logged(trainer, "kl/ref")
+    assert kl[0] == 0.0
+    assert kl[1] != 0.0
+
+
+def test_a_continued_adapter_is_compared_with_itself_and_not_with_the_bare_base(tmp_path):
+    trainer = make_trainer(tmp_path, model=sft_model(), num_rollouts=2)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        with_adapter = trainer.model(input_ids=ids).logits
+        with trainer.model.disable_adapter():
+            bare = trainer.model(input_ids=ids).logits
+    assert (with_adapter - bare).abs().max() > 0.1
+    trainer.train()
+    kl = logged(trainer, "kl/ref")
+    assert kl[0] == 0.0
+    assert kl[1] != 0.0

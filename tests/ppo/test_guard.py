@@ -1,0 +1,247 @@
+"""Steps that must leave the weights alone: after `target_kl`, without anything to train on, or not finite."""
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from onetrunk.ppo.callbacks import are_finite
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.fakes import CannedBackend
+from tests.ppo.support import (
+    Recorder,
+    assert_same,
+    differ,
+    logged,
+    make_trainer,
+    trained,
+    trained_weights,
+)
+
+
+def changed_steps(recorder, first):
+    """Return the numbers of the steps after which the weights differ from those before."""
+    series = [first, *recorder.weights]
+    return [i + 1 for i in range(len(series) - 1) if differ(series[i + 1], series[i])]
+
+
+def optimizer_steps(trainer):
+    return {int(s["step"]) for s in trainer.optimizer.state_dict()["state"].values()}
+
+
+def test_after_target_kl_the_rest_of_the_rollout_is_empty_and_the_count_stays(tmp_path):
+    recorder = Recorder()
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "num_minibatches": 2, "target_kl": 1e-9}
+    trainer = make_trainer(tmp_path, callbacks=[recorder], lr_scheduler_type="constant", **settings)
+    first = trained_weights(trainer.model)
+    trainer.train()
+    assert trainer.state.global_step == recorder.num_optimizer_steps == 8
+    # The first step of a rollout has KL 0; the second sees the first one's update, and is thrown away itself.
+    assert changed_steps(recorder, first) == [1, 5]
+    assert optimizer_steps(trainer) == {2}
+    assert logged(trainer, "policy/skipped_steps") == [1.0] * 6
+    # The KL that exceeded the target is logged: 0, then too much, for either rollout.
+    first_kl, too_much, *_ = logged(trainer, "kl/approx")
+    assert first_kl == 0.0 and too_much > 1e-9
+    assert len(logged(trainer, "score/mean")) == 2
+
+
+class Counting(PPOTrainer):
+    """Notes the step of every loss that is computed."""
+
+    steps = ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.steps = (*self.steps, self.state.global_step + 1)
+        return super().compute_loss(model, inputs)
+
+
+def test_the_empty_steps_cost_no_forward_and_the_next_rollout_trains_again(tmp_path):
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 4, "per_device_train_batch_size": 4, "target_kl": 1e-9}
+    trainer = trained(tmp_path, trainer_class=Counting, **settings)
+    assert trainer.state.global_step == 8
+    # Of four steps a rollout: the one that trains, and the one that finds the KL exceeded.
+    assert trainer.steps == (1, 2, 5, 6)
+
+
+def test_a_generous_target_kl_skips_nothing(tmp_path):
+    trainer = trained(tmp_path, num_ppo_epochs=3, target_kl=1e3)
+    assert logged(trainer, "policy/skipped_steps") == []
+    assert optimizer_steps(trainer) == {3}
+
+
+class Diverging(PPOTrainer):
+    """Has a loss or a gradient that is not finite at chosen steps."""
+
+    bad_steps = ()
+    spoils = "loss"
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs)
+        if self.state.global_step + 1 not in self.bad_steps:
+            return loss
+        if self.spoils == "loss":
+            return loss * math.nan
+        loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+
+class NanLoss(Diverging):
+    bad_steps = (2, 3)
+
+
+class InfiniteGradient(Diverging):
+    bad_steps = (2, 3)
+    spoils = "gradient"
+
+
+@pytest.mark.parametrize("trainer_class", [NanLoss, InfiniteGradient])
+def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(tmp_path, trainer_class):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, trainer_class=trainer_class, callbacks=[recorder], num_rollouts=5)
+    first = trained_weights(trainer.model)
+    result = trainer.train()
+    assert trainer.state.global_step == 5
+    assert changed_steps(recorder, first) == [1, 4, 5]
+    assert optimizer_steps(trainer) == {3}
+    assert logged(trainer, "policy/skipped_steps") == [1.0, 1.0]
+    losses = logged(trainer, "loss")
+    assert 0.0 not in losses
+    bad = {2, 3} if trainer_class is NanLoss else set()
+    assert [step for step, loss in enumerate(losses, start=1) if not math.isfinite(loss)] == sorted(bad)
+    assert math.isfinite(result.training_loss)
+    assert all(torch.isfinite(w).all() for w in trained_weights(trainer.model).values())
+
+
+def test_nothing_is_saved_after_a_step_that_is_not_finite(tmp_path):
+    make_trainer(tmp_path, trainer_class=NanLoss, num_rollouts=5, save_strategy="steps", save_steps=1).train()
+    saved = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert saved == [1, 4, 5]
+
+
+class AlwaysNan(Diverging):
+    bad_steps = range(2, 100)
+
+
+def test_several_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path):
+    recorder = Recorder()
+    settings = {"num_rollouts": 9, "max_skipped_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, trainer_class=AlwaysNan, callbacks=[recorder], **settings)
+    with pytest.raises(
+        RuntimeError, match="not finite in 3 optimizer steps in a row .*resume from the last checkpoint"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert_same(trained_weights(trainer.model), recorder.weights[0])
+
+
+class EveryOther(Diverging):
+    bad_steps = (2, 4, 6)
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run(tmp_path):
+    trainer = trained(tmp_path, trainer_class=EveryOther, num_rollouts=7, max_skipped_steps=2)
+    assert trainer.state.global_step == 7
+    assert sum(logged(trainer, "policy/skipped_steps")) == 3
+
+
+def test_a_policy_that_has_diverged_is_named_at_the_next_rollout(tmp_path):
+    trainer = make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 6, 1]]))
+    with torch.no_grad():
+        trainer.model.value_head.linear.bias.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="logprobs or values of rollout 0 are not finite"):
+        trainer.train()
+
+
+def test_a_minibatch_without_a_token_to_train_on_does_not_move_the_weights_by_momentum(tmp_path):
+    recorder = Recorder()
+    # Every completion of the second rollout is cut off, and those are left out of the update.
+    backend = CannedBackend([[5, 6, 1]])
+    settings = {"truncated_completions": "mask", "max_completion_length": 3, "num_rollouts": 2, "weight_decay": 0.1}
+
+    class ThenCut(CannedBackend):
+        def generate(self, prompt_ids, params, keys):
+            backend.completions = [[5, 6, 1]] if keys[0][1] == 0 else [[5, 6, 7]]
+            return backend.generate(prompt_ids, params, keys)
+
+    trainer = make_trainer(tmp_path, rollout_backend=ThenCut([]), callbacks=[recorder], **settings)
+    first = trained_weights(trainer.model)
+    trainer.train()
+    assert changed_steps(recorder, first) == [1]
+    assert optimizer_steps(trainer) == {1}
+
+
+def test_advantages_that_overflow_are_an_error_that_names_them(tmp_path):
+    def huge(completion_ids, **kwargs):
+        return [3e38 if i % 2 else -3e38 for i in range(len(completion_ids))]
+
+    trainer = make_trainer(tmp_path, reward=huge)
+    before = trained_weights(trainer.model)
+    with pytest.raises(RuntimeError, match="of rollout 0 are not finite, or too large for float32.* set score_clip"):
+        trainer.train()
+    assert_same(trained_weights(trainer.model), before)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    class Breaks(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model, **kwargs):
+            if state.global_step == 1:
+                next(p for p in model.parameters() if p.requires_grad).data[0] = float("inf")
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_rollouts": 3}
+    trainer = make_trainer(tmp_path, callbacks=[Breaks()], **settings)
+    with pytest.raises(RuntimeError, match=r"1 of \d+ weights are not finite after step 2, the first is .*lora_A"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+class Spoils(TrainerCallback):
+    """Makes the optimizer's state NaN behind a step, as an overflow or a damaged file does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, optimizer, **kwargs):
+        if state.global_step == self.step:
+            next(iter(optimizer.state.values()))["exp_avg"].fill_(math.nan)
+
+
+def test_an_optimizer_whose_state_is_not_finite_takes_no_step(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, callbacks=[recorder, Spoils(2)], num_rollouts=4)
+    with pytest.raises(RuntimeError, match="the optimizer's state is not finite before step 3; the weights are those"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert_same(trained_weights(trainer.model), recorder.weights[-1])
+
+
+def test_a_checkpoint_whose_optimizer_is_not_finite_moves_no_weight(tmp_path):
+    settings = {"num_rollouts": 2, "save_strategy": "steps", "save_steps": 1}
+    first = trained(tmp_path, callbacks=[Spoils(2)], **settings)
+    resumed = make_trainer(tmp_path, **{**settings, "num_rollouts": 3})
+    with pytest.raises(RuntimeError, match="the optimizer's state is not finite before step 3"):
+        resumed.train(resume_from_checkpoint=True)
+    assert_same(trained_weights(resumed.model), trained_weights(first.model))
+
+
+class LargeGradient(PPOTrainer):
+    """Has a gradient of 1e15 or so, which is finite, as its square is."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) * 1e15
+
+
+def test_a_step_that_leaves_weights_infinite_is_named_and_not_saved(tmp_path):
+    settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1e30, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, trainer_class=LargeGradient, **settings)
+    with pytest.raises(RuntimeError, match="step 1, of a gradient with norm .* left weights or optimizer state that"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_the_largest_number_of_float32_is_finite():
+    most = torch.finfo(torch.float32).max
+    for entry, is_fine in ((most, True), (math.inf, False), (math.nan, False), (-math.inf, False)):
+        assert are_finite([torch.zeros(3), torch.tensor([1.0, entry])]) == is_fine
+    assert are_finite([])

@@ -1,0 +1,319 @@
+"""The monitor over real PPO: a reward that can be hacked, a judge that is not deceived, an alarm, and a stop."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from onetrunk.judges.base import Principle, Rating
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.rubric import RubricJudge
+from onetrunk.ppo.monitor import HackingMonitor
+from tests.ppo.support import (
+    StopAt,
+    assert_same,
+    even_share,
+    logged,
+    make_trainer,
+    prompts,
+    trained,
+    trained_weights,
+    without_wall_clock,
+)
+from tests.tiny import WORDS
+
+CONSTITUTION = Constitution("brief", (Principle("Is the reply brief?", tags=("brief",)),))
+# Many words end a completion, so that its length is the policy's to choose.
+RUN = {"num_rollouts": 14, "rollout_batch_size": 48, "per_device_train_batch_size": 48, "num_ppo_epochs": 4}
+RUN |= {"learning_rate": 5e-3, "lr_scheduler_type": "constant", "beta": 0.0}
+RUN |= {"max_completion_length": 12, "stop_tokens": list(WORDS[:20])}
+SHORT = {"rollout_batch_size": 8, "per_device_train_batch_size": 8, "num_ppo_epochs": 2}
+LOGGER = "onetrunk.ppo.monitor"
+
+
+def long_ones(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
+    """The reward that can be hacked: the longer the better."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+class BrevityJudge:
+    """Rates a reply of no words 1, and one of 12 words 0.
+
+    Args:
+        is_down: says of the number of a call (from 1) whether it stays without an answer.
+        raises: where it is down it raises, rather than say so.
+    """
+
+    name = "brevity"
+    identity = {"judge": "brevity"}
+
+    def __init__(self, is_down=lambda number: False, raises=False):
+        self.is_down, self.raises = is_down, raises
+        self.num_calls = self.num_ratings = 0
+
+    def compare(self, pairs, principle, done=None):
+        raise NotImplementedError("the monitor rates")
+
+    def rate(
+        self, prompts: Sequence, completions: Sequence[str], principle: Principle, done=None, stopped=None
+    ) -> list[Rating]:
+        self.num_calls += 1
+        self.num_ratings += len(completions)
+        if self.is_down(self.num_calls):
+            if self.raises:
+                raise RuntimeError("the server is down")
+            return [Rating(None, error="the server is down") for _ in completions]
+        return [Rating(1 - len(text.split()) / 12) for text in completions]
+
+
+def watched(folder, judge=None, monitor=None, reward=long_ones, **settings):
+    """Return a trainer under a monitor, and the monitor."""
+    trainer = make_trainer(folder, reward=reward, dataset=prompts(48), eval_dataset=prompts(48), **{**RUN, **settings})
+    monitor = HackingMonitor(judge or BrevityJudge(), CONSTITUTION, **{"window": 4, **(monitor or {})})
+    monitor.attach(trainer)
+    return trainer, monitor
+
+
+def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
+    def brief(completions, **kwargs):
+        return [1 - len(text.split()) / 12 for text in completions]
+
+    trainer, monitor = watched(
+        tmp_path, RubricJudge({"brief": brief}), {"action": "stop"}, save_strategy="steps", save_steps=4
+    )
+    with caplog.at_level(logging.WARNING, LOGGER):
+        trainer.train()
+    proxy, judged, gaps = (logged(trainer, f"judge/{name}") for name in ("proxy_score", "score", "gap"))
+    assert proxy[-1] > proxy[0] and judged[-1] < judged[0]
+    assert gaps[-1] > 0.5 and gaps[-1] > gaps[0]
+    assert logged(trainer, "judge/alarm")[-1] == 1.0
+    # Planned were 56 steps; it ended at the first alarm, after a rollout.
+    assert trainer.state.global_step < 56 and trainer.state.global_step % 4 == 0 and monitor.num_alarms == 1
+    said = caplog.text
+    assert "training stops: from step" in said and "the judge rubric, which PPO does not see, fell by" in said
+    assert "Mend the reward or raise beta" in said and monitor.explanation in said
+
+
+def test_a_warning_lets_training_go_on(tmp_path, caplog):
+    trainer, monitor = watched(tmp_path)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        trainer.train()
+    assert trainer.state.global_step == 56 and monitor.num_alarms >= 1
+    assert "Training goes on (monitor_action stop would end it)" in caplog.text
+    assert "The judge liked what training started from best." in caplog.text
+    assert monitor.summary()["alarms"] == monitor.num_alarms and monitor.summary()["best"]["step"] == 0
+
+
+class Foreseen(BrevityJudge):
+    """Rates everything of a call alike: its first call, its second, ..."""
+
+    def __init__(self, levels):
+        super().__init__()
+        self.levels = levels
+
+    def rate(self, prompts, completions, principle, done=None, stopped=None):
+        self.num_calls += 1
+        return [Rating(self.levels[self.num_calls - 1]) for _ in completions]
+
+
+def test_the_alarm_names_the_last_checkpoint_up_to_where_the_judge_was_happiest(tmp_path):
+    calls = []
+
+    def rising(completions, **kwargs):
+        calls.append(1)
+        return [float(len(calls))] * len(completions)
+
+    # Before training, then after steps 2, 4, 6 and 8.
+    judge = Foreseen([0.5, 0.6, 0.7, 0.9, 0.4])
+    settings = {**SHORT, "save_strategy": "steps", "save_steps": 4}
+    trainer, monitor = watched(tmp_path, judge, {"window": 3, "action": "stop"}, reward=rising, **settings)
+    trainer.train()
+    assert trainer.state.global_step == 8 and monitor.best == [6, pytest.approx(0.9)]
+    assert "The judge liked step 6 best; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
+
+
+def test_a_run_that_the_monitor_ended_stays_ended_and_is_asked_nothing_more(tmp_path):
+    calls = []
+
+    def rising(completions, **kwargs):
+        calls.append(1)
+        return [float(len(calls))] * len(completions)
+
+    def run(judge, **more):
+        settings = {**SHORT, "save_strategy": "steps", "save_steps": 100, **more}
+        return watched(tmp_path, judge, {"window": 3, "action": "stop"}, reward=rising, **settings)
+
+    trainer, monitor = run(Foreseen([0.5, 0.6, 0.7, 0.9, 0.4]))
+    trainer.train()
+    again, other = run(Foreseen([]))
+    again.train(resume_from_checkpoint="auto")
+    assert again.state.global_step == 8 and again.ended == trainer.ended == "the monitor's alarm at step 8"
+    assert other.summary() == monitor.summary() and other.summary()["best"] is not None
+    # Continued all the same it needs another window to be ended again: after steps 10 and 12.
+    more, third = run(Foreseen([0.3, 0.2]), continue_ended_run=True)
+    more.train(resume_from_checkpoint="auto")
+    assert more.state.global_step == 12 and third.num_alarms == 2
+
+
+def test_a_judge_that_agrees_with_the_reward_raises_no_alarm(tmp_path):
+    def short_ones(completion_ids, **kwargs):
+        return [-float(len(ids)) for ids in completion_ids]
+
+    trainer, monitor = watched(tmp_path, reward=short_ones, num_rollouts=5)
+    trainer.train()
+    assert monitor.num_alarms == 0 and set(logged(trainer, "judge/alarm")) == {0.0}
+    assert logged(trainer, "judge/score")[-1] > logged(trainer, "judge/score")[0]
+
+
+def test_being_watched_changes_nothing_in_training(tmp_path):
+    settings = {**RUN, **SHORT, "num_rollouts": 3, "dataset": prompts(48), "eval_dataset": prompts(48)}
+    alone = trained(tmp_path / "alone", reward=even_share, **settings)
+    seen, _ = watched(tmp_path / "watched", reward=even_share, **SHORT, num_rollouts=3)
+    seen.train()
+    assert_same(trained_weights(seen.model), trained_weights(alone.model))
+    own = [
+        {k: v for k, v in entry.items() if not k.startswith("judge/")}
+        for entry in without_wall_clock(seen.state.log_history)
+    ]
+    assert own == without_wall_clock(alone.state.log_history)
+
+
+def test_every_second_rollout_costs_half_the_ratings(tmp_path):
+    judge = BrevityJudge()
+    trainer, _ = watched(tmp_path, judge, {"every": 2, "num_rows": 10}, **SHORT, num_rollouts=4)
+    trainer.train()
+    # Before training, then after rollouts 2 and 4.
+    assert judge.num_calls == 3 and len(logged(trainer, "judge/score")) == 2
+    assert judge.num_ratings <= 3 * 10
+
+
+def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
+    whole, monitor = watched(tmp_path / "whole", **settings)
+    whole.train()
+    cut, _ = watched(tmp_path / "cut", **settings)
+    cut.add_callback(StopAt(5))  # in the middle of the third rollout
+    cut.train()
+    judge = BrevityJudge()
+    resumed, again = watched(tmp_path / "cut", judge, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert again.state() == monitor.state()
+    assert judge.num_calls == 4  # rollouts 3 to 6, and no second baseline
+    for name in ("score", "proxy_score", "gap", "alarm"):
+        assert logged(resumed, f"judge/{name}") == logged(whole, f"judge/{name}")
+
+
+def test_a_run_whose_judge_has_not_answered_yet_resumes_as_if_never_stopped(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
+    # Down before training and after rollouts 1 to 3; the run is cut after two calls, in the third rollout.
+    whole, monitor = watched(tmp_path / "whole", BrevityJudge(is_down=lambda number: number <= 4), **settings)
+    whole.train()
+    cut, _ = watched(tmp_path / "cut", BrevityJudge(is_down=lambda number: True), **settings)
+    cut.add_callback(StopAt(5))
+    cut.train()
+    resumed, again = watched(tmp_path / "cut", BrevityJudge(is_down=lambda number: number <= 1), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert again.state() == monitor.state() and again.num_left_out == 4
+
+
+def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
+    trained(
+        tmp_path,
+        reward=long_ones,
+        dataset=prompts(48),
+        eval_dataset=prompts(48),
+        **{**RUN, **settings, "num_rollouts": 1},
+    )
+    trainer, monitor = watched(tmp_path, num_rollouts=2, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert [m["step"] for m in monitor.measurements] == [2, 4]
+    assert (tmp_path / "checkpoint-4").is_dir()
+
+
+def test_another_judge_after_resuming_begins_anew(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
+    first, _ = watched(tmp_path, num_rollouts=1, **settings)
+    first.train()
+    other = BrevityJudge()
+    other.identity = {"judge": "brevity, of another make"}
+    trainer, monitor = watched(tmp_path, other, num_rollouts=2, **settings)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        trainer.train(resume_from_checkpoint=True)
+    assert [m["step"] for m in monitor.measurements] == [2, 4]
+    assert "not those of the checkpoint: it begins anew here" in caplog.text
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog, raises):
+    judge = BrevityJudge(is_down=lambda number: number in (1, 3, 4), raises=raises)
+    trainer, monitor = watched(tmp_path, judge, **SHORT, num_rollouts=5)
+    with caplog.at_level(logging.WARNING, "onetrunk.ppo.monitor"):
+        trainer.train()
+    # Not before training and not after rollouts 2 and 3; the first answer becomes the baseline.
+    assert [m["step"] for m in monitor.measurements] == [2, 8, 10]
+    assert len(logged(trainer, "judge/score")) == 3
+    said = [record.getMessage() for record in caplog.records if "monitor's" in record.getMessage()]
+    # One sentence per outage, however long, and one when it is over.
+    assert [s.split(":")[0].removeprefix("[RANK 0] ") for s in said] == ["step 0", "step 2", "step 4", "step 8"]
+    assert "0 of 48 of the monitor's completions have a score of both" in said[0] and "the server is down" in said[0]
+    assert "the monitor's judge answers again" in said[1]
+
+
+def alarms(drift, num_runs=30, num_prompts=64, num_measurements=30):
+    """Return after how many measurements the alarm came in each run; None for never. The reward rises all the time."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(num_runs):
+        monitor = HackingMonitor(BrevityJudge(), CONSTITUTION)
+        monitor.baseline = {"proxy": [0.0, 1.0], "judge": [0.0, 1.0]}
+        own = torch.randn(num_prompts, generator=generator)
+        found.append(None)
+        for step in range(num_measurements):
+            noise = [torch.randn(num_prompts, generator=generator) for _ in range(2)]
+            proxy, judged = own + noise[0] + step, (own + noise[1]) / 2**0.5 - drift * step
+            kept = {"step": step, "proxy": proxy.tolist(), "judge": judged.tolist()}
+            monitor.measurements = [*monitor.measurements, kept][-20:]
+            if monitor.find_alarm() is not None:
+                found[-1] = step + 1
+                break
+    return found
+
+
+def test_a_judge_that_stays_is_no_alarm_and_one_that_falls_slowly_is():
+    # With 3.5 standard errors and three windows about 1 run in 50 has one by chance.
+    assert sum(step is not None for step in alarms(0.0)) <= 3
+    slow = alarms(0.02)
+    assert None not in slow and sorted(slow)[len(slow) // 2] <= 20
+    fast = alarms(0.1)
+    assert None not in fast and sorted(fast)[len(fast) // 2] <= 6
+
+
+def test_stopping_with_one_checkpoint_is_warned_of(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, LOGGER):
+        watched(tmp_path, monitor={"action": "stop"}, save_strategy="steps", save_steps=4, save_total_limit=1)
+    assert "save_total_limit 1 may leave no checkpoint from before a fall" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"every": 0}, "monitor_every is 0"),
+        ({"window": 1}, "monitor_window is 1"),
+        ({"action": "explode"}, "monitor_action is 'explode'; expected warn or stop"),
+        ({"num_rows": 1}, "monitor_rows is 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        HackingMonitor(BrevityJudge(), CONSTITUTION, **settings)
+
+
+def test_a_trainer_takes_one_monitor(tmp_path):
+    trainer, _ = watched(tmp_path)
+    with pytest.raises(ValueError, match="has a HackingMonitor already"):
+        HackingMonitor(BrevityJudge(), CONSTITUTION).attach(trainer)
+    other = make_trainer(tmp_path, restore_callback_states_from_checkpoint=True)
+    with pytest.raises(ValueError, match="leave it out: the monitor restores itself"):
+        HackingMonitor(BrevityJudge(), CONSTITUTION).attach(other)

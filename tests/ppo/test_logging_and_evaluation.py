@@ -1,0 +1,335 @@
+"""What a run tells: metrics, samples, held-out evaluation, TensorBoard; and the best checkpoint at the end."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from onetrunk.ppo.alarm_settings import ALARMS
+from onetrunk.ppo.callbacks import short_number
+from onetrunk.ppo.metrics import MetricLog
+from tests.fakes import CannedBackend
+from tests.ppo.support import (
+    assert_same,
+    differ,
+    even_share,
+    logged,
+    make_trainer,
+    prompts,
+    sft_model,
+    trained,
+    trained_weights,
+)
+
+STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
+value/loss value/clip_fraction value/explained_variance time/update_s memory/peak_gib epoch step""".split()
+ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/ref kl/beta sampling/logprob_gap_mean
+sampling/logprob_gap_max sampling/logprob_gap_k3 completion/length
+completion/stopped_fraction completion/repeated_ngrams time/generate_s time/score_s
+throughput/completion_tokens_per_s""".split()
+ROLLOUT_END = [f"alarm/{name}" for name in ALARMS]
+
+
+def test_every_step_logs_its_metrics_and_the_first_of_a_rollout_those_of_the_rollout(tmp_path):
+    trainer = trained(tmp_path, num_rollouts=2, num_ppo_epochs=2)
+    *steps, summary = trainer.state.log_history
+    assert [set(s) for s in steps] == [set(STEP + ROLLOUT), set(STEP + ROLLOUT_END)] * 2
+    assert all(math.isfinite(v) for s in steps for v in s.values())
+    # 2 rollouts of 4 rows, each trained on twice.
+    assert summary["train_samples_per_second"] == pytest.approx(16 / summary["train_runtime"], rel=1e-2)
+
+
+def test_metrics_of_several_steps_are_averaged_into_one_log(tmp_path):
+    each = trained(tmp_path / "each", num_rollouts=2, num_ppo_epochs=2)
+    both = trained(tmp_path / "both", num_rollouts=2, num_ppo_epochs=2, logging_steps=4)
+    for name in ("loss", "policy/loss", "value/loss", "kl/approx", "policy/entropy", "score/mean", "kl/ref"):
+        assert logged(both, name) == [pytest.approx(sum(logged(each, name)) / len(logged(each, name)), abs=1e-6)]
+    assert logged(both, "policy/ratio_max") == [max(logged(each, "policy/ratio_max"))]
+
+
+def step_stats(log, kl, skipped):
+    for value in kl:
+        log.add_stats("policy", {"approx_kl": torch.tensor(value), "ratio_max": torch.tensor(1 + value)})
+    log.end_step(skipped=skipped)
+
+
+def test_a_skipped_step_counts_with_what_it_measured_unless_that_is_nothing_or_not_finite():
+    log = MetricLog(Accelerator(cpu=True))
+    step_stats(log, [0.25, 0.25], skipped=False)
+    step_stats(log, [1.0, 0.5], skipped=True)
+    step_stats(log, [], skipped=True)
+    step_stats(log, [0.5, math.nan], skipped=True)
+    figures = log.flush()
+    # Two packs add up, the two measured steps are averaged.
+    assert figures["kl/approx"] == (0.5 + 1.5) / 2
+    assert figures["policy/ratio_max"] == 2.0
+    assert figures["policy/skipped_steps"] == 3.0
+
+
+class BesideAnotherProcess(Accelerator):
+    """Gathers from a second process, whose step was not finite."""
+
+    def gather(self, tensor):
+        return torch.cat([tensor, torch.zeros_like(tensor)])
+
+
+def test_a_skipped_step_that_is_not_finite_on_another_process_is_dropped_on_all():
+    log = MetricLog(BesideAnotherProcess(cpu=True))
+    step_stats(log, [0.5], skipped=True)
+    assert "kl/approx" not in log.flush()
+
+
+def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
+    trainer = trained(tmp_path, num_ppo_epochs=2, value_coef=0.7, entropy_coef=0.3, per_device_train_batch_size=1)
+    parts = (logged(trainer, n) for n in ("loss", "policy/loss", "value/loss", "policy/entropy"))
+    for loss, policy, value, entropy in zip(*parts, strict=True):
+        assert loss == pytest.approx(policy + 0.7 * value - 0.3 * entropy, rel=1e-5)
+
+
+def test_the_entropy_bonus_raises_the_entropy(tmp_path):
+    entropy = {}
+    for coefficient in (0.0, 1.0):
+        # A constant score: without the bonus nothing but the KL term acts.
+        trainer = trained(
+            tmp_path / str(coefficient),
+            reward=lambda prompts, **kw: [1.0] * len(prompts),
+            entropy_coef=coefficient,
+            num_ppo_epochs=4,
+        )
+        entropy[coefficient] = logged(trainer, "policy/entropy")[-1]
+    assert entropy[1.0] > entropy[0.0] + 0.01
+
+
+@pytest.mark.parametrize(
+    ("metric", "narrow", "wide"),
+    [
+        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 0.99}),
+        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 1e-4, "epsilon_high": 1e3}),
+        ("policy/clip_fraction", {"epsilon": 0.9, "dual_clip": 1.0001}, {"epsilon": 0.9}),
+        ("value/clip_fraction", {"value_clip": 1e-4}, {"value_clip": None}),
+    ],
+)
+def test_clip_ranges_decide_what_is_clipped(tmp_path, metric, narrow, wide):
+    clipped = [
+        logged(trained(tmp_path / str(i), num_ppo_epochs=3, **ranges), metric)[-1]
+        for i, ranges in enumerate((narrow, wide))
+    ]
+    assert clipped[0] > clipped[1]
+
+
+def test_samples_are_written_and_shown(tmp_path, capsys):
+    def picky(completion_ids, **kwargs):
+        return [None, *(float(len(ids)) for ids in completion_ids[1:])]
+
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "log_completions": True, "num_completions_to_print": 3}
+    trainer = trained(
+        tmp_path, reward=picky, eval_dataset=prompts(3), eval_strategy="epoch", max_unscored_fraction=0.5, **settings
+    )
+    files = sorted(p.name for p in (tmp_path / "completions").iterdir())
+    assert files == ["eval-000004.jsonl", "step-000001.jsonl", "step-000003.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "completions" / files[1]).read_text().splitlines()]
+    assert len(rows) == 4 and set(rows[0]) == {"prompt", "completion", "score", "score/picky", "stopped"}
+    # No score is null: JSON has no NaN.
+    assert rows[0]["score"] is None and "NaN" not in (tmp_path / "completions" / files[1]).read_text()
+    assert [r["score"] for r in rows[1:]] == [6.0] * 3
+    assert logged(trainer, "score/picky")[0] == 6.0
+    shown = capsys.readouterr().out
+    assert "step-000001" in shown and "eval-000004" in shown and shown.count("completion") >= 3
+
+
+def test_a_table_without_rows_is_not_printed(tmp_path, capsys):
+    trained(tmp_path, log_completions=True, num_completions_to_print=0)
+    assert "step-000001" not in capsys.readouterr().out
+    assert (tmp_path / "completions" / "step-000001.jsonl").is_file()
+
+
+def test_without_log_completions_nothing_is_written(tmp_path):
+    trained(tmp_path, eval_dataset=prompts(2), eval_strategy="epoch", num_rollouts=2)
+    assert not (tmp_path / "completions").exists()
+
+
+def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
+    plain = trained(tmp_path / "plain", num_rollouts=3)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    evaluated = trained(tmp_path / "eval", num_rollouts=3, eval_dataset=prompts(5), **settings)
+    assert_same(trained_weights(evaluated.model), trained_weights(plain.model))
+    assert len(logged(evaluated, "eval_score/mean")) == 4
+    first, second = evaluated.evaluate(), evaluated.evaluate()
+    for metrics in (first, second):
+        assert metrics.pop("eval_runtime") > 0
+    assert first == second
+    assert set(first) == {f"eval_{n}" for n in ROLLOUT[:3]} | {
+        "epoch",
+        "eval_kl/ref",
+        "eval_reward/unscored_fraction",
+        "eval_completion/length",
+        "eval_completion/stopped_fraction",
+        "eval_completion/repeated_ngrams",
+        *(f"eval_sampling/logprob_gap_{name}" for name in ("mean", "max", "k3")),
+    }
+    assert logged(evaluated, "eval_kl/ref")[0] == 0.0 != first["eval_kl/ref"]
+
+
+def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
+    trainer = trained(tmp_path, eval_dataset={"short": prompts(2), "long": prompts(4)})
+    metrics = trainer.evaluate()
+    assert {"eval_short_score/mean", "eval_long_score/mean"} <= set(metrics)
+    fresh = trainer.evaluate(prompts(2), metric_key_prefix="test")
+    assert fresh["test_score/mean"] == metrics["eval_short_score/mean"]
+    with pytest.raises(ValueError, match="evaluation needs held-out prompts"):
+        make_trainer(tmp_path / "none").evaluate()
+
+
+def test_the_last_evaluation_is_not_made_twice(tmp_path):
+    backend = CannedBackend([[5, 6, 1]])
+    settings = {"num_rollouts": 4, "rollout_backend": backend, "eval_dataset": prompts(2)}
+    trainer = trained(tmp_path / "evaluated", eval_strategy="steps", eval_steps=2, **settings)
+    before = len(backend.synced)
+    last = trainer.final_evaluation()
+    assert len(backend.synced) == before
+    assert last["eval_score/mean"] == logged(trainer, "eval_score/mean")[-1]
+    trainer = trained(tmp_path / "not evaluated", **settings)
+    before = len(backend.synced)
+    trainer.final_evaluation()
+    assert len(backend.synced) == before + 1 and len(logged(trainer, "eval_score/mean")) == 1
+
+
+def test_the_best_checkpoint_is_evaluated_though_the_last_step_was(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = trained(tmp_path, num_rollouts=2, eval_dataset=prompts(2), load_best_model_at_end=True, **settings)
+    trainer.final_evaluation()
+    assert len(logged(trainer, "eval_score/mean")) == 3
+
+
+def test_the_figures_of_the_start_are_those_of_the_reference_and_are_not_logged(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts(5))
+    start = trainer.evaluate_reference()
+    assert not trainer.state.log_history
+    # Before the first step the policy is the reference.
+    assert start["score/mean"] == trainer.evaluate()["eval_score/mean"]
+
+
+def test_the_reference_answers_after_training_as_it_did_before(tmp_path):
+    # A policy that goes on from an adapter: its reference is an adapter too.
+    trainer = make_trainer(tmp_path, model=sft_model(), eval_dataset=prompts(5), num_rollouts=3)
+    before = trainer.evaluate_reference()
+    assert before["score/mean"] == trainer.evaluate()["eval_score/mean"]
+    trainer.train()
+    assert trainer.evaluate_reference() == before
+    assert trainer.evaluate()["eval_score/mean"] != before["score/mean"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7471.0, "7.5k"), (999.6, "1.0k"), (999.0, "999"), (1.234e6, "1.2M"), (0.12345, "0.123"), (-2500, "-2.5k")],
+)
+def test_numbers_on_the_bar_are_short(value, text):
+    assert short_number(value) == text
+
+
+def shown(capsys):
+    return capsys.readouterr().err.replace("\r", "\n")
+
+
+def test_the_bar_says_what_is_being_sampled(tmp_path, capsys):
+    # Rows of unequal length end one after the other, so that the bar has something to say.
+    settings = {"max_completion_length": 40, "disable_tqdm": False, "eval_dataset": prompts(6)}
+    trainer = make_trainer(tmp_path, num_rollouts=3, eval_strategy="steps", eval_steps=2, **settings)
+    trainer.evaluate_reference()
+    before = shown(capsys)
+    assert "before: 100%" in before and "6/6" in before
+    trainer.train()
+    during = shown(capsys)
+    assert "PPO rollout 1/4" in during and "PPO eval 1/6" in during and "PPO eval 1/4" not in during
+    assert "eval_score=" in during and "tok/s=" in during
+    trainer.evaluate()
+    after = shown(capsys)
+    assert "eval: 100%" in after and "PPO" not in after
+
+
+def test_without_tqdm_nothing_is_shown(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts(6))
+    capsys.readouterr()
+    trainer.evaluate_reference()
+    assert "before" not in capsys.readouterr().err
+
+
+def test_a_backend_is_told_which_policy_it_evaluates(tmp_path):
+    backend = CannedBackend([[5, 6, 1]])
+    settings = {"num_ppo_epochs": 2, "num_rollouts": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trained(tmp_path, rollout_backend=backend, eval_dataset=prompts(2), **settings)
+    assert backend.synced == [0, 1, 2, 2, 3, 4]
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    settings = {
+        "num_rollouts": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_score/mean",
+        "value_head": "adapter",
+    }
+    eval_scores = iter([0.1, 0.9, 0.2])
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        # Held-out prompts come two at a time, and the second evaluation is the best one.
+        if len(prompts) == 2:
+            return [next(eval_scores)] * 2
+        return even_share(prompts, completions, completion_ids)
+
+    trainer = trained(tmp_path, reward=reward, eval_dataset=prompts(2), **settings)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert trainer.state.best_metric == pytest.approx(0.9)
+    best = trained_weights(trainer.model)
+    for step, is_best in ((2, True), (3, False)):
+        trainer.model.load_branches(tmp_path / f"checkpoint-{step}")
+        assert (not differ(trained_weights(trainer.model), best)) == is_best
+
+
+def test_of_several_evaluation_sets_one_decides_which_checkpoint_is_best(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"load_best_model_at_end": True, "eval_dataset": {"short": prompts(2), "long": prompts(4)}}
+    sentence = "is 'score/mean', and the evaluation sets are short, long: say which .* for example short_score/mean"
+    with pytest.raises(ValueError, match=sentence):
+        make_trainer(tmp_path / "a", **settings)
+    trainer = trained(tmp_path / "b", metric_for_best_model="long_score/mean", greater_is_better=True, **settings)
+    assert trainer.state.best_metric == max(logged(trainer, "eval_long_score/mean"))
+
+
+def test_old_checkpoints_are_rotated(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trained(tmp_path, num_rollouts=4, **settings)
+    assert sorted(p.name for p in tmp_path.glob("[!_]*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_tensorboard_has_every_metric(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = trained(
+        tmp_path,
+        report_to="tensorboard",
+        logging_steps=1,
+        num_rollouts=2,
+        eval_dataset=prompts(2),
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    folders = {p.parent for p in tmp_path.rglob("events.out.*")}
+    tags = {}
+    for folder in folders:
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        tags |= {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    for name in ("score/mean", "kl/ref", "policy/clip_fraction", "value/explained_variance"):
+        assert tags[f"train/{name}"] == pytest.approx(logged(trainer, name), rel=1e-6)
+    assert tags["eval/score/mean"] == pytest.approx(logged(trainer, "eval_score/mean"), rel=1e-6)
+
+
+def test_the_model_stays_in_float32_branches_under_bf16(tmp_path):
+    trainer = trained(tmp_path, bf16=True, value_head="adapter")
+    assert {p.dtype for p in trained_weights(trainer.model).values()} == {torch.float32}

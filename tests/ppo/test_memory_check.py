@@ -1,0 +1,105 @@
+"""The largest pack runs before the first rollout: it leaves no trace, and what does not fit is said at once."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from onetrunk.ppo.memory import MemoryForecast, largest_pack
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.ppo.support import assert_same, make_config, make_trainer, trained, trained_weights, without_wall_clock
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"value_head": "adapter", "activation_checkpointing": True},
+        {"bf16": True, "adapter_layers": "top-1"},
+        {"activation_offloading": True},
+    ],
+)
+def test_it_leaves_no_trace(tmp_path, settings):
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "save_strategy": "no", **settings}
+    runs = [trained(tmp_path / str(checks), check_memory=checks, **settings) for checks in (True, False)]
+    assert_same(*(trained_weights(run.model) for run in runs))
+    assert without_wall_clock(runs[0].state.log_history) == without_wall_clock(runs[1].state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"), [({}, 2), ({"microbatch_tokens": 17}, 1), ({"microbatch_tokens": 99}, 2)]
+)
+def test_the_largest_pack_keeps_to_the_budgets(tmp_path, settings, rows):
+    pack = largest_pack(make_config(tmp_path, **settings), longest_prompt=5)
+    assert pack.input_ids.shape == (rows, 5 + 6) and pack.completion_mask.all() and pack.attention_mask.all()
+
+
+def test_the_forecast_adds_what_is_not_there_yet(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=2)
+    trainer = make_trainer(tmp_path, model=model, adapter_layers="top-1", num_rollouts=1)
+    trainer.train()
+    check = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "MemoryCheck")
+    trained_numbers = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    width = max(map(len, trainer.train_dataset["prompt_ids"])) + 6
+    assert check.forecast.optimizer == 8 * trained_numbers
+    assert check.forecast.states == 4 * width * model.config.hidden_size * 4
+    assert check.forecast.sampling > trainer.model.get_base_model().get_memory_footprint()
+    assert check.forecast.peak == sum((check.forecast.pack, check.forecast.optimizer, check.forecast.states))
+    assert MemoryForecast(pack=5, optimizer=1, states=2, sampling=9).peak == 12
+
+
+def test_memory_that_does_not_suffice_is_one_sentence_before_any_rollout(tmp_path):
+    # In a process of its own, whose address space is bounded once everything has loaded.
+    code = f"""
+    import resource
+    from tests.tiny import tiny_model
+    from tests.ppo.support import make_trainer
+
+    class NoRollout:
+        def sync(self, model, version): pass
+        def generate(self, prompt_ids, params, keys): raise SystemExit("a rollout was asked for")
+
+    trainer = make_trainer({str(tmp_path)!r}, model=tiny_model("llama", max_position_embeddings=2048),
+        max_completion_length=2000, rollout_batch_size=64, per_device_train_batch_size=64, rollout_backend=NoRollout())
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, used + 2**25))
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        print(error)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "the memory does not hold a pack of 64 rows x 200" in done.stdout, done.stderr[-2000:]
+    assert "lower per_device_train_batch_size" in done.stdout
+
+
+class Looks(PPOTrainer):
+    """Sees whether what autograd saves in the loss is the tensor itself or a copy elsewhere."""
+
+    moved: bool | None = None
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        saved = torch.ones(2**18, requires_grad=True).exp()
+        self.moved = saved.grad_fn._saved_result.data_ptr() != saved.data_ptr()
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_run_with_offloaded_activations_ends_as_one_without(tmp_path):
+    # Packs whose activations are large enough to move.
+    settings = {"rollout_batch_size": 64, "per_device_train_batch_size": 64, "max_completion_length": 20}
+    ends = []
+    for offloads in (True, False):
+        model = tiny_model("llama", num_hidden_layers=2, intermediate_size=256)
+        run = trained(
+            tmp_path / str(offloads), model=model, trainer_class=Looks, activation_offloading=offloads, **settings
+        )
+        assert run.moved == offloads
+        ends.append(trained_weights(run.model))
+    assert_same(*ends, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,104 @@
+"""The README.md beside a saved policy: metadata that the Hub reads, and the facts of the run; nothing private."""
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from peft import AutoPeftModelForCausalLM
+
+import onetrunk
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
+from tests.tiny import tiny_tokenizer
+
+
+def from_folder(tmp_path, **settings):
+    """Return an untrained trainer whose base lies in a folder, as a user's does."""
+    base_model().save_pretrained(tmp_path / "private" / "tiny-base")
+    tiny_tokenizer().save_pretrained(tmp_path / "private" / "tiny-base")
+    args = make_config(tmp_path / "private" / "my-run", **settings)
+    return PPOTrainer(
+        str(tmp_path / "private" / "tiny-base"), even_share, args, prompts(), prompts(2), peft_config=lora()
+    )
+
+
+def test_a_saved_run_has_a_card_that_says_what_it_is(tmp_path):
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "beta": 0.07, "temperature": 0.9, "adapter_layers": "top-1"}
+    trainer = from_folder(tmp_path, eval_strategy="epoch", hub_token="hf_a_secret", **settings)
+    trainer.train()
+    trainer.save_model()
+    folder = tmp_path / "private" / "my-run"
+    text = (folder / "README.md").read_text()
+    metadata = yaml.safe_load(text.split("---")[1])
+    assert metadata == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "onetrunk", "ppo"],
+    }
+    assert text.count("# my-run\n") == 1
+    assert "the base model `tiny-base`, trained by PPO (4 optimizer steps)" in text
+    assert f"with onetrunk {onetrunk.__version__}." in text
+    facts = {"rank": "4", "layers trained": "the last 1 of 2", "value head": "shared", "rewards": "even_share"}
+    facts |= {"rollouts": "2 of 4 prompts x 1 completions", "beta": "0.07", "temperature": "0.9", "seed": "3"}
+    facts |= {"score/mean": f"{logged(trainer, 'score/mean')[-1]:.4g}"}
+    facts |= {"eval_kl/ref": f"{logged(trainer, 'eval_kl/ref')[-1]:.4g}"}
+    for name, value in facts.items():
+        assert f"| {name} | {value} |\n" in text
+    assert "hf_a_secret" not in text and "private" not in text
+    assert "[More Information Needed]" not in text
+
+
+def test_the_card_s_own_lines_load_the_policy(tmp_path, monkeypatch):
+    trainer = from_folder(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    folder = tmp_path / "private" / "my-run"
+    monkeypatch.chdir(folder.parent)
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.strip().splitlines()) == 4
+    scope = {}
+    exec(code, scope)
+    assert isinstance(scope["model"], AutoPeftModelForCausalLM.from_pretrained(str(folder)).__class__)
+    assert scope["tokenizer"].eos_token == "<eos>"
+
+
+def test_a_base_from_the_hub_is_named_in_the_metadata_and_linked(tmp_path):
+    model = base_model()
+    model.config.name_or_path = model.name_or_path = "someone/tiny-base"
+    trainer = make_trainer(tmp_path, model=model)
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == "someone/tiny-base"
+    assert "[someone/tiny-base](https://huggingface.co/someone/tiny-base)" in card.text
+    assert "## Last measured" not in card.text  # nothing was
+
+
+def test_what_push_to_hub_hands_on_stands_in_the_card(tmp_path):
+    trainer = make_trainer(tmp_path, hub_model_id="someone/a-policy")
+    trainer.create_model_card(tags="maths", dataset="someone/rows", license="apache-2.0", finetuned_from="a/base")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.tags == ["lora", "maths", "onetrunk", "ppo"]
+    assert (card.data.datasets, card.data.license, card.data.base_model) == ("someone/rows", "apache-2.0", "a/base")
+    assert card.text.strip().startswith("# a-policy") and 'from_pretrained("someone/a-policy")' in card.text
+
+
+def test_a_checkpoint_has_its_card_too(tmp_path):
+    trained(tmp_path, num_rollouts=2, save_strategy="steps", save_steps=1, value_head="adapter")
+    first, last = ((tmp_path / f"checkpoint-{step}" / "README.md").read_text() for step in (1, 2))
+    assert "(1 optimizer steps)" in first and "(2 optimizer steps)" in last
+    assert "`value/`" in last and "| score/mean |" in first
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_base_is_said(tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    base_model(hidden_size=64).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    args = make_config(tmp_path / "run")
+    trainer = PPOTrainer(
+        str(tmp_path / "base"), even_share, args, prompts(), quantization_config=config, peft_config=lora()
+    )
+    trainer.save_model()
+    assert f"| base weights | bitsandbytes, {bits} bit |" in (tmp_path / "run" / "README.md").read_text()

@@ -1,0 +1,197 @@
+"""Reward functions inside a run: TRL's own, asynchronous ones, several, what they receive, rows they leave out."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.fakes import CannedBackend
+from tests.ppo.support import (
+    Recorder,
+    assert_same,
+    differ,
+    even_share,
+    logged,
+    make_trainer,
+    prompts,
+    trained,
+    trained_weights,
+)
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+CONVERSATIONS = [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird", "fish")]
+
+
+def conversational(folder, reward, **settings):
+    dataset = Dataset.from_dict({"prompt": CONVERSATIONS, "solution": ["cat"] * 4})
+    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    return trained(folder, reward=reward, dataset=dataset, tokenizer=tokenizer, **settings)
+
+
+def test_reward_functions_of_trl_work_unchanged(tmp_path):
+    from trl.rewards import get_soft_overlong_punishment, think_format_reward
+
+    # Longer than 6 - 4 = 2 tokens costs (2 - length) / 4: 6 tokens cost 1.
+    overlong = get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=4)
+    trainer = conversational(tmp_path, [think_format_reward, overlong], num_rollouts=2)
+    assert logged(trainer, "score/think_format_reward") == [0.0, 0.0]
+    lengths = logged(trainer, "completion/length")
+    punishment = logged(trainer, "score/soft_overlong_punishment_reward")
+    assert lengths[0] == 6.0 and punishment[0] == -1.0
+    assert logged(trainer, "score/mean") == punishment
+
+
+def test_conversational_prompts_give_reward_functions_lists_of_messages_and_their_columns(tmp_path):
+    calls = []
+
+    def reward(prompts, completions, completion_ids, solution, **kwargs):
+        calls.append((prompts, completions, completion_ids, solution))
+        return [1.0] * len(prompts)
+
+    conversational(tmp_path, reward)
+    prompts_seen, completions, completion_ids, solution = calls[0]
+    assert sorted(p[0]["content"] for p in prompts_seen) == sorted(c[0]["content"] for c in CONVERSATIONS)
+    tokenizer = tiny_tokenizer()
+    for completion, ids in zip(completions, completion_ids, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert completion == [{"role": "assistant", "content": text}]
+    assert solution == ["cat"] * 4
+
+
+def test_columns_come_with_the_rows_that_they_belong_to(tmp_path):
+    texts = prompts()["prompt"]
+    pairs = []
+
+    def reward(prompts, completions, tag, **kwargs):
+        pairs.extend(zip(prompts, tag, strict=True))
+        return [0.5] * len(prompts)
+
+    trained(tmp_path, reward=reward, dataset=prompts(8, tag=[f"t{i}" for i in range(8)]), num_rollouts=2)
+    assert {(t, f"t{i}") for i, t in enumerate(texts)} == set(pairs)
+
+
+def test_asynchronous_reward_functions_run_side_by_side(tmp_path):
+    running, most = 0, 0
+
+    async def slow(completion_ids, **kwargs):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return [float(len(ids)) for ids in completion_ids]
+
+    async def slower(completion_ids, **kwargs):
+        return [2 * s for s in await slow(completion_ids)]
+
+    trainer = trained(tmp_path, reward=[slow, slower, even_share])
+    assert most == 2
+    length, even = logged(trainer, "completion/length")[0], logged(trainer, "score/even_share")[0]
+    assert logged(trainer, "score/mean")[0] == pytest.approx(3 * length + even, rel=1e-6)
+
+
+def test_reward_weights_scale_each_function(tmp_path):
+    def length(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = trained(tmp_path, reward=[even_share, length], reward_weights=[2.0, -0.5])
+    even, tokens = logged(trainer, "score/even_share")[0], logged(trainer, "score/length")[0]
+    assert logged(trainer, "score/mean")[0] == pytest.approx(2 * even - 0.5 * tokens, rel=1e-6)
+
+
+def test_a_reward_function_sees_the_state_and_can_log(tmp_path):
+    steps = []
+
+    def reward(completion_ids, trainer_state, log_metric, log_extra, **kwargs):
+        steps.append(trainer_state.global_step)
+        log_metric("mine/steps", 10 + trainer_state.global_step)
+        log_extra("length", [len(ids) for ids in completion_ids])
+        return [1.0] * len(completion_ids)
+
+    trainer = trained(tmp_path, reward=reward, num_rollouts=2, num_ppo_epochs=2, log_completions=True)
+    assert steps == [0, 2]
+    assert logged(trainer, "mine/steps") == [10.0, 12.0]
+    assert '"length": 6' in (tmp_path / "completions" / "step-000001.jsonl").read_text()
+
+
+def reward_without(mark, score):
+    """Return a reward in which prompts that start with `mark` get `score`, the others the share of even ids."""
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        own = even_share(prompts, completions, completion_ids)
+        return [score if p.startswith(mark) else s for p, s in zip(prompts, own, strict=True)]
+
+    return reward
+
+
+class WithoutTheRow(PPOTrainer):
+    """Scores every row and takes one out of the loss by hand."""
+
+    left_out = 0.0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        experience, minibatch = inputs["experience"], inputs["minibatch"]
+        first = tiny_tokenizer().convert_tokens_to_ids("the")
+        keep = experience.pack.input_ids[:, 0] != first
+        mask = experience.loss_mask & keep[:, None]
+        whole = sum(
+            float((e.loss_mask & (e.pack.input_ids[:, 0] != first)[:, None]).sum()) for e in minibatch.experiences
+        )
+        inputs = {"experience": replace(experience, loss_mask=mask), "minibatch": replace(minibatch, num_tokens=whole)}
+        return super().compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+def test_a_row_without_a_score_is_left_out_of_the_update(tmp_path, missing):
+    settings = {"dataset": prompts(4), "max_unscored_fraction": 0.25, "whiten_advantages": False}
+    assert [t.startswith("the") for t in prompts(4)["prompt"]] == [False, True, False, False]
+    unscored, by_hand = Recorder(), Recorder()
+    reward = reward_without("the", missing)
+    trainer = trained(tmp_path / "a", reward=reward, callbacks=[unscored], **settings)
+    other = {"reward": reward_without("the", 7.0), "trainer_class": WithoutTheRow}
+    trained(tmp_path / "b", callbacks=[by_hand], **other, **settings)
+    assert_same(unscored.gradients[0], by_hand.gradients[0])
+    assert logged(trainer, "reward/unscored_fraction") == [0.25]
+    assert math.isfinite(logged(trainer, "score/mean")[0])
+    everything = Recorder()
+    trained(tmp_path / "c", reward=reward_without("the", 7.0), callbacks=[everything], **settings)
+    assert differ(everything.gradients[0], unscored.gradients[0])
+
+
+def test_an_unscored_row_does_not_enter_the_whitening(tmp_path):
+    settings = {"dataset": prompts(4), "max_unscored_fraction": 0.25, "normalize_scores": True}
+    trainer = make_trainer(tmp_path, reward=reward_without("the", None), **settings)
+    stream = trainer.get_train_dataloader()
+    experiences = stream.make_rollout()
+    kept = torch.cat([e.advantages[e.loss_mask] for e in experiences])
+    assert kept.mean().item() == pytest.approx(0, abs=1e-6) and kept.std().item() == pytest.approx(1, abs=1e-3)
+    assert stream.score_moments.count == 3
+
+
+def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functions(tmp_path):
+    reward = reward_without("the", None)
+    trainer = make_trainer(tmp_path, reward=reward, dataset=prompts(4))
+    before = trained_weights(trainer.model)
+    with pytest.raises(RuntimeError, match=r"25% of the rows of rollout 0 .* max_unscored_fraction 10%.*\(reward\)"):
+        trainer.train()
+    assert_same(trained_weights(trainer.model), before)
+
+
+def test_a_reward_function_is_told_in_training_and_evaluation_which_completions_were_cut_off(tmp_path):
+    seen = []
+
+    def ended(completion_ids, completion_stopped, **kwargs):
+        seen.append((completion_ids, completion_stopped))
+        completion_ids[0].append(99)  # A copy: the rollout keeps its own.
+        return [float(stopped) for stopped in completion_stopped]
+
+    backend = CannedBackend([[5, 6, 1], [5, 6, 7, 8, 9, 10]])
+    trainer = make_trainer(tmp_path, reward=ended, rollout_backend=backend, eval_dataset=prompts(3))
+    trainer.train()
+    assert trainer.evaluate()["eval_score/mean"] == pytest.approx(2 / 3)
+    assert [stopped for _, stopped in seen] == [[True, False, True, False], [True, False, True]]
+    assert logged(trainer, "completion/length") == [4.5] and logged(trainer, "score/mean") == [0.5]

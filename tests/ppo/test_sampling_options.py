@@ -1,0 +1,200 @@
+"""Options of the rollout: which prompts, in which order, how often, and where completions end."""
+
+import itertools
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onetrunk.ppo.sampling import PromptOrder
+from onetrunk.utils.randomness import EVALUATION_STREAM
+from tests.ppo.support import make_trainer, prompts, trained
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+
+class Seen:
+    """A reward function that keeps what it is called with."""
+
+    __name__ = "seen"
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, prompts, completions, completion_ids, **columns):
+        self.calls.append(
+            {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        )
+        return [float(len(set(ids))) for ids in completion_ids]
+
+
+def test_every_prompt_is_sampled_num_generations_times_with_draws_of_its_own(tmp_path):
+    seen = Seen()
+    trained(tmp_path, reward=seen, num_generations=3, num_rollouts=2, per_device_train_batch_size=6)
+    for call in seen.calls:
+        groups = [call["prompts"][i : i + 3] for i in range(0, 12, 3)]
+        assert all(len(set(group)) == 1 for group in groups) and len({g[0] for g in groups}) == 4
+        assert all(len({tuple(ids) for ids in call["completion_ids"][i : i + 3]}) > 1 for i in range(0, 12, 3))
+
+
+def test_without_shuffling_prompts_come_in_their_order_in_every_pass(tmp_path):
+    seen = Seen()
+    trained(tmp_path, reward=seen, dataset=prompts(6), shuffle_dataset=False, num_rollouts=3)
+    texts = prompts(6)["prompt"]
+    assert [c["prompts"] for c in seen.calls] == [texts[:4], [*texts[4:], *texts[:2]], texts[:4]]
+
+
+def test_shuffled_prompts_follow_data_seed_and_completions_follow_seed(tmp_path):
+    def calls(folder, **seeds):
+        seen = Seen()
+        trained(tmp_path / folder, reward=seen, num_rollouts=2, learning_rate=0.0, **seeds)
+        return [c["prompts"] for c in seen.calls], [c["completion_ids"] for c in seen.calls]
+
+    order, tokens = calls("a", seed=1)
+    assert calls("b", seed=1) == (order, tokens)
+    assert calls("c", seed=1, data_seed=9)[0] != order
+    other_order, other_tokens = calls("d", seed=2, data_seed=1)
+    assert other_order == order and other_tokens != tokens
+    assert order[0] != order[1] and sorted(order[0] + order[1]) == sorted(prompts()["prompt"])
+
+
+def test_a_stop_token_ends_a_completion_and_is_not_part_of_its_text(tmp_path):
+    seen, plain = Seen(), Seen()
+    word = tiny_tokenizer().decode([20])
+    shape = {"rollout_batch_size": 16, "dataset": prompts(16), "max_completion_length": 24}
+    trained(tmp_path / "a", reward=plain, **shape)
+    trainer = trained(tmp_path / "b", reward=seen, stop_tokens=[word, tiny_tokenizer().decode([30])], **shape)
+    assert trainer.sampler.params.stop_token_ids == (1, 20, 30)
+    without, rows = plain.calls[0]["completion_ids"], seen.calls[0]["completion_ids"]
+    stops = [next((i for i, t in enumerate(ids) if t in (20, 30)), None) for ids in without]
+    assert any(i is not None and i < len(ids) - 1 for i, ids in zip(stops, without, strict=True))
+    assert rows == [ids if i is None else ids[: i + 1] for i, ids in zip(stops, without, strict=True)]
+    assert all(word not in text.split() for text in seen.calls[0]["completions"])
+
+
+def test_max_rollout_rows_bounds_the_rows_that_decode_at_once_and_changes_no_completion(tmp_path):
+    def run(folder, rows):
+        seen, widths = Seen(), []
+        trainer = make_trainer(tmp_path / folder, reward=seen, rollout_batch_size=6, max_rollout_rows=rows)
+        embedding = trainer.model.get_base_model().get_input_embeddings()
+        hook = embedding.register_forward_pre_hook(lambda module, inputs: widths.append(len(inputs[0])))
+        trainer.sampler.backend.sync(trainer.model, 0)
+        batch = trainer.get_train_dataloader().prompts(0)
+        rollout = trainer.sampler.generate(batch)
+        hook.remove()
+        return rollout.completion_ids, max(widths)
+
+    whole, all_rows = run("whole", None)
+    parts, two = run("parts", 2)
+    assert (all_rows, two) == (6, 2)
+    assert parts == whole
+
+
+def test_overlong_prompts_are_dropped_or_cut_to_their_last_tokens(tmp_path):
+    lengths = [len(t.split()) for t in prompts()["prompt"]]
+    assert max(lengths) == 5
+    dropped = make_trainer(tmp_path / "d", max_prompt_length=3, overlong_prompts="drop").train_dataset
+    assert len(dropped) == sum(n <= 3 for n in lengths)
+    cut = make_trainer(tmp_path / "t", max_prompt_length=3, overlong_prompts="truncate").train_dataset
+    whole = make_trainer(tmp_path / "w").train_dataset
+    assert [ids[-3:] for ids in whole["prompt_ids"]] == cut["prompt_ids"][:]
+    assert cut["prompt"][:] == whole["prompt"][:]
+
+
+def test_temperature_divides_the_logits_of_sampler_and_policy_alike(tmp_path):
+    for temperature in (0.5, 2.0):
+        trainer = make_trainer(tmp_path / str(temperature), temperature=temperature)
+        stream = trainer.get_train_dataloader()
+        experiences = stream.make_rollout()
+        rollout = stream.last_scored.rollout
+        by_ids = {tuple(ids): lp for ids, lp in zip(rollout.completion_ids, rollout.sampler_logprobs, strict=True)}
+        for e in experiences:
+            for i, length in enumerate(e.pack.completion_mask.sum(1)):
+                sampled = by_ids[tuple(e.pack.completion_ids[i, :length].tolist())]
+                # One forward over the whole row against one per token: float32 rounding.
+                torch.testing.assert_close(e.old_logprobs[i, :length], sampled, atol=2e-5, rtol=0)
+
+
+def test_conversations_go_through_the_chat_template_with_its_keywords(tmp_path):
+    template = "{% if loud %}{{ 'big ' }}{% endif %}" + CHAT_TEMPLATE
+    tokenizer = tiny_tokenizer(chat_template=template)
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog")]})
+    settings = {"dataset": dataset, "tokenizer": tokenizer, "rollout_batch_size": 2}
+    plain = make_trainer(tmp_path / "a", **settings).train_dataset
+    loud = make_trainer(tmp_path / "b", chat_template_kwargs={"loud": True}, **settings).train_dataset
+    assert tokenizer.decode(plain["prompt_ids"][0]) == "<user> the cat <assistant>"
+    assert tokenizer.decode(loud["prompt_ids"][0]) == "big <user> the cat <assistant>"
+
+
+ORDERS = {
+    "num_prompts": st.integers(1, 40),
+    "share": st.integers(1, 6),
+    "num_generations": st.integers(1, 3),
+    "world": st.integers(1, 4),
+    "number": st.integers(0, 3),
+    "shuffle": st.booleans(),
+}
+
+
+@given(**ORDERS)
+@settings(max_examples=200, deadline=None)
+def test_a_pass_has_every_prompt_and_a_completion_does_not_depend_on_the_process_that_samples_it(
+    num_prompts, share, num_generations, world, number, shuffle
+):
+    order = PromptOrder(num_prompts, share * world, num_generations, order_seed=5, seed=6, shuffle=shuffle)
+    per_pass = order.rollouts_per_pass
+    assert (per_pass - 1) * share * world < num_prompts <= per_pass * share * world
+    seen = set()
+    for iteration in range(number * per_pass, (number + 1) * per_pass):
+        alone, keys = order.rows(iteration, range(share * world * num_generations))
+        # The same rows with the same keys, whichever process asks for them.
+        parts = [order.rows(iteration, range(rank, len(keys), world)) for rank in range(world)]
+        assert all((rows, own) == (alone[r::world], keys[r::world]) for r, (rows, own) in enumerate(parts))
+        assert len(set(keys)) == len(keys) == share * world * num_generations
+        assert all(key[:2] == (6, iteration) for key in keys)
+        seen |= set(alone)
+    assert seen == set(range(num_prompts))
+
+
+@given(
+    **ORDERS,
+    stops=st.lists(st.integers(0, 40), max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_wherever_a_run_stops_and_resumes_a_pass_covers_each_prompt_once_and_fills_up_from_its_start(
+    num_prompts, share, num_generations, world, number, shuffle, stops
+):
+    size = 12 * share
+    make = lambda: PromptOrder(num_prompts, size, num_generations, order_seed=5, seed=6, shuffle=shuffle)  # noqa: E731
+    per_pass = make().rollouts_per_pass
+    edges = [0, *sorted(min(stop, per_pass) for stop in stops), per_pass]
+    rows = []
+    for first, last in itertools.pairwise(edges):
+        # A process that knows nothing but where it goes on.
+        resumed = make()
+        for iteration in range(number * per_pass + first, number * per_pass + last):
+            rows += resumed.rows(iteration, range(size * num_generations))[0]
+    prompts = rows[::num_generations]
+    assert rows == [prompt for prompt in prompts for _ in range(num_generations)]
+    assert sorted(prompts[:num_prompts]) == list(range(num_prompts))
+    assert prompts[num_prompts:] == [prompts[i % num_prompts] for i in range(len(prompts) - num_prompts)]
+
+
+@given(**ORDERS)
+@settings(max_examples=200, deadline=None)
+def test_the_order_is_a_function_of_its_settings_and_no_key_is_one_of_evaluation(
+    num_prompts, share, num_generations, world, number, shuffle
+):
+    make = lambda: PromptOrder(num_prompts, share, num_generations, order_seed=5, seed=6, shuffle=shuffle)  # noqa: E731
+    everything = range(share * num_generations)
+    assert make().rows(number, everything) == make().rows(number, everything)
+    assert all(key[1] != EVALUATION_STREAM for key in make().rows(number, everything)[1])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_passes_are_shuffled_anew_only_where_asked(shuffle):
+    order = PromptOrder(20, 20, 1, order_seed=5, seed=6, shuffle=shuffle)
+    first, second = order.prompts(0).tolist(), order.prompts(1).tolist()
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert (first != second) == shuffle

@@ -1,0 +1,178 @@
+"""Frozen layers run once per rollout: the same training to the bit, wherever the states stay."""
+
+import pytest
+
+from onetrunk.models.base import decoder_layers
+from onetrunk.models.speedups.merged import can_merge
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.fakes import CannedBackend
+from tests.ppo.support import (
+    Recorder,
+    StopAt,
+    assert_same,
+    logged,
+    make_trainer,
+    sft_model,
+    trained,
+    trained_weights,
+    without_wall_clock,
+)
+from tests.tiny import tiny_model
+
+TOP = {
+    "adapter_layers": "top-1",
+    "num_ppo_epochs": 3,
+    "num_minibatches": 2,
+    "num_rollouts": 2,
+    "capture_trunk_states": False,
+}
+CAPTURED = {**TOP, "capture_trunk_states": True}
+
+
+def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
+    """Return a list that grows by the tokens of every forward of a decoder layer outside of sampling."""
+    seen: list[int] = []
+
+    def count(module, args, kwargs):
+        if kwargs.get("past_key_values") is None:
+            seen.append(args[0].shape[0] * args[0].shape[1])
+
+    decoder_layers(trainer.model.get_base_model())[layer].register_forward_pre_hook(count, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
+@pytest.mark.parametrize("place", ["device", "cpu", "disk", "auto"])
+def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
+    runs = []
+    for name, trunk_cache in (("kept", place), ("off", "off")):
+        recorder = Recorder()
+        settings = {**TOP, "value_head": value_head, "trunk_cache": trunk_cache}
+        runs.append((trained(tmp_path / name, callbacks=[recorder], **settings), recorder))
+    (kept, kept_steps), (off, off_steps) = runs
+    for one, other in zip(kept_steps.gradients, off_steps.gradients, strict=True):
+        assert_same(one, other)
+    assert_same(trained_weights(kept.model), trained_weights(off.model))
+    assert without_wall_clock(kept.state.log_history) == without_wall_clock(off.state.log_history)
+    assert len(kept_steps.gradients) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2"])
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"activation_checkpointing": True}, {}])
+def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_path, family, precision):
+    ends = [
+        trained_weights(
+            trained(tmp_path / place, model=family, **TOP, trunk_cache=place, **precision, value_head="adapter").model
+        )
+        for place in ("cpu", "off")
+    ]
+    assert_same(*ends)
+
+
+def test_the_lower_layers_run_once_a_rollout(tmp_path):
+    tokens = {}
+    for place in ("cpu", "off"):
+        trainer = make_trainer(tmp_path / place, **TOP, trunk_cache=place, check_memory=False)
+        assert can_merge(trainer.model)  # The proof, made once, is a forward too.
+        below, above = counted_layer(trainer, 0), counted_layer(trainer, 1)
+        trainer.train()
+        tokens[place] = (sum(below), sum(above))
+    captured = make_trainer(tmp_path / "captured", **CAPTURED, check_memory=False)
+    assert can_merge(captured.model)
+    below_captured, above_captured = counted_layer(captured, 0), counted_layer(captured, 1)
+    captured.train()
+    assert not below_captured and sum(above_captured) == tokens["cpu"][1]
+    # Scoring runs the policy and the reference above the cut, an epoch the policy; below it one pass serves all.
+    (below, above), (below_off, above_off) = tokens["cpu"], tokens["off"]
+    assert above == above_off == 5 * below and below_off == 4 * below
+
+
+@pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, place, captures):
+    settings = {**TOP, "trunk_cache": place, "capture_trunk_states": captures}
+    whole = trained(tmp_path / "whole", **settings)
+    trained(tmp_path / "cut", callbacks=[StopAt(3)], **settings)
+    resumed = make_trainer(tmp_path / "cut", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    assert not [f for f in (tmp_path / "cut").rglob("*") if "trunk-states" in f.name]
+
+
+def test_a_continued_adapter_on_all_layers_is_frozen_below_the_cut_and_reused(tmp_path):
+    ends = [
+        trained_weights(trained(tmp_path / place, model=sft_model(), **TOP, trunk_cache=place).model)
+        for place in ("cpu", "off")
+    ]
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("place", ["device", "cpu", "disk"])
+def test_a_place_without_anything_to_keep_is_refused(tmp_path, place):
+    with pytest.raises(ValueError, match=f"trunk_cache '{place}' has nothing to keep: .* adapter_layers to top-k"):
+        make_trainer(tmp_path, trunk_cache=place)
+
+
+def test_an_unknown_place_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="trunk_cache is 'gpu'; it must be one of auto, off, device, cpu, disk"):
+        make_trainer(tmp_path, trunk_cache="gpu")
+
+
+def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=4)
+    trainer = make_trainer(
+        tmp_path, model=model, adapter_layers="top-1", max_completion_length=27, rollout_batch_size=4
+    )
+    hidden = model.config.hidden_size
+    # 4 rows of the longest prompt (5 tokens and what the tokenizer adds) and 27 more, float32.
+    longest = max(map(len, trainer.train_dataset["prompt_ids"]))
+    num_bytes = 4 * (longest + 27) * hidden * 4
+    assert f"{num_bytes / 2**20:,.1f} MiB of states in this machine's memory" in trainer.trunk_plan.report
+    assert "the lower 3 of 4 layers" in trainer.trunk_plan.report
+    assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
+
+
+@pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
+@pytest.mark.parametrize("value_head", ["shared", "adapter"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, value_head, truncated):
+    recorders = []
+    for captures in (True, False):
+        recorders.append(Recorder())
+        settings = {**TOP, "value_head": value_head, "capture_trunk_states": captures, "num_rollouts": 1}
+        settings["truncated_completions"] = truncated
+        trained(tmp_path / str(captures), model=family, callbacks=[recorders[-1]], max_rollout_rows=3, **settings)
+    # float32 rounds a token alone otherwise than within a row; Adam would turn that into steps of any size.
+    assert_same(recorders[0].gradients[0], recorders[1].gradients[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_first_ratio_is_one_on_captured_states(tmp_path, family):
+    trainer = trained(tmp_path, model=family, **{**CAPTURED, "num_ppo_epochs": 1, "num_minibatches": 1})
+    assert logged(trainer, "kl/approx") == [0, 0]
+    assert logged(trainer, "policy/ratio_max") == [1, 1]
+
+
+def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
+    top = {"adapter_layers": "top-1"}
+    assert make_trainer(tmp_path, **top).sampler.captures_states
+    assert "made while sampling" in make_trainer(tmp_path, **top).trunk_plan.report
+    assert not make_trainer(tmp_path, bf16=True, **top).sampler.captures_states
+    assert not make_trainer(tmp_path, trunk_cache="off", **top).sampler.captures_states
+    assert make_trainer(tmp_path, truncated_completions="bootstrap", **top).sampler.captures_last
+    assert not make_trainer(tmp_path, **top).sampler.captures_last
+    assert not make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 1]]), **top).sampler.captures_states
+    assert not make_trainer(tmp_path).sampler.captures_states
+
+
+@pytest.mark.parametrize(
+    ("settings", "obstacle"),
+    [
+        ({}, "there is no cut: set adapter_layers to top-k"),
+        ({"adapter_layers": "top-1", "trunk_cache": "off"}, "trunk_cache is off"),
+        ({"adapter_layers": "top-1", "rollout_backend": CannedBackend([[5, 1]])}, "backend is not the trunk itself"),
+    ],
+)
+def test_capture_where_it_cannot_be_is_refused(tmp_path, settings, obstacle):
+    with pytest.raises(ValueError, match=f"capture_trunk_states can't be: .*{obstacle}"):
+        make_trainer(tmp_path, capture_trunk_states=True, **settings)

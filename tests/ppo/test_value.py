@@ -1,0 +1,105 @@
+"""The value: pretraining, a learning rate of its own, and the optimizers that train it."""
+
+import pytest
+import torch
+
+from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, trained, trained_weights
+
+HEADS = ("shared", "detached", "adapter")
+
+
+def is_policy(name):
+    return "lora_" in name and ".default." in name
+
+
+@pytest.mark.parametrize("value_head", HEADS)
+def test_value_pretraining_moves_the_value_and_not_the_policy(tmp_path, value_head):
+    recorder = Recorder()
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 3, "value_pretraining_rollouts": 1, "weight_decay": 0.1}
+    trainer = make_trainer(tmp_path, value_head=value_head, callbacks=[recorder], **settings)
+    first = trained_weights(trainer.model)
+    trainer.train()
+    pretrained, last = recorder.weights[2], recorder.weights[-1]
+    assert differ(pretrained, first) == {n for n in first if not is_policy(n)}
+    assert {n for n in differ(last, pretrained) if is_policy(n)} == {n for n in first if is_policy(n)}
+    assert all(not is_policy(n) for gradients in recorder.gradients[:3] for n in gradients)
+    assert trainer.state.global_step == 6
+    # What is measured of the policy is measured once it trains.
+    assert len(logged(trainer, "policy/loss")) == 3
+    value_losses = logged(trainer, "value/loss")
+    assert len(value_losses) == 6 and value_losses[2] < value_losses[0]
+
+
+@pytest.mark.parametrize("value_head", HEADS)
+def test_value_learning_rate_is_that_of_head_and_value_adapter_alone(tmp_path, value_head):
+    recorder = Recorder()
+    rates = {"learning_rate": 1e-3, "value_learning_rate": 5e-2, "lr_scheduler_type": "constant"}
+    trainer = make_trainer(tmp_path, value_head=value_head, callbacks=[recorder], optim="sgd", **rates)
+    first = trained_weights(trainer.model)
+    trainer.train()
+    for name, before in first.items():
+        rate = 1e-3 if is_policy(name) else 5e-2
+        # SGD: the step is rate * gradient; float32 rounding of the weight.
+        expected = before - rate * recorder.gradients[0][name]
+        torch.testing.assert_close(recorder.weights[0][name], expected, atol=1e-7, rtol=0)
+    groups = trainer.optimizer.param_groups
+    assert {g["lr"] for g in groups} == {1e-3, 5e-2}
+    assert sum(len(g["params"]) for g in groups) == len(first)
+
+
+def test_a_value_learning_rate_equal_to_the_other_changes_no_bit(tmp_path):
+    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "value_head": "adapter", "weight_decay": 0.1}
+    one = trained(tmp_path / "one", learning_rate=1e-2, **settings)
+    two = trained(tmp_path / "two", learning_rate=1e-2, value_learning_rate=1e-2, **settings)
+    assert_same(trained_weights(two.model), trained_weights(one.model))
+
+
+def test_both_learning_rates_follow_the_schedule(tmp_path):
+    trainer = trained(tmp_path, value_learning_rate=5e-2, num_rollouts=2)
+    assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
+    assert {g["initial_lr"] for g in trainer.optimizer.param_groups if g["params"]} == {1e-2, 5e-2}
+
+
+@pytest.mark.parametrize("value_learning_rate", [None, 5e-2])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "adamw_bnb_8bit"])
+def test_optimizers_of_transformers_train_all_branches(tmp_path, optim, value_learning_rate):
+    if "bnb" in optim:
+        pytest.importorskip("bitsandbytes")
+    # Three steps until the gradient has passed the zeros of head and LoRA, to every part of the value adapter.
+    settings = {"num_ppo_epochs": 4, "value_head": "adapter", "value_learning_rate": value_learning_rate}
+    trainer = make_trainer(tmp_path, optim=optim, **settings)
+    before = trained_weights(trainer.model)
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert differ(after, before) == set(before)
+    assert all(torch.isfinite(w).all() for w in after.values())
+
+
+def test_without_value_coef_the_value_head_stays_where_it_was(tmp_path):
+    trainer = make_trainer(tmp_path, value_coef=0.0)
+    before = {n: w for n, w in trained_weights(trainer.model).items() if "value_head" in n}
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert_same({n: after[n] for n in before}, before)
+
+
+def test_a_detached_value_leaves_the_policy_gradient_alone(tmp_path):
+    gradients = {}
+    for value_coef in (0.0, 5.0):
+        recorder = Recorder()
+        settings = {"value_head": "detached", "value_coef": value_coef, "max_grad_norm": 0.0}
+        trained(tmp_path / str(value_coef), callbacks=[recorder], **settings)
+        gradients[value_coef] = {n: g for n, g in recorder.gradients[0].items() if is_policy(n)}
+    assert_same(gradients[5.0], gradients[0.0])
+
+
+def test_a_shared_value_reaches_the_policy_adapter_once_the_head_is_not_zero(tmp_path):
+    gradients = {}
+    for value_coef in (0.0, 5.0):
+        recorder = Recorder()
+        trainer = make_trainer(tmp_path / str(value_coef), callbacks=[recorder], value_coef=value_coef)
+        with torch.no_grad():
+            trainer.model.value_head.linear.weight.fill_(0.1)
+        trainer.train()
+        gradients[value_coef] = {n: g for n, g in recorder.gradients[0].items() if is_policy(n)}
+    assert differ(gradients[5.0], gradients[0.0])

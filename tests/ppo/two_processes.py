@@ -1,0 +1,118 @@
+"""What the processes of test_two_processes run: `python two_processes.py FOLDER`, alone or under torchrun.
+
+Every case is trained and written down as tensors and JSON, so that one launch serves all comparisons.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from accelerate.utils import DistributedType  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
+from tests.ppo.support import (  # noqa: E402
+    StopAt,
+    even_share,
+    logged,
+    make_trainer,
+    prompts,
+    trained_weights,
+    without_wall_clock,
+)
+
+SHAPE = {"num_rollouts": 2, "num_ppo_epochs": 2, "rollout_batch_size": 8, "lr_scheduler_type": "constant"}
+# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+CASES = {
+    "shared": {},
+    "adapter": {"value_head": "adapter", "value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
+    "tokens": {"microbatch_tokens": 23, "per_device_train_batch_size": 8, "activation_checkpointing": True},
+    "kept": {"adapter_layers": "top-1", "trunk_cache": "disk", "value_head": "adapter"},
+    "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
+    "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
+    "dealt": {"num_minibatches": 4, "per_device_train_batch_size": 8},
+}
+
+
+def reward(prompts, completions, completion_ids, log_metric, **kwargs):
+    log_metric("mine/rows", len(prompts))
+    return even_share(prompts, completions, completion_ids)
+
+
+def judge_folder(folder: Path) -> Path:
+    """Return where this process has its copy of a base and of a reward adapter on it."""
+    return folder / f"judge-of-{os.environ.get('RANK', '0')}"
+
+
+def run(name: str, folder: Path) -> None:
+    seen: list[tuple[str, list[int]]] = []
+
+    def keeping(prompts, completions, completion_ids, log_metric, **kwargs):
+        if trainer.is_in_train:
+            seen.extend(zip(prompts, completion_ids, strict=True))
+        return reward(prompts, completions, completion_ids, log_metric)
+
+    parts = {"reward": keeping}
+    if name == "judged":
+        # A reward adapter on the trunk beside the function.
+        place = judge_folder(folder)
+        base = AutoModelForCausalLM.from_pretrained(place / "base")
+        parts = {"reward": [keeping, str(place / "judge")], "model": base}
+    trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **CASES[name]})
+    before = trained_weights(trainer.model)
+    trainer.train()
+    metrics = trainer.evaluate(prompts(3))
+    state = trainer.accelerator.state
+    rank = state.process_index
+    facts = {
+        "world_size": state.num_processes,
+        "is_multi_cpu": state.distributed_type == DistributedType.MULTI_CPU,
+        "is_wrapped": type(trainer.model_wrapped).__name__,
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "steps": trainer.state.global_step,
+        "completions": seen,
+        "history": without_wall_clock(trainer.state.log_history),
+        "mine": logged(trainer, "mine/rows"),
+        "evaluation": {k: v for k, v in metrics.items() if k != "eval_runtime"},
+        "beta": trainer._stream.kl_controller.value,
+        "moments": trainer._stream.score_moments.state_dict(),
+    }
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(facts))
+    save_file(trained_weights(trainer.model), folder / f"{name}-{rank}.safetensors")
+    save_file(before, folder / f"{name}-{rank}-before.safetensors")
+
+
+def resume(folder: Path) -> None:
+    """Stop in the middle of the second rollout, go on in a new trainer, and keep the weights."""
+    case = {**SHAPE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
+    whole = make_trainer(folder / "whole", **case)
+    whole.train()
+    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
+    resumed = make_trainer(folder / "resumed", **case)
+    resumed.accelerator.wait_for_everyone()
+    resumed.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-6"))
+    rank = resumed.accelerator.process_index
+    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
+    save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
+
+
+def main(folder: Path) -> None:
+    # Once there is a process group, transformers saves models on the first process alone.
+    place = judge_folder(folder)
+    saved_reward_adapter(place / "judge", saved_base(place / "base", num_hidden_layers=2), layers=[1])
+    for name in CASES:
+        run(name, folder)
+    resume(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

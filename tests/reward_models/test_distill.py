@@ -1,0 +1,251 @@
+"""Distillation: both losses by their formulas, rows of every kind, the teacher's scale, and scores bought once."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import BertConfig, BertForSequenceClassification
+
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.models.new_scorer import load_with_new_head
+from onetrunk.reward_models.distill import (
+    DistillationCollator,
+    RewardDistillationConfig,
+    RewardDistillationTrainer,
+    warn_if_larger,
+)
+from onetrunk.reward_models.teacher import Teacher, label_rows
+from onetrunk.rewards import ModelReward
+from onetrunk.utils.files import load_tensors
+from tests.models.reward_adapters import saved_base
+from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, lora
+from tests.reward_models.test_reward_trainer import rows as pair_rows
+from tests.rewards.test_model import scorer
+from tests.tiny import tiny_tokenizer
+
+SINGLES = Dataset.from_dict({"prompt": ["the moon ", "a fish "], "completion": ["is cold .", "sees snow"]})
+
+
+def a_teacher(folder, *seeds, temperature=1.0):
+    members = []
+    for seed in seeds or (3,):
+        model = scorer(pad_token_id=0)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(seed)
+            model.score.weight.copy_(3 * torch.randn(model.score.weight.shape, generator=generator))
+        members.append(ModelReward(model, tiny_tokenizer()))
+    return Teacher(members, folder / "teacher_scores.jsonl", temperature)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return saved_base(tmp_path_factory.mktemp("base"))
+
+
+def a_trainer(model, folder, dataset, peft_config=None, **settings):
+    torch.manual_seed(0)
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-2}
+    quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
+    args = RewardDistillationConfig(str(folder), **{**defaults, **quiet, "logging_steps": 1, **settings})
+    model = load_with_new_head(str(model)) if not isinstance(model, torch.nn.Module) else model
+    return RewardDistillationTrainer(model, args, dataset, processing_class=tiny_tokenizer(), peft_config=peft_config)
+
+
+def first_batch(trainer, n=4):
+    return trainer.data_collator([trainer.train_dataset[i] for i in range(n)])
+
+
+def test_the_teacher_gives_centred_scores_and_the_mean_of_the_members_probabilities(tmp_path):
+    teacher = a_teacher(tmp_path, 3, 4, temperature=2.0)
+    labelled = label_rows(teacher, pair_rows(), SINGLES)
+    raw = [
+        (torch.tensor(m(prompts=PROMPTS, completions=GOOD)), torch.tensor(m(prompts=PROMPTS, completions=BAD)))
+        for m in teacher.members
+    ]
+    expected = torch.stack([torch.sigmoid((good - bad) / 2) for good, bad in raw]).mean(0)
+    torch.testing.assert_close(torch.tensor(labelled["probability"][:8]), expected)
+    assert labelled["probability"][8:] == [None, None] and labelled["rejected"][8:] == [None, None]
+    scores = [s for name in ("chosen_score", "rejected_score") for s in labelled[name] if s is not None]
+    assert len(scores) == 18 and sum(scores) == pytest.approx(0, abs=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(labelled["chosen_score"][0]) - labelled["rejected_score"][0],
+        torch.stack([good - bad for good, bad in raw]).mean(0)[0],
+    )
+
+
+def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base, tmp_path):
+    stopped = [True, False] * 4
+    pairs = pair_rows(chosen_stopped=stopped, rejected_stopped=stopped[::-1])
+    singles = SINGLES.add_column("completion_stopped", [False, True])
+    trainer = a_trainer(base, tmp_path / "run", label_rows(a_teacher(tmp_path), pairs, singles))
+    assert [row[-1] == 1 for row in trainer.train_dataset["chosen_ids"]] == [*stopped, False, True]
+    assert [row[-1] == 1 for row in trainer.train_dataset["rejected_ids"][:8]] == stopped[::-1]
+
+
+def test_scores_are_computed_once_and_a_killed_labelling_goes_on(tmp_path):
+    first = a_teacher(tmp_path)
+    expected = first.scores(PROMPTS[:3], GOOD[:3])
+    assert first.num_computed == 3
+    again = a_teacher(tmp_path)
+    assert torch.equal(again.scores(PROMPTS[:4], GOOD[:4])[:3], expected) and again.num_computed == 1
+    # Equal rows are one; another model is another teacher.
+    assert again.scores(PROMPTS, GOOD).shape == (8,) and again.num_computed == 1
+    other = a_teacher(tmp_path, 9)
+    other.scores(PROMPTS[:2], GOOD[:2])
+    assert other.num_computed == 2
+    with open(tmp_path / "teacher_scores.jsonl", "a") as file:
+        file.write('{"crc":"0000')  # what a kill leaves
+    torn = a_teacher(tmp_path)
+    assert torch.equal(torn.scores(PROMPTS[:3], GOOD[:3]), expected) and torn.num_computed == 0
+    with Ledger(tmp_path / "teacher_scores.jsonl") as ledger:
+        assert len(ledger) == 6
+
+
+def test_the_loss_is_half_the_squared_error_plus_the_soft_label_loss(base, tmp_path):
+    labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)
+    trainer = a_trainer(base, tmp_path, labelled, regression_weight=0.5, pairwise_weight=2.0)
+    scores = torch.tensor([s for n in ("chosen_score", "rejected_score") for s in labelled[n] if s is not None])
+    assert trainer.scale.std == pytest.approx(float(scores.std()), rel=1e-5)
+    assert trainer.scale.mean == pytest.approx(0, abs=1e-4)
+    features = [trainer.train_dataset[i] for i in (0, 8, 1)]
+    batch = trainer.data_collator(features)
+    assert (batch["first"].tolist(), batch["second"].tolist(), len(batch["scores"])) == ([0, 2], [3, 4], 5)
+    with torch.no_grad():
+        z = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+        loss = trainer.compute_loss(trainer.model, batch)
+    std = trainer.scale.std
+    targets = (batch["scores"] - trainer.scale.mean) / std
+    regression = ((z - targets) ** 2 / 2).mean()
+    leads = std * torch.stack([z[0] - z[3], z[2] - z[4]])
+    p = torch.tensor([labelled["probability"][0], labelled["probability"][1]])
+    pairwise = -(p * torch.sigmoid(leads).log() + (1 - p) * torch.sigmoid(-leads).log()).mean()
+    torch.testing.assert_close(loss, 0.5 * regression + 2 * pairwise, rtol=1e-4, atol=1e-5)
+
+
+def test_the_teachers_own_scores_have_no_gradient(base, tmp_path):
+    """Both losses are least at the teacher's scores: there the gradient of the scores is 0."""
+    labelled = label_rows(a_teacher(tmp_path), pair_rows())
+    trainer = a_trainer(base, tmp_path, labelled)
+    batch = first_batch(trainer)
+    z = ((batch["scores"] - trainer.scale.mean) / trainer.scale.std)[:, None].requires_grad_()
+
+    class Student(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return type("Output", (), {"logits": z})
+
+    trainer.compute_loss(Student(), batch).backward()
+    assert z.grad.abs().max() < 1e-6
+
+
+def test_a_student_learns_the_teachers_order_and_is_read_on_its_scale(base, tmp_path):
+    teacher = a_teacher(tmp_path)
+    labelled = label_rows(teacher, pair_rows(), SINGLES)
+    trainer = a_trainer(base, tmp_path, labelled, max_steps=60, per_device_train_batch_size=10)
+    trainer.train()
+    before = trainer.evaluate(labelled)["eval_loss"]
+    trainer.to_teacher_scale()
+    trainer.to_teacher_scale()
+    assert trainer.evaluate(labelled)["eval_loss"] == pytest.approx(before, rel=1e-4)
+    trainer.save_model()
+    student = ModelReward(str(tmp_path))
+    given = torch.tensor(student(prompts=PROMPTS, completions=GOOD))
+    expected = teacher.scores(PROMPTS, GOOD)
+    # Sixty steps on ten rows: near, not equal.
+    assert (given - expected).abs().mean() < 0.3 * trainer.scale.std
+
+
+def test_a_judges_probabilities_teach_without_scores(base, tmp_path):
+    dataset = pair_rows(probability=[1.0, 0.0, 0.6, 0.9] * 2)
+    trainer = a_trainer(base, tmp_path, dataset, max_steps=30, per_device_train_batch_size=8)
+    assert trainer.args.regression_weight == 0 and trainer.unit == 1
+    trainer.train()
+    assert trainer.evaluate(dataset)["eval_loss"] < 0.45
+    assert trainer.state.log_history[-1]["eval_pairs/accuracy"] == 1.0
+    with pytest.raises(ValueError, match="no teacher scores, only probabilities; set it to 0"):
+        a_trainer(base, tmp_path, dataset, regression_weight=1.0)
+
+
+def test_single_completions_alone_teach_through_the_regression(base, tmp_path):
+    singles = Dataset.from_dict({"prompt": PROMPTS, "chosen": GOOD, "chosen_score": [1.0, 2.0, 3.0, 4.0] * 2})
+    trainer = a_trainer(base, tmp_path, singles, max_steps=30, per_device_train_batch_size=8)
+    trainer.train()
+    assert trainer.evaluate(singles)["eval_loss"] < 0.1
+
+
+def test_a_student_of_another_architecture_learns(tmp_path):
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, num_labels=1
+    )
+    torch.manual_seed(0)
+    labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)
+    trainer = a_trainer(BertForSequenceClassification(config), tmp_path, labelled, max_steps=40, learning_rate=3e-3)
+    first = trainer.evaluate(labelled)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(labelled)["eval_loss"] < 0.7 * first
+    trainer.to_teacher_scale()
+    trainer.save_model()
+    assert len(set(ModelReward(str(tmp_path))(prompts=PROMPTS[:4], completions=GOOD[:4]))) == 4
+
+
+def test_an_adapter_on_the_trunk_is_a_student_and_its_scale_is_in_its_head(base, tmp_path):
+    labelled = label_rows(a_teacher(tmp_path), pair_rows())
+    trainer = a_trainer(base, tmp_path, labelled, peft_config=lora())
+    trainer.train()
+    name = "base_model.model.score.weight"
+    trainer.save_model(str(tmp_path / "before"))
+    trainer.to_teacher_scale()
+    trainer.save_model(str(tmp_path / "after"))
+    before, after = (load_tensors(tmp_path / side / "adapter_model.safetensors") for side in ("before", "after"))
+    torch.testing.assert_close(after[name], before[name] * trainer.scale.std)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_resumed_distillation_ends_where_the_uninterrupted_one_did(base, tmp_path, adapted):
+    labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 3}
+    peft_config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"]) if adapted else None
+    weights = []
+    for folder, resume in ((tmp_path, None), (tmp_path / "resumed", str(tmp_path / "checkpoint-2"))):
+        trainer = a_trainer(base, folder, labelled, peft_config, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.to_teacher_scale()
+        trainer.save_model()
+        weights.append(load_tensors(folder / f"{'adapter_model' if adapted else 'model'}.safetensors"))
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_batch_keeps_places_of_pairs_and_marks_what_is_missing():
+    row = {"chosen_ids": [5], "rejected_ids": [], "chosen_score": 1.0, "rejected_score": None, "probability": None}
+    unjudged = {**row, "rejected_ids": [6, 7], "rejected_score": 2.0}
+    judged = {**row, "chosen_score": None, "rejected_ids": [8], "probability": 0.25}
+    batch = DistillationCollator(0)([row, unjudged, judged])
+    assert batch["input_ids"].tolist() == [[5, 0], [5, 0], [5, 0], [6, 7], [8, 0]]
+    assert (batch["first"].tolist(), batch["second"].tolist(), batch["probability"].tolist()) == ([2], [4], [0.25])
+    assert [math.isnan(s) for s in batch["scores"].tolist()] == [False, False, True, False, True]
+
+
+def test_a_student_larger_than_its_teacher_is_warned_of(base, caplog):
+    student = load_with_new_head(str(base))
+    assert warn_if_larger(student, 10) and "more than the teacher's 10: it will cost more" in caplog.text
+    assert not warn_if_larger(student, 10**9)
+
+
+def test_settings_and_rows_that_teach_nothing_are_refused(base, tmp_path):
+    pairs = pair_rows(probability=[0.9] * 8)
+    with pytest.raises(ValueError, match="both 0, so nothing is learnt"):
+        a_trainer(base, tmp_path, pairs, regression_weight=0.0, pairwise_weight=0.0)
+    with pytest.raises(ValueError, match="pairwise_weight is -1"):
+        a_trainer(base, tmp_path, pairs, pairwise_weight=-1.0)
+    with pytest.raises(ValueError, match="leave them out"):
+        a_trainer(base, tmp_path, pairs, use_margin=True)
+    with pytest.raises(ValueError, match="let a teacher label them"):
+        a_trainer(base, tmp_path, pair_rows())
+    labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)
+    with pytest.raises(ValueError, match="2 of 10 rows teach nothing .the first is row 8."):
+        a_trainer(base, tmp_path, labelled, regression_weight=0.0)
+    with pytest.raises(ValueError, match="teacher_temperature is 0"):
+        a_teacher(tmp_path, temperature=0)
+    with pytest.raises(ValueError, match="one reward model or more"):
+        Teacher([], tmp_path / "x.jsonl")

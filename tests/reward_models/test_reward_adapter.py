@@ -1,0 +1,258 @@
+"""Runs whose reward is an adapter on the policy's own trunk: scores, figures, files, resuming, refusals."""
+
+import math
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from onetrunk.ops.packing import make_pack
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.models.reward_adapters import saved_base, saved_reward_adapter, scores_of_a_separate_model
+from tests.ppo.support import (
+    StopAt,
+    assert_same,
+    even_share,
+    logged,
+    lora,
+    make_config,
+    prompts,
+    sft_model,
+    trained_weights,
+    without_wall_clock,
+)
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
+
+
+@cache
+def base() -> str:
+    return str(saved_base(Path(mkdtemp()) / "base", num_hidden_layers=2))
+
+
+@cache
+def adapter(first: int = 1) -> str:
+    """Return the folder of a reward adapter on the top layer (1) or both (0), with the policy's tokenizer."""
+    layers = [1] if first else None
+    return str(saved_reward_adapter(Path(mkdtemp()) / "judge", base(), layers=layers, tokenizer=tiny_tokenizer()))
+
+
+def run(folder, reward=None, *, model=None, trains=True, resume=None, callbacks=(), eval_dataset=None, **settings):
+    trainer = PPOTrainer(
+        base() if model is None else model,
+        adapter() if reward is None else reward,
+        make_config(folder, **settings),
+        prompts(6),
+        eval_dataset,
+        callbacks=list(callbacks),
+        peft_config=lora() if model is None else None,
+    )
+    if trains:
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def expected_scores(scored, first=1):
+    """Return what a separate model says of the rows that were scored."""
+    pack = make_pack(list(scored.rollout.prompt_ids), list(scored.rollout.completion_ids), 0)
+    return scores_of_a_separate_model(adapter(first), base(), pack)
+
+
+def first_rollout(trainer):
+    """Return the first rollout with its scores, in the rows' own order."""
+    trainer.model.eval()
+    stream = trainer.get_train_dataloader()
+    stream.make_rollout()
+    return stream.last_scored
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1", "value_head": "adapter"}])
+def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, settings):
+    trainer = run(tmp_path, adapter(first), trains=False, rollout_batch_size=6, **settings)
+    trunk = trainer.model
+    assert trunk.reward_branch.from_states == (first == 1 and trunk.cut == 1)
+    scored = first_rollout(trainer)
+    # Packs of other widths round otherwise.
+    torch.testing.assert_close(scored.scores.total, expected_scores(scored, first), atol=1e-5, rtol=1e-5)
+    assert scored.scores.by_function.keys() == {"judge"} and scored.scores.total.std() > 1e-2
+
+
+def halves(completions, **kwargs):
+    """Score every second row, one of them with infinity."""
+    return [[None, 0.5, None, math.inf][i % 4] for i in range(len(completions))]
+
+
+async def waits(completions, **kwargs):
+    return [0.25] * len(completions)
+
+
+def test_several_functions_are_summed_with_their_weights_and_left_out_where_they_do_not_apply(tmp_path):
+    settings = {"reward_weights": [1.0, 2.0, 4.0], "max_unscored_fraction": 0.5}
+    trainer = run(tmp_path, [halves, adapter(), waits], trains=False, **settings)
+    scored = first_rollout(trainer)
+    own = expected_scores(scored)
+    torch.testing.assert_close(scored.scores.by_function["judge"], own, atol=1e-5, rtol=1e-5)
+    found = scored.scores.total
+    expected = 2 * own + 1.0 + torch.tensor([0.0, 0.5, 0.0, math.nan])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5, equal_nan=True)
+    assert list(scored.scores.by_function) == ["halves", "judge", "waits"]
+
+
+def test_a_score_that_is_not_finite_leaves_out_its_row_and_stops_no_run(tmp_path):
+    trainer = run(tmp_path, [adapter(), even_share], trains=False, max_unscored_fraction=1.0)
+    with torch.no_grad():
+        trainer.model.reward_branch.head.linear.bias.fill_(math.inf)
+    scored = first_rollout(trainer)
+    assert scored.scores.total.isnan().all() and scored.scores.by_function["even_share"].isfinite().all()
+
+
+def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(tmp_path):
+    settings = {"num_rollouts": 24, "rollout_batch_size": 48, "num_ppo_epochs": 2, "num_minibatches": 2, "beta": 0.0}
+    settings |= {"per_device_train_batch_size": 24, "adapter_layers": "top-1", "max_completion_length": 3}
+    settings |= {"lr_scheduler_type": "constant"}
+    trainer = run(tmp_path, eval_dataset=prompts(5), **settings)
+    scores = logged(trainer, "score/judge")
+    assert scores == logged(trainer, "score/mean") and len(scores) == 24
+    # Half a standard deviation of a completion's score.
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.35
+    metrics = trainer.evaluate()
+    assert metrics["eval_score/judge"] == metrics["eval_score/mean"] and "eval_kl/ref" in metrics
+    before = trainer.evaluate_reference()
+    assert before["score/judge"] < metrics["eval_score/judge"] and "kl/ref" not in before
+    assert "starts from the states at the cut, layer 1" in trainer.trunk_plan.report
+    assert trainer.trunk_plan.captures_last
+
+
+def test_an_adapter_below_the_cut_runs_whole_and_says_so(tmp_path):
+    trainer = run(tmp_path, adapter(0), adapter_layers="top-1")
+    line = trainer.trunk_plan.report.splitlines()[-1]
+    assert line.endswith("judge runs through all layers: it changes layer 0 and the cut is at 1")
+    assert trainer.trunk_plan.captures_states and logged(trainer, "score/judge")
+
+
+def test_where_states_are_captured_scores_of_a_whole_run_are_the_same(tmp_path):
+    settings = {"adapter_layers": "top-1", "trains": False}
+    captured = first_rollout(run(tmp_path / "a", adapter(0), **settings))
+    made = first_rollout(run(tmp_path / "b", adapter(0), capture_trunk_states=False, **settings))
+    assert torch.equal(captured.scores.total, made.scores.total)
+
+
+def test_an_adapter_at_the_cut_scores_captured_states_as_it_scores_those_of_a_pass(tmp_path):
+    settings = {"adapter_layers": "top-1", "trains": False}
+    captured = first_rollout(run(tmp_path / "a", **settings))
+    made = first_rollout(run(tmp_path / "b", capture_trunk_states=False, **settings))
+    # float32 rounds a token alone otherwise than within a row.
+    torch.testing.assert_close(captured.scores.total, made.scores.total, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "off"])
+def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
+    settings = {**SHAPE, "adapter_layers": "top-1", "value_head": "adapter", "capture_trunk_states": False}
+    one = run(tmp_path / "one", trunk_cache=place, **settings)
+    other = run(tmp_path / "other", trunk_cache="device", **settings)
+    assert_same(trained_weights(one.model), trained_weights(other.model))
+    assert without_wall_clock(one.state.log_history) == without_wall_clock(other.state.log_history)
+
+
+@pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}])
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, step, settings):
+    whole = run(tmp_path / "whole", **SHAPE, **settings)
+    run(tmp_path / "cut", callbacks=[StopAt(step)], **SHAPE, **settings)
+    saved = {str(f.relative_to(tmp_path / "cut")) for f in (tmp_path / "cut" / f"checkpoint-{step}").rglob("*")}
+    assert saved and not any("reward" in name for name in saved)
+    resumed = run(tmp_path / "cut", resume=True, **SHAPE, **settings)
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
+
+
+def test_a_saved_policy_holds_no_reward_adapter_and_goes_on_training_with_it(tmp_path):
+    trainer = run(tmp_path / "one", adapter_layers="top-1", value_head="adapter")
+    trainer.save_model()
+    assert not [f for f in (tmp_path / "one").rglob("*") if "reward" in f.name or f.name == "score"]
+    assert not any(p.requires_grad for n, p in trainer.model.named_parameters() if ".reward" in n)
+    on = run(tmp_path / "two", model=str(tmp_path / "one"), adapter_layers="top-1", value_head="adapter")
+    # Its policy has nothing below the cut either.
+    assert on.model.reward_branch.from_states and logged(on, "score/judge")
+
+
+def test_a_policy_continued_on_all_layers_has_its_reward_adapter_run_whole(tmp_path):
+    model = sft_model()
+    model.get_base_model().load_state_dict(renamed(AutoModelForCausalLM.from_pretrained(base()), model))
+    model.get_base_model().config.name_or_path = base()
+    trainer = run(tmp_path, model=model, trains=False, adapter_layers="top-1")
+    assert "at work below the cut" in trainer.trunk_plan.report
+    scored = first_rollout(trainer)
+    torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
+
+
+def renamed(plain, adapted):
+    """Return the weights of a plain model under the names that they have in one with adapters."""
+    own = adapted.get_base_model().state_dict()
+    theirs = plain.state_dict()
+    return {name: theirs.get(name.replace(".base_layer.", "."), tensor) for name, tensor in own.items()}
+
+
+def test_conversations_are_read_as_the_policy_has_them(tmp_path, caplog):
+    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird")]})
+    settings = {"rollout_batch_size": 3, "per_device_train_batch_size": 3}
+    trainer = PPOTrainer(
+        base(), adapter(), make_config(tmp_path, **settings), rows, processing_class=tokenizer, peft_config=lora()
+    )
+    assert "has another chat template than the policy" in caplog.text
+    scored = first_rollout(trainer)
+    assert scored.rollout.prompt_ids[0][0] == tokenizer.convert_tokens_to_ids("<user>")
+    torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_on_another_base_is_refused_with_both_names(tmp_path):
+    other = saved_base(tmp_path / "other", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=f"on the base model {base()}, and the policy's is {other}.* merge it into"):
+        run(tmp_path / "out", model=str(other), trains=False)
+    unnamed = AutoModelForCausalLM.from_pretrained(base())
+    unnamed.config.name_or_path = ""
+    with pytest.raises(ValueError, match="the policy's is without a name"):
+        PPOTrainer(unnamed, adapter(), make_config(tmp_path), prompts(), processing_class=tiny_tokenizer())
+
+
+def test_ways_to_the_same_folder_are_the_same_base(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(base()).parent)
+    (tmp_path / "link").symlink_to(base())
+    for name in ("base", "./base/", str(tmp_path / "link")):
+        assert run(tmp_path / "out", model=name, trains=False).model.reward_branch is not None
+
+
+def test_a_tokenizer_with_other_tokens_is_refused(tmp_path):
+    folder = saved_reward_adapter(tmp_path / "judge", base(), tokenizer=tiny_tokenizer(vocab_size=60))
+    with pytest.raises(ValueError, match=r"tokenizer of reward adapter .*judge is not the policy's \(token '!' is in"):
+        run(tmp_path / "out", str(folder), trains=False)
+    other = AutoTokenizer.from_pretrained(base())
+    other.add_tokens("zebra")
+    with pytest.raises(ValueError, match="token 'zebra' is in one of them alone"):
+        PPOTrainer(
+            base(), adapter(), make_config(tmp_path), prompts(), reward_processing_classes=other, peft_config=lora()
+        )
+
+
+def test_the_pad_token_comes_from_the_tokenizer_and_without_one_from_the_base(tmp_path):
+    ends = tiny_tokenizer()
+    ends.pad_token = ends.eos_token
+    for tokenizer, expected in ((ends, 1), (None, 0)):
+        folder = saved_reward_adapter(tmp_path / f"judge{expected}", base(), layers=[1], tokenizer=tokenizer)
+        trainer = run(tmp_path / "out", str(folder), trains=False)
+        assert trainer.model.reward_branch.pad_token_id == expected
+
+
+def test_two_reward_adapters_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="2 reward adapters for one trunk .*one can be a branch of it"):
+        run(tmp_path, [adapter(), adapter(0)], trains=False)

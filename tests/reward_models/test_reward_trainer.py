@@ -1,0 +1,239 @@
+"""The reward trainer: soft labels, margins, centring; the rows as PPO reads them; save -> load; resume; the trunk."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from onetrunk.models.build import build_trunk
+from onetrunk.models.new_scorer import load_with_new_head
+from onetrunk.models.score_adapter import attach_score_adapter, load_adapter_scorer, read_score_adapter
+from onetrunk.models.scorer import reads_end_token
+from onetrunk.ops.packing import make_pack
+from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer
+from onetrunk.rewards import ModelReward
+from onetrunk.rewards.model import trunk_reward
+from onetrunk.utils.files import load_tensors
+from tests.models.reward_adapters import saved_base
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+PROMPTS = ["the cat ", "a dog and a bird ", "the old house in the rain ", "how warm is the sun "] * 2
+GOOD = ["runs fast .", "sings", "is big and old .", "the sun is warm , yes ."] * 2
+BAD = ["no", "w1 w2 no", "no no no , no", "sleeps under snow"] * 2
+
+
+def rows(**columns):
+    data = {"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD, **columns}
+    return Dataset.from_dict(data)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return saved_base(tmp_path_factory.mktemp("base"))
+
+
+def a_trainer(base, folder, dataset=None, tokenizer=None, peft_config=None, **settings):
+    torch.manual_seed(0)
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-2}
+    quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
+    args = RewardModelConfig(output_dir=str(folder), **{**defaults, **quiet, "logging_steps": 1, **settings})
+    return RewardModelTrainer(
+        load_with_new_head(str(base)),
+        args,
+        rows() if dataset is None else dataset,
+        processing_class=tiny_tokenizer() if tokenizer is None else tokenizer,
+        peft_config=peft_config,
+    )
+
+
+def lora(**settings):
+    return LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **settings)
+
+
+def loss_and_gradients(trainer):
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("peft_config", [None, "lora"])
+def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_path, peft_config):
+    stopped = [True, False] * 4
+    columns = {"chosen_stopped": stopped, "rejected_stopped": stopped[::-1]}
+    trainer = a_trainer(base, tmp_path, rows(**columns), peft_config=lora() if peft_config else None)
+    ends = {name: [row[-1] == 1 for row in trainer.train_dataset[f"{name}_ids"]] for name in ("chosen", "rejected")}
+    assert ends == {"chosen": stopped, "rejected": stopped[::-1]}
+    whole = a_trainer(base, tmp_path / "whole", rows(), peft_config=lora() if peft_config else None)
+    assert [row[:-1] for row in whole.train_dataset["chosen_ids"]][1::2] == trainer.train_dataset["chosen_ids"][1::2]
+
+
+@pytest.mark.parametrize("certain", [1.0, 0.0])
+def test_a_certain_soft_label_is_the_hard_label_with_equal_gradients(base, tmp_path, certain):
+    soft = a_trainer(base, tmp_path, rows(probability=[certain] * 8))
+    swapped = {} if certain else {"chosen": BAD, "rejected": GOOD}
+    hard = a_trainer(base, tmp_path, rows(**swapped))
+    soft_loss, soft_gradients = loss_and_gradients(soft)
+    hard_loss, hard_gradients = loss_and_gradients(hard)
+    # With swapped rows the same numbers are added in another order.
+    torch.testing.assert_close(soft_loss, hard_loss, rtol=1e-5, atol=1e-6)
+    assert soft_gradients.keys() == hard_gradients.keys() and soft_loss > 0
+    for name, gradient in hard_gradients.items():
+        torch.testing.assert_close(soft_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_of_a_lead_is_the_prediction_less_the_label(base, tmp_path):
+    labels = [0.9, 0.5, 0.1, 0.7] * 2
+    trainer = a_trainer(base, tmp_path, rows(probability=labels))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    seen = {}
+
+    def keep(module, inputs, output):
+        output.retain_grad()
+        seen["scores"] = output
+
+    handle = trainer.model.score.register_forward_hook(keep)
+    trainer.compute_loss(trainer.model, batch).backward()
+    handle.remove()
+    last = batch["attention_mask"].sum(1) - 1
+    at_end = torch.arange(8), last
+    scores, gradient = seen["scores"].detach()[..., 0][at_end], seen["scores"].grad[..., 0][at_end]
+    chosen, rejected = scores.chunk(2)
+    expected = (torch.sigmoid(chosen - rejected) - torch.tensor(labels[:4])) / 4
+    torch.testing.assert_close(gradient, torch.cat([expected, -expected]), rtol=1e-5, atol=1e-7)
+
+
+def test_margins_and_centring_change_the_loss_as_their_formulas_say(base, tmp_path):
+    dataset = rows(margin=[0.5, 1.0, 0.0, 2.0] * 2)
+    plain = a_trainer(base, tmp_path, dataset)
+    batch = plain.data_collator([plain.train_dataset[i] for i in range(4)])
+    assert "margin" not in batch
+    with torch.no_grad():
+        scores = plain.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    chosen, rejected = scores.chunk(2)
+    both = a_trainer(base, tmp_path, dataset, use_margin=True, center_rewards_coefficient=0.1)
+    loss, _ = loss_and_gradients(both)
+    margin = torch.tensor([0.5, 1.0, 0.0, 2.0])
+    expected = -torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
+    torch.testing.assert_close(loss, expected + 0.1 * (chosen + rejected).square().mean())
+
+
+def test_hard_labels_may_be_asked_for_where_there_are_soft_ones(base, tmp_path):
+    trainer = a_trainer(base, tmp_path, rows(probability=[0.6] * 8), soft_labels=False)
+    assert trainer.train_dataset.column_names == ["chosen_ids", "rejected_ids"]
+
+
+def test_a_batch_holds_the_chosen_rows_first_padded_on_the_right():
+    features = [
+        {"chosen_ids": [5, 6], "rejected_ids": [7], "probability": 0.5},
+        {"chosen_ids": [8], "rejected_ids": [9, 10, 11], "probability": 1.0},
+    ]
+    batch = PairCollator(0)(features)
+    assert batch["input_ids"].tolist() == [[5, 6, 0], [8, 0, 0], [7, 0, 0], [9, 10, 11]]
+    assert batch["attention_mask"].sum(1).tolist() == [2, 1, 1, 3]
+    assert batch["probability"].tolist() == [0.5, 1.0]
+    assert PairCollator(0, 4)(features)["input_ids"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_rows_are_tokenized_as_a_reward_function_reads_them(base, tmp_path, conversational):
+    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    prompts, chosen, rejected = PROMPTS, GOOD, BAD
+    if conversational:
+        prompts = [[{"role": "user", "content": p}] for p in PROMPTS]
+        chosen, rejected = ([[{"role": "assistant", "content": t}] for t in texts] for texts in (GOOD, BAD))
+    dataset = rows(prompt=prompts, chosen=chosen, rejected=rejected)
+    trainer = a_trainer(base, tmp_path, dataset, tokenizer, max_steps=1)
+    ids = trainer.train_dataset[0]["chosen_ids"]
+    assert ids[-1] == tokenizer.eos_token_id and ids.count(tokenizer.eos_token_id) == 1
+    trainer.train()
+    reward = ModelReward(trainer.model.eval(), tokenizer)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    with torch.no_grad():
+        expected = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:4, 0]
+    given = torch.tensor(reward(prompts=prompts[:4], completions=chosen[:4]))
+    # Other widths of padding
+    torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saved_and_loaded_it_scores_the_same(base, tmp_path, adapted):
+    trainer = a_trainer(base, tmp_path, peft_config=lora() if adapted else None)
+    trainer.train()
+    trainer.save_model()
+    inner = trainer.model.get_base_model() if adapted else trainer.model
+    before = ModelReward(inner.eval(), tiny_tokenizer())(prompts=PROMPTS, completions=GOOD)
+    loaded = load_adapter_scorer(str(tmp_path)) if adapted else str(tmp_path)
+    after = ModelReward(loaded, str(tmp_path))
+    assert reads_end_token(after.model)
+    assert after(prompts=PROMPTS, completions=GOOD) == before
+    assert len(set(before)) > 2
+
+
+def test_the_adapter_on_the_trunk_scores_as_the_same_adapter_on_a_separate_model(base, tmp_path):
+    trainer = a_trainer(base, tmp_path, peft_config=lora(), learning_rate=5e-2)
+    trainer.train()
+    trainer.save_model()
+    tokenizer = tiny_tokenizer()
+    separate = ModelReward(load_adapter_scorer(str(tmp_path)), str(tmp_path))(prompts=PROMPTS, completions=GOOD)
+    trunk = build_trunk(str(base), None)
+    attach_score_adapter(trunk, trunk_reward(str(tmp_path), str(base), tokenizer).adapter)
+    prompt_ids = tokenizer(PROMPTS)["input_ids"]
+    completion_ids = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(GOOD)["input_ids"]]
+    with torch.no_grad():
+        scores = trunk.eval()(pack=make_pack(prompt_ids, completion_ids, 0), roles=("reward",)).scores
+    torch.testing.assert_close(scores, torch.tensor(separate), atol=1e-5, rtol=0)
+    assert read_score_adapter(str(tmp_path)).head["weight"].abs().sum() > 0 and scores.std() > 1e-3
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_did(base, tmp_path, adapted):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
+    data = rows(probability=[0.9, 0.2, 0.6, 1.0] * 2)
+
+    def trainer(folder):
+        return a_trainer(base, folder, data, peft_config=lora() if adapted else None, **settings)
+
+    whole = trainer(tmp_path)
+    whole.train()
+    whole.save_model()
+    resumed = trainer(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed.save_model()
+    name = "adapter_model.safetensors" if adapted else "model.safetensors"
+    one, other = load_tensors(tmp_path / name), load_tensors(tmp_path / "resumed" / name)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path):
+    trainer = a_trainer(base, tmp_path, rows(probability=[1.0, 0.0, 0.5, 1.0] * 2), max_steps=12)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "pairs/accuracy" in entry]
+    assert logged[-1]["pairs/accuracy"] == 1.0 and {"loss", "pairs/lead", "score/mean"} <= set(logged[-1])
+    figures = trainer.evaluate(rows(probability=[1.0, 0.0, 0.5, 1.0] * 2))
+    assert figures["eval_loss"] < 0.5
+    assert trainer.state.log_history[-1]["eval_pairs/accuracy"] == 1.0
+
+
+def test_rows_that_are_too_long_are_dropped_and_said_and_none_left_is_refused(base, tmp_path, caplog):
+    trainer = a_trainer(base, tmp_path, max_length=6)
+    assert len(trainer.train_dataset) < 8
+    assert "training rows longer than max_length 6 tokens" in caplog.text
+    with pytest.raises(ValueError, match="all 8 training rows are longer than max_length 3 .the shortest has"):
+        a_trainer(base, tmp_path, max_length=3)
+    with pytest.raises(ValueError, match="max_length 999 is more than the 128 tokens"):
+        a_trainer(base, tmp_path, max_length=999)
+
+
+def test_bad_settings_tokenizers_and_rows_are_refused_with_a_sentence(base, tmp_path):
+    with pytest.raises(ValueError, match="no padding token"):
+        a_trainer(base, tmp_path, tokenizer=tiny_tokenizer(pad=False))
+    with pytest.raises(ValueError, match="pass processing_class"):
+        RewardModelTrainer(load_with_new_head(str(base)), RewardModelConfig(str(tmp_path), use_cpu=True), rows())
+    with pytest.raises(ValueError, match="8 of 8 rows cannot be used(.|\n)*probability is 1.5"):
+        a_trainer(base, tmp_path, rows(probability=[1.5] * 8))
+    with pytest.raises(ValueError, match="center_rewards_coefficient is -1"):
+        a_trainer(base, tmp_path, center_rewards_coefficient=-1)
+    with pytest.raises(ValueError, match="remove_unused_columns"):
+        a_trainer(base, tmp_path, remove_unused_columns=True)

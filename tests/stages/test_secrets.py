@@ -1,0 +1,235 @@
+"""Log records, warnings and stack traces of a stage hold no secret; secrets are refused as settings."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+from onetrunk.stages.distill import parse_distill
+from onetrunk.stages.eval.stage import parse_eval
+from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.prefs.stage import parse_prefs
+from onetrunk.stages.reward import parse_reward
+from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.stages.running import explain, run_stage, say
+from onetrunk.stages.secrets import secrets_kept
+from onetrunk.stages.sft import parse_sft
+from tests.stages.recipes import ROOT
+
+CANARY = "canary-of-a-log-4711"
+VERBS = [parse_sft, parse_prefs, parse_reward, parse_distill, parse_ppo, parse_eval]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+
+
+def logged(log):
+    """Return what a handler with a plain formatter writes of what `log` tells a logger."""
+    stream, lines = logging.StreamHandler(), []
+    stream.emit = lambda record: lines.append(stream.format(record))
+    logger = logging.getLogger("a.library.of.others")
+    logger.addHandler(stream)
+    try:
+        with secrets_kept():
+            log(logger)
+    finally:
+        logger.removeHandler(stream)
+    return "\n".join(lines)
+
+
+def raise_canary():
+    raise RuntimeError(f"no access with {CANARY}")
+
+
+def test_a_log_record_is_redacted_in_message_arguments_and_stack_trace():
+    def log(logger):
+        logger.warning("token %s of %d", CANARY, 3)
+        logger.error(f"plain {CANARY}")
+        logger.warning({"a mapping": CANARY})
+        try:
+            raise_canary()
+        except RuntimeError:
+            logger.exception("it failed")
+
+    said = logged(log)
+    assert CANARY not in said and said.count("<redacted HF_TOKEN>") >= 4
+    assert "token <redacted HF_TOKEN> of 3" in said and "in raise_canary" in said
+
+
+def test_a_log_record_without_a_secret_keeps_its_arguments(caplog):
+    with secrets_kept():
+        logging.getLogger("x").warning("%s rows of %s", 3, "a file")
+    assert caplog.records[-1].args == (3, "a file")
+
+
+def test_a_message_that_does_not_fit_its_arguments_stops_nothing(capsys):
+    assert CANARY not in logged(lambda logger: logger.warning("%d rows", CANARY))
+    assert CANARY not in capsys.readouterr().err
+
+
+def test_a_warning_and_an_error_in_a_thread_are_redacted(capsys):
+    with secrets_kept():
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            text = warnings.formatwarning(f"old name {CANARY}", UserWarning, "file.py", 1)
+        thread = threading.Thread(target=raise_canary)
+        thread.start()
+        thread.join()
+    err = capsys.readouterr().err
+    assert CANARY not in text + err and "no access with <redacted HF_TOKEN>" in err
+
+
+def hooks():
+    shown = logging.getLogRecordFactory(), warnings.formatwarning
+    return *shown, threading.excepthook, sys.excepthook, sys.unraisablehook
+
+
+def test_everything_is_as_it_was_afterwards():
+    before = hooks()
+    with pytest.raises(KeyError), secrets_kept():
+        raise KeyError("x")
+    assert hooks() == before
+
+
+def test_a_sentence_and_an_error_are_said_without_secrets(capsys):
+    say(f"a {CANARY}")
+    assert explain(OSError(f"401 for {CANARY}")).startswith("401 for <redacted HF_TOKEN>")
+    assert CANARY not in capsys.readouterr().err
+
+
+FAILING = """
+import os, sys
+from onetrunk.stages.running import run_stage
+def work():
+    raise {error}("told " + os.environ["HF_TOKEN"])
+sys.exit(run_stage("eval", lambda argv: (), work, []))
+"""
+
+
+@pytest.mark.parametrize(("error", "trace"), [("KeyError", "0"), ("OSError", "1"), ("RuntimeError", "0")])
+def test_a_stack_trace_that_ends_a_process_is_redacted(error, trace):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": trace}
+    run = subprocess.run([sys.executable, "-c", FAILING.format(error=error)], env=env, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "Traceback (most recent call last)" in run.stderr and "in work" in run.stderr
+    assert CANARY not in run.stderr + run.stdout and "told <redacted HF_TOKEN>" in run.stderr
+
+
+OWN_CLASSES = """
+import os, sys
+from onetrunk.stages.running import run_stage
+token = os.environ["HF_TOKEN"]
+class Own(Exception): pass
+class Bare(BaseException): pass
+class Dying:
+    def __del__(self): raise Own("deleted " + token)
+def bare(): raise Bare("told " + token)
+def chained():
+    error = Own("second")
+    error.add_note("noted " + token)
+    try: raise KeyError(token)
+    except KeyError as cause: raise error from cause
+def context():
+    try: raise Own("first " + token)
+    except Own: raise Bare("second")
+def group(): raise BaseExceptionGroup("several " + token, [Bare("one " + token), ExceptionGroup("in", [Own(token)])])
+def deleted():
+    Dying()
+    raise Own("after it")
+def work(): {name}()
+sys.exit(run_stage("ppo", lambda argv: (), work, []))
+"""
+
+
+@pytest.mark.parametrize("name", ["bare", "chained", "context", "group", "deleted"])
+def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    code = OWN_CLASSES.replace("{name}", name)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode == 1 and f"in {name}" in run.stderr
+    assert CANARY not in run.stderr + run.stdout and "<redacted HF_TOKEN>" in run.stderr
+
+
+# --- secrets as settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parse", VERBS)
+@pytest.mark.parametrize("words", [["--hub_token", CANARY], [f"--hub-token={CANARY}"], ["--judge_api_key", CANARY]])
+def test_a_secret_on_a_command_line_is_refused_and_not_repeated(parse, words):
+    with pytest.raises(UsageError, match="visible to all users") as caught:
+        parse(["--output_dir", "x", *words])
+    assert CANARY not in str(caught.value)
+    assert "HF_TOKEN, or run `hf auth login`" in str(caught.value) or "judge_api_key_env" in str(caught.value)
+
+
+@pytest.mark.parametrize("parse", [parse_sft, parse_reward, parse_distill, parse_ppo])
+@pytest.mark.parametrize(
+    "line",
+    [f"hub_token: {CANARY}", f"model_init_kwargs: {{token: {CANARY}}}", f"env: {{HF_TOKEN: {CANARY}}}"],
+)
+def test_a_secret_in_a_recipe_is_refused_with_its_line_and_not_repeated(tmp_path, parse, line):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: x\n{line}\n")
+    with pytest.raises(UsageError, match=r"recipe\.yaml line 2: .*(HF_TOKEN|hf auth login)") as caught:
+        parse(["--config", str(recipe)])
+    assert CANARY not in str(caught.value)
+
+
+def test_a_secret_in_a_mapping_on_the_command_line_is_refused():
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "x", "--use_cpu", "true"]
+    with pytest.raises(UsageError, match="model_init_kwargs holds a secret in token") as caught:
+        parse_sft([*words, "--model_init_kwargs", f'{{"token": "{CANARY}"}}'])
+    assert CANARY not in str(caught.value)
+
+
+def test_the_word_for_the_stored_token_is_no_secret(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output_dir: x\nmodel_name_or_path: m\ndataset_name: d\nmodel_init_kwargs: {token: true}\n")
+    assert parse_sft(["--config", str(recipe), "--use_cpu", "true"])[1].model_init_kwargs == {"token": True}
+
+
+def test_a_refused_secret_is_exit_code_2(capsys):
+    assert run_stage("sft", parse_sft, print, ["--hub_token", CANARY]) == 2
+    said = capsys.readouterr()
+    assert CANARY not in said.err + said.out and "error: --hub_token is refused" in said.err
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        f"{{script: s.py, outputs: [o], options: {{api_key: {CANARY}}}}}",
+        f"{{script: s.py, outputs: [o], launcher: env HF_TOKEN={CANARY} accelerate launch}}",
+    ],
+)
+def test_a_secret_in_a_pipeline_is_refused_and_not_repeated(tmp_path, monkeypatch, entry):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").write_text("")
+    (tmp_path / "p.yaml").write_text(f"output_dir: out\nstages:\n  one: {entry}\n")
+    with pytest.raises(UsageError, match="visible to all users") as caught:
+        load_pipeline("p.yaml")
+    assert CANARY not in str(caught.value)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "a b", "x" * 97])
+def test_a_run_name_that_could_lead_elsewhere_is_refused(name):
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "x", "--use_cpu", "true"]
+    with pytest.raises(UsageError, match="run_name is "):
+        parse_sft([*words, "--run_name", name])
+
+
+@pytest.mark.parametrize("name", [".", "..", "..a", "a/b", "a b"])
+def test_a_name_of_a_stage_that_could_lead_elsewhere_is_refused(tmp_path, name):
+    path = tmp_path / "p.yaml"
+    path.write_text(f'output_dir: out\nstages:\n  "{name}": {{config: sft.yaml}}\n')
+    with pytest.raises(UsageError, match="a name has 1 to 96 of the characters"):
+        load_pipeline(path)

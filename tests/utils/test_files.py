@@ -1,0 +1,164 @@
+"""Files are whole or absent, reads name what they could not read, names and folders are checked."""
+
+import json
+import os
+import stat
+import sys
+
+import pytest
+import torch
+
+from onetrunk.utils import files
+
+
+def names_in(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    files.atomic_write_text(tmp_path / "a.txt", "grün\r\nblau\n")
+    files.atomic_write_bytes(tmp_path / "a.bin", b"\x00\r\n\xff")
+    files.atomic_write_json(tmp_path / "a.json", {"b": [1, 2.5, None], "a": "ü"})
+    assert (tmp_path / "a.txt").read_bytes() == "grün\r\nblau\n".encode()
+    assert (tmp_path / "a.bin").read_bytes() == b"\x00\r\n\xff"
+    assert files.read_json(tmp_path / "a.json") == {"b": [1, 2.5, None], "a": "ü"}
+    assert list(files.read_json(tmp_path / "a.json")) == ["b", "a"]
+    assert names_in(tmp_path) == ["a.bin", "a.json", "a.txt"]
+
+
+def test_a_missing_folder_is_made(tmp_path):
+    files.atomic_write_text(tmp_path / "x" / "y" / "a.txt", "a")
+    assert (tmp_path / "x" / "y" / "a.txt").read_text() == "a"
+
+
+def test_the_file_has_ordinary_permissions(tmp_path):
+    old = os.umask(0o022)
+    try:
+        files.atomic_write_text(tmp_path / "a.txt", "a")
+        files.save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)})
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("point", ["fsync", "replace"])
+def test_a_fault_while_writing_leaves_the_old_file_and_no_piece(tmp_path, monkeypatch, point):
+    files.atomic_write_text(tmp_path / "a.txt", "old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, point, full)
+    with pytest.raises(OSError, match="No space left"):
+        files.atomic_write_text(tmp_path / "a.txt", "new")
+    monkeypatch.undo()
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert names_in(tmp_path) == ["a.txt"]
+
+
+def test_data_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        events.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        real_fsync(descriptor)
+
+    def replace(source, target):
+        events.append("rename")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    files.atomic_write_text(tmp_path / "a.txt", "a")
+    assert events == ["file", "rename", "folder"]
+
+
+def test_data_that_is_not_json_leaves_the_old_file(tmp_path):
+    files.atomic_write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(TypeError):
+        files.atomic_write_json(tmp_path / "a.json", {"a": object()})
+    assert files.read_json(tmp_path / "a.json") == {"a": 1}
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"a": 1', b"\xff\xfe{}"])
+def test_unreadable_json_is_named(tmp_path, content):
+    path = tmp_path / "state.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RuntimeError, match="state.json"):
+        files.read_json(path)
+
+
+def test_a_folder_in_place_of_json_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        files.read_json(tmp_path)
+
+
+def test_tensors_come_back_bitwise(tmp_path):
+    shared = torch.randn(4, 6)
+    tensors = {
+        "float": torch.randn(3, 2, requires_grad=True),
+        "half": torch.randn(5).bfloat16(),
+        "ids": torch.arange(7),
+        "empty": torch.zeros(0, 3),
+        "transposed": shared.T,
+        "row": shared[1],
+    }
+    files.save_tensors(tmp_path / "a.safetensors", tensors)
+    loaded = files.load_tensors(tmp_path / "a.safetensors")
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor.detach())
+    assert names_in(tmp_path) == ["a.safetensors"]
+
+
+def test_unreadable_tensors_are_named(tmp_path):
+    path = tmp_path / "head.safetensors"
+    with pytest.raises(RuntimeError, match="head.safetensors"):
+        files.load_tensors(path)
+    files.save_tensors(path, {"a": torch.ones(100)})
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:20], whole[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(RuntimeError, match="head.safetensors"):
+            files.load_tensors(path)
+
+
+def test_an_output_folder_is_made_and_left_empty(tmp_path):
+    folder = files.require_output_dir(str(tmp_path / "a" / "b"))
+    assert folder.is_dir() and names_in(folder) == []
+    assert files.require_output_dir(folder) == folder
+
+
+def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="is a file"):
+        files.require_output_dir(tmp_path / "out")
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        files.require_output_dir(tmp_path / "out" / "inner")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a folder that even root cannot write to")
+def test_an_unwritable_output_folder_is_refused():
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        files.require_output_dir("/proc/self")
+
+
+def test_json_is_utf8_with_a_last_line_end(tmp_path):
+    files.atomic_write_json(tmp_path / "a.json", {"a": "ü"})
+    data = (tmp_path / "a.json").read_bytes()
+    assert data.endswith(b"}\n") and json.loads(data) == {"a": "ü"} and "ü".encode() in data
+
+
+def test_only_temporary_files_of_killed_writers_are_deleted(tmp_path):
+    names = [".a.json.0123456789abcdef.tmp", ".b[1].txt.fedcba9876543210.tmp", "a.json", ".a.json.tmp", ".b.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    files.delete_temporaries(tmp_path, "b[1].txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(set(names) - {names[1]})
+    files.delete_temporaries(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])

@@ -1,0 +1,168 @@
+"""No secret survives in a text, and a text without one stays as it is."""
+
+import base64
+import json
+import os
+import time
+import traceback
+from unittest import mock
+from urllib.parse import quote
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from onetrunk.utils.redaction import LEAST_LENGTH, add_secret, is_secret_name, redact, redact_all
+
+# '<' and '>' delimit a mark; beside one a secret with them could seem to begin in it.
+CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="<>", exclude_categories=("Cc",))
+SECRET = st.text(CHARACTERS, min_size=LEAST_LENGTH, max_size=30).filter(
+    lambda s: s == s.strip() and s not in "<redacted authorization>"
+)
+NAME = st.sampled_from(["HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "JUDGE_SECRET"])
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
+
+
+def environment(secrets):
+    """Return a context in which the environment holds these secrets and no other."""
+    kept = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
+    return mock.patch.dict(os.environ, kept | secrets, clear=True)
+
+
+@given(secrets=st.dictionaries(NAME, SECRET, min_size=1), parts=st.lists(TEXT, min_size=2, max_size=5), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_secret_survives_and_twice_is_as_once(secrets, parts, data):
+    chosen = [data.draw(st.sampled_from(sorted(secrets.values()))) for _ in parts]
+    text = "".join(part + secret for part, secret in zip(parts, chosen, strict=True))
+    with environment(secrets):
+        clean = redact(text)
+        outside = clean
+        for name in sorted(secrets):
+            outside = outside.replace(f"<redacted {name}>", "\0")
+        assert not any(secret in outside for secret in secrets.values())
+        assert redact(clean) == clean
+
+
+@given(secret=SECRET, text=TEXT)
+@example(secret="hf_" + "a" * 30, text="?token=")
+@settings(max_examples=200, deadline=None)
+def test_a_secret_is_found_as_json_urls_and_base64_write_it(secret, text):
+    written = [json.dumps(secret), json.dumps(secret, ensure_ascii=False), repr(secret), quote(secret), secret]
+    written += [base64.b64encode(secret.encode()).decode(), base64.urlsafe_b64encode(secret.encode()).decode()]
+    with environment({"HF_TOKEN": secret}):
+        for form in written:
+            clean = redact(f"{text} {form} {text}")
+            assert form.strip("\"'=") not in clean.replace("<redacted HF_TOKEN>", "")
+
+
+@given(text=TEXT, secret=SECRET)
+@settings(max_examples=200, deadline=None)
+def test_a_text_without_a_secret_is_unchanged(text, secret):
+    assume(secret not in text and "://" not in text and "=" not in text)
+    with environment({"HF_TOKEN": secret}):
+        assert redact(text) == text
+
+
+PIECES = ["://", "a:", "b@", "?token=", "Bearer ", "hf_", "abcdefgh12", "<redacted key>", "<", ">", " "]
+
+
+@given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_whatever_stands_beside_a_shape_twice_is_as_once(text):
+    with environment({"HF_TOKEN": "abcdefgh"}):
+        clean = redact(text)
+        assert redact(clean) == clean and "abcdefgh" not in clean
+
+
+SHAPES = {
+    "hf_AbCdEfGhIjKlMnOpQrStUvWx": "<redacted key>",
+    "key sk-proj-abcdefghij1234567890 wrong": "key <redacted key> wrong",
+    "AKIAIOSFODNN7EXAMPLE": "<redacted key>",
+    "ghp_abcdefghijklmnopqrstuvwxyz0123456789": "<redacted key>",
+    "Authorization: Bearer abc.def-ghi_jkl": "Authorization: Bearer <redacted authorization>",
+    "authorization: Basic dXNlcjpwYXNz": "authorization: Basic <redacted authorization>",
+    "https://anna:pass@word@host/v1": "https://<redacted password>@host/v1",
+    "postgres://anna:geheim@db:5432/x": "postgres://<redacted password>@db:5432/x",
+    "no folder https:/anna:geheim@db/x": "no folder https:/<redacted password>@db/x",
+    "s3://b/k?X-Amz-Signature=0123&x=1": "s3://b/k?X-Amz-Signature=<redacted query value>&x=1",
+    "http://h/?a=1&token=abc;api_key=d": "http://h/?a=1&token=<redacted query value>;api_key=<redacted query value>",
+}
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_a_known_shape_is_redacted_and_what_stands_around_it_stays(text):
+    with environment({}):
+        assert redact(text) == SHAPES[text]
+        assert redact(SHAPES[text]) == SHAPES[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "risk-adjusted-return-on-capital-employed of sk-learn-compatible-estimators",
+        "hf_transfer, hf_hub_download, HF_TOKEN is not set",
+        "http://127.0.0.1:8000/classify#model=m&tokenizer=runs/reward&api_key_env=SCORES_KEY",
+        "http://localhost:8000/v1 and me@example.com, git@github.com:owner/name.git",
+        "Bearer of news; a bearer instrument; basic internationalization",
+        "tokens=12, token_accuracy=0.5, eos_token=</s>",
+        "<redacted HF_TOKEN>",
+        "",
+    ],
+)
+def test_what_only_resembles_a_secret_stays(text):
+    with environment({"HF_TOKEN": "canary-canary"}):
+        assert redact(text) == text
+
+
+def test_short_values_and_other_variables_are_no_secrets():
+    with environment({"HF_TOKEN": "1234567", "HF_HOME": "somewhere-long"}):
+        assert redact("1234567 somewhere-long") == "1234567 somewhere-long"
+
+
+def test_a_change_of_the_environment_counts_at_once_and_a_newline_at_its_end_does_not():
+    with environment({"MY_API_KEY": "first-secret\n"}):
+        assert redact("first-secret second-secret") == "<redacted MY_API_KEY> second-secret"
+    with environment({"MY_API_KEY": "second-secret"}):
+        assert redact("first-secret second-secret") == "first-secret <redacted MY_API_KEY>"
+
+
+def test_a_key_of_several_lines_is_found_where_a_stack_trace_indents_it(monkeypatch):
+    key = "-----BEGIN KEY-----\nabcdefgh\n  ijklmnop\n-----END KEY-----"
+    monkeypatch.setenv("APP_PRIVATE_KEY", key + "\n")
+    inner = ExceptionGroup("in", [KeyError("x"), OSError(key)])
+    group = ExceptionGroup("several", [ValueError(f"not {key} taken"), inner])
+    text = "".join(traceback.format_exception(group))
+    assert "abcdefgh" in text and key not in text
+    clean = redact(text)
+    assert clean.count("<redacted APP_PRIVATE_KEY>") == 2 and "abcdefgh" not in clean and "ijklmnop" not in clean
+    assert redact(clean) == clean and redact(key) == "<redacted APP_PRIVATE_KEY>"
+
+
+def test_the_longer_of_two_secrets_is_taken_whole():
+    with environment({"A_KEY": "secret-one", "B_KEY": "secret-one-and-more"}):
+        assert redact("secret-one-and-more, secret-one") == "<redacted B_KEY>, <redacted A_KEY>"
+
+
+def test_a_registered_value_is_redacted_whatever_its_name():
+    add_secret("registered-value-3417", "the judge's key")
+    add_secret("short", "x")
+    add_secret(None, "x")
+    assert redact("registered-value-3417 short") == "<redacted the_judge_s_key> short"
+
+
+def test_nested_values_are_redacted_and_what_holds_none_is_the_same_object():
+    with environment({"HF_TOKEN": "canary-canary"}):
+        settings_of_run = {"a": ["x canary-canary"], "token": "whatever it is", "b": {"token": True, "n": 1}}
+        clean = {"a": ["x <redacted HF_TOKEN>"], "token": "<redacted token>", "b": {"token": True, "n": 1}}
+        assert redact_all(settings_of_run) == clean == redact_all(clean)
+        assert redact_all(clean) is clean
+        plain = {"a": [1, "x"], "b": ({"c": None},), "token": None}
+        assert redact_all(plain) is plain
+
+
+def test_a_megabyte_takes_well_under_a_second():
+    text = "the quick brown fox: http://localhost:8000/v1?a=1 said sk-no, and 12.5% of tokens=4. " * 12_000
+    with environment({f"K{i}_KEY": f"secret-{i}-value" for i in range(20)}):
+        started = time.perf_counter()
+        assert redact(text) == text
+        assert time.perf_counter() - started < 1.0
