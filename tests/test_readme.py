@@ -1,13 +1,20 @@
-"""The README's table of what works with what, read cell by cell: "yes" is run here, "refused" raises its sentence."""
+"""The READMEs: their Python runs, their YAML parses, their links and computed numbers are right.
+
+The table of what works with what (models/README.md) is read cell by cell: "yes" is run here, "refused" must raise.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 import textwrap
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
+import yaml
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
@@ -16,15 +23,21 @@ from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapt
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.stages.ppo import parse_ppo
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.ppo import two_processes
 from tests.ppo.support import make_trainer
+from tests.stages.recipes import DOCUMENTS
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOMS = ROOT / "src" / "onetrunk"
+MODELS_README = (ROOMS / "models" / "README.md").read_text(encoding="utf-8")
+PPO_README = (ROOMS / "ppo" / "README.md").read_text(encoding="utf-8")
+MOST_WORDS = 1300
 ROWS = {
     "fused logprobs": {},
     "value_head shared, detached": {"value_head": "detached"},
@@ -37,7 +50,7 @@ ROWS = {
 
 def table() -> dict[tuple[str, str], str]:
     """Return {(row, column): cell} of the table under "What works with what"."""
-    section = README.split("## What works with what")[1].split("\n## ")[0]
+    section = MODELS_README.split("## What works with what")[1].split("\n## ")[0]
     lines = [line.strip().strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     head, _, *body = [[cell.strip() for cell in line] for line in lines]
     return {(row[0], column): cell for row in body for column, cell in zip(head[1:], row[1:], strict=True)}
@@ -174,9 +187,15 @@ def test_what_is_not_built_is_refused_by_its_name(column, settings, sentence, tm
         make_trainer(tmp_path, **settings)
 
 
+def code_blocks(text: str, language: str) -> list[str]:
+    """Return the code blocks of a document in one language."""
+    return [textwrap.dedent(block) for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+
+
 def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, monkeypatch):
-    """Executes both blocks: the name of the model, the folder and the sizes are made small, nothing else."""
-    first, second = (textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    """Executes the trainer of the README, then the override of ppo/README.md: only names, folder and sizes change."""
+    (first,) = code_blocks(README, "python")
+    second = code_blocks(PPO_README, "python")[0]
     tiny_model("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     small = {
@@ -192,7 +211,7 @@ def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, 
     names: dict = {}
     exec(first, names)
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
-    assert list((tmp_path / "out").rglob("events.out.tfevents.*")), "the README promises figures in TensorBoard"
+    assert list((tmp_path / "out").rglob("events.out.tfevents.*")), "the README promises metrics in TensorBoard"
     exec(second, names)
     before = names["trainer"]
     again = names["ReinforceTrainer"](
@@ -204,3 +223,101 @@ def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, 
     )
     again.train()
     assert again.state.global_step == before.state.global_step > 0
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+FOLDER_EXAMPLES = [
+    pytest.param(block, id=f"{relative(path)}-{i}")
+    for path in DOCUMENTS
+    if path != ROOT / "README.md"
+    for i, block in enumerate(code_blocks(path.read_text(encoding="utf-8"), "python"))
+]
+
+
+@pytest.mark.parametrize("block", FOLDER_EXAMPLES)
+def test_the_python_of_every_folder_runs(block):
+    exec(block, {"__name__": "example"})
+
+
+def test_the_folders_have_the_examples_of_a_stream_a_backend_and_a_reward():
+    assert len(code_blocks(PPO_README, "python")) == 2
+    assert len(FOLDER_EXAMPLES) >= 3
+
+
+def test_the_yaml_of_the_readme_is_a_ppo_config(tmp_path):
+    (block,) = code_blocks(README, "yaml")
+    path = tmp_path / "first.yaml"
+    path.write_text(block)
+    settings = yaml.safe_load(block)
+    args = next(part for part in parse_ppo(["--config", str(path)]) if isinstance(part, PPOConfig))
+    assert (args.num_rollouts, args.output_dir) == (settings["num_rollouts"], settings["output_dir"])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_every_link_of_a_document_leads_to_a_file(path):
+    text = path.read_text(encoding="utf-8")
+    links = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|srcset)="([^"]+)"', text)]
+    local = [link.split("#")[0] for link in links if "://" not in link]
+    assert [link for link in local if link and not (path.parent / link).exists()] == []
+
+
+def test_the_readme_is_short_and_leads_to_every_folder_with_a_readme():
+    assert len(README.split()) <= MOST_WORDS
+    folders = [relative(path) for path in [*ROOMS.glob("*/README.md"), *(ROOT / "recipes").glob("*/README.md")]]
+    assert [folder for folder in folders if f"({folder})" not in README] == []
+
+
+def test_the_readme_shows_every_room():
+    rooms = {
+        path.name for path in ROOMS.iterdir() if (path / "__init__.py").is_file() or (path / "README.md").is_file()
+    }
+    assert [room for room in rooms if f"  {room}/ " not in README] == []
+
+
+def load_figure_script(name: str):
+    spec = importlib.util.spec_from_file_location(f"figures_{name}", ROOT / "scripts" / "figures" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_memory_table_of_the_readme_is_what_its_script_computes():
+    memory = load_figure_script("memory")
+    assert memory.table() in README
+    # Parameters without norms and biases; all of them: 134,515,008 and 8,030,261,248.
+    counted = {name: memory.layer_parameters(s) + memory.embedding_parameters(s) for name, s in memory.MODELS.items()}
+    assert (counted["SmolLM2-135M"], counted["Llama-3.1-8B"]) == (134_479_872, 8_029_995_008)
+
+
+def test_the_memory_of_a_model_worked_out_by_hand():
+    memory = load_figure_script("memory")
+    # Width 8, 2 query heads of 4, 1 key-value head: a layer has 8*4*2*3 + 3*8*16 = 576 weights; 10 words of 8, tied.
+    shape = memory.ModelShape(10, 8, 2, 16, 2, 1, 4)
+    # Rank 16: inputs plus outputs of q and o (16 each), k and v (12 each), three feed-forward matrices (24 each).
+    adapter = 16 * 2 * (2 * 16 + 2 * 12 + 3 * 24)
+    cache = 2 * 64 * 1024 * 2 * 1 * 4 * 2
+    full = 2 * 576 + 80
+    branches = 16 * (adapter + 9) + 4 * (adapter + 8)
+    four, lora, qlora = memory.method_bytes(shape).values()
+    assert four == 36 * full + cache
+    assert lora == 2 * full + branches + cache
+    assert qlora == 2 * 576 * memory.NF4 + 2 * 80 + branches + cache
+
+
+@pytest.mark.parametrize("name", ["trunk.svg", "trunk_dark.svg", "results.svg", "results_dark.svg"])
+def test_a_picture_of_the_readme_is_well_formed_and_shown(name):
+    path = ROOT / "scripts" / "figures" / name
+    assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert f'"scripts/figures/{name}"' in README
+
+
+def test_the_drawing_of_the_trunk_is_what_its_script_writes():
+    draw = load_figure_script("draw")
+    for theme in (draw.LIGHT, draw.DARK):
+        path = ROOT / "scripts" / "figures" / f"trunk{theme.suffix}.svg"
+        assert path.read_text(encoding="utf-8") == draw.trunk_svg(theme)

@@ -2,8 +2,8 @@
 
     python scripts/figures/draw.py
 
-`trunk*.svg` is a drawing. `results*.svg` plots committed measurements: the study of learning (`scripts/bench/learning`)
-and the benchmark against TRL 1.12 (`scripts/bench/results/cpu`). It needs matplotlib.
+`trunk*.svg` is a drawing. `results*.svg` plots committed measurements: the study of learning
+(`scripts/bench/learning`) and the benchmark against TRL 1.12 (`scripts/bench/results/cpu`). It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Theme:
 
 
 LIGHT = Theme("", "#1f2328", "#59636e", "#818b98", "#ddf4ff", "#b6e3ff", "#dafbe1", "#fff8c5", "#eaeef2", "#ffebe9")
-DARK = Theme("_dark", "#e6edf3", "#9198a1", "#6e7681", "#0c2d4d", "#113f6b", "#12361f", "#3d3000", "#2a313c", "#4b1715")
+DARK = Theme(
+    "_dark", "#e6edf3", "#9198a1", "#6e7681", "#0c2d4d", "#113f6b", "#12361f", "#3d3000", "#2a313c", "#4b1715"
+)
 
 BRANCHES = (
     ("policy", "LoRA adapter “default”, trained", "logprobs, entropy"),
@@ -89,8 +91,9 @@ def trunk_svg(theme: Theme) -> str:
             text(770, y + 33, output, size=12),
         ]
     marker = f'<path d="M0 0 L8 4 L0 8 z" fill="{theme.line}"/>'
+    size = 'width="840" height="310" viewBox="0 0 840 310"'
     body = "\n  ".join(parts)
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="840" height="310" viewBox="0 0 840 310" font-family="sans-serif" role="img">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" role="img">
   <title>One frozen trunk; policy, value, reference and reward are branches of it</title>
   <defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">{marker}</marker></defs>
   {body}
