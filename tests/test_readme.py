@@ -1,6 +1,6 @@
 """The READMEs: their Python runs, their YAML parses, their links and computed numbers are right.
 
-The table of what works with what (models/README.md) is read cell by cell: "yes" is run here, "refused" must raise.
+The table of what works with what (models/README.md) is read cell by cell: "yes" is run here, "rejected" must raise.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ CELLS = table()
 YES = [place for place, cell in CELLS.items() if cell == "yes"]
 
 
-def test_every_cell_says_yes_or_refused_and_every_row_is_known():
-    assert set(CELLS.values()) <= {"yes", "refused"}
+def test_every_cell_says_yes_or_rejected_and_every_row_is_known():
+    assert set(CELLS.values()) <= {"yes", "rejected"}
     assert {row for row, _ in CELLS} == set(ROWS)
 
 
@@ -165,8 +165,8 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_what_the_readme_says_is_refused_is_refused(kind, tmp_path, monkeypatch):
-    assert all(cell == "refused" for (_, column), cell in CELLS.items() if column == "FSDP2 / ZeRO")
+def test_what_the_readme_says_is_rejected_is_rejected(kind, tmp_path, monkeypatch):
+    assert all(cell == "rejected" for (_, column), cell in CELLS.items() if column == "FSDP2 / ZeRO")
     config = PPOConfig(output_dir=str(tmp_path), use_cpu=True)
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(ValueError, match="not supported yet; launch with accelerate_configs/ddp.yaml"):
@@ -181,8 +181,8 @@ def test_what_the_readme_says_is_refused_is_refused(kind, tmp_path, monkeypatch)
         ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
     ],
 )
-def test_what_is_not_built_is_refused_by_its_name(column, settings, sentence, tmp_path):
-    assert all(cell == "refused" for (_, named), cell in CELLS.items() if named == column)
+def test_what_is_not_built_is_rejected_by_its_name(column, settings, sentence, tmp_path):
+    assert all(cell == "rejected" for (_, named), cell in CELLS.items() if named == column)
     with pytest.raises(ValueError, match=sentence):
         make_trainer(tmp_path, **settings)
 
