@@ -31,12 +31,13 @@ A row to which no function applies, or to which one gives NaN or infinity, has t
 update. An error in a function stops the run and names the function.
 '''
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores, resolve_reward
+from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty, score_moments
 
 __all__ = [

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, resolve_reward, unique_names
+from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, unique_names
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.model import TrunkReward
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.types import Prompt
 
 # Given under another name, or ours alone: not passed on as columns.

@@ -55,7 +55,7 @@ def make(args: Any, judge_settings: Any, model_args: Any, folder: Path) -> Any:
     """
     from onetrunk.judges.constitution import load_constitution
     from onetrunk.judges.load import check_judge, load_judge
-    from onetrunk.rewards.base import resolve_reward
+    from onetrunk.rewards.resolve import resolve_reward
     from onetrunk.stages.prefs.flow import make_rows
     from onetrunk.stages.prefs.output import claim_folder
     from onetrunk.stages.prefs.parts import check_rows
