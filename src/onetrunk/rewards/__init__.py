@@ -19,7 +19,8 @@ It may change these lists: they are copies.
 | a folder, a Hub name | `ModelReward`, or an adapter on the trunk |
 | "ensemble:runs/rm-0,runs/rm-1,penalty=0.5" | `EnsembleReward` |
 | "http://127.0.0.1:8000/classify#model=my-reward-model" | `RemoteReward` |
-| judge, pairwise (with the judge's settings) | `JudgeReward`; `PairwiseReward`: beta * log P(better than the reference) |
+| judge, with the settings of the judge | `JudgeReward`: its rating |
+| pairwise, with the settings of the judge | `PairwiseReward`: beta * log P(better than the reference) |
 
 Several rewards are summed with weights:
 

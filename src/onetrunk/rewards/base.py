@@ -58,7 +58,7 @@ class Scores:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling `function` gives a coroutine: an async function, a partial of one, an async `__call__`."""
+    """Return whether calling `function` gives a coroutine; partials and async `__call__` methods count too."""
     function = _without_partials(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

@@ -1,6 +1,6 @@
 """A reward model behind HTTP: vLLM's `/classify` or `/score`, or any JSON service.
 
-In a recipe it is named by its URL. Options (the arguments of `RemoteReward`) follow '#' and are not sent to the server:
+In a recipe it is named by its URL. The arguments of `RemoteReward` follow '#' and are not sent to the server:
 
     reward_funcs:
       - http://127.0.0.1:8000/classify#model=my-reward-model&tokenizer=runs/reward
