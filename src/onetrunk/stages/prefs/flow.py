@@ -19,7 +19,7 @@ from onetrunk.feedback import preferences, revision
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
-from onetrunk.feedback.preferences import PreferenceFigures, PreferenceMaker, counts_of, judge_figures, judge_sums
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
@@ -204,10 +204,10 @@ class PairFlow(Flow):
         return self.maker.rows(items, product)
 
     def statistics(self) -> dict[str, Any]:
-        figures = super().statistics()
-        sums = judge_sums(self.asker.statistics)
-        figures |= {"judge": judge_figures([sums]), "rows": self.maker.figures.as_dict()}
-        return figures if self.args.part.count == 1 else figures | {"judge_sums": sums}
+        sums = dict(vars(self.asker.statistics))
+        judge, rows = merged_judge_statistics([sums]), self.maker.statistics.as_dict()
+        statistics = super().statistics() | {"judge": judge, "rows": rows}
+        return statistics if self.args.part.count == 1 else statistics | {"judge_sums": sums}
 
 
 class RevisionFlow(Flow):
@@ -270,14 +270,14 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Made:
     files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)
     parts = [read_json(statistics_path(folder, Shard(i, count))) for i in range(count)]
     statistics: dict[str, Any] = {"counts": counts_of(added(parts))}
-    figures, num_rows = PreferenceFigures(), 0
+    figures, num_rows = PreferenceStatistics(), 0
     for file in files:
         for row in read_rows(file):
             num_rows += 1
             if args.mode == "pairs":
                 figures.add([row])
     if args.mode == "pairs":
-        statistics["judge"] = judge_figures(part["judge_sums"] for part in parts)
+        statistics["judge"] = merged_judge_statistics(part["judge_sums"] for part in parts)
         statistics["rows"] = figures.as_dict()
     write_report(folder, Shard(), statistics, files[0], parts[0]["about"])
     return Made(folder / "data", num_rows, statistics, statistics_path(folder, Shard()))
