@@ -18,7 +18,7 @@ from onetrunk.judges.constitution import load_constitution
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.flow import Made, make_rows
+from onetrunk.stages.prefs.flow import Result, make_rows
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 CONSTITUTION = """
@@ -53,7 +53,7 @@ def arguments(inputs: Path, output: Path, **settings: object) -> PrefsArguments:
     return PrefsArguments(**{**given, **small, **settings})
 
 
-def run(inputs: Path, output: Path, judge: CountingJudge | None, **settings: object) -> Made:
+def run(inputs: Path, output: Path, judge: CountingJudge | None, **settings: object) -> Result:
     """Make the rows of a run in this process."""
     model_args = ModelArguments(model_name_or_path=str(inputs / "model"))
     output.mkdir(parents=True, exist_ok=True)

@@ -280,7 +280,7 @@ def test_sigterm_ends_with_a_sentence_and_the_same_command_goes_on(prefs, tmp_pa
 
     assert runs.in_a_process(work, number=signal.SIGTERM, when=begun) == 143
     said = capfd.readouterr().err
-    assert "terminated" in said and "the same command goes on" in said and "Traceback" not in said
+    assert "terminated" in said and "run the same command again to resume" in said and "Traceback" not in said
     assert prefs("--overwrite_output_dir", "true") == 0
     assert runs.files_of(tmp_path / "out") == runs.files_of(tmp_path / "whole")
 
