@@ -33,12 +33,7 @@ class Asker:
     """Asks a judge about pairs and single completions under every principle of a constitution."""
 
     def __init__(
-        self,
-        judge: Judge,
-        constitution: Constitution,
-        ledger: Ledger,
-        limit: FailureLimit,
-        both_orders: bool = True,
+        self, judge: Judge, constitution: Constitution, ledger: Ledger, limit: FailureLimit, both_orders: bool = True
     ):
         self.judge, self.constitution, self.ledger = judge, constitution, ledger
         self.limit, self.both_orders = limit, both_orders

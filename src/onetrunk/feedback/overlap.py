@@ -24,19 +24,12 @@ class Stopped(Exception):
     """Raised in the producer's thread by `StopFlag.check` once its products are no longer wanted."""
 
 
-class StopFlag:
+class StopFlag(threading.Event):
     """Tells a producer, between two of its steps, that its work is no longer wanted."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """Make every later `check` raise Stopped."""
-        self._event.set()
 
     def check(self) -> None:
         """Raise Stopped if the flag is set."""
-        if self._event.is_set():
+        if self.is_set():
             raise Stopped
 
 

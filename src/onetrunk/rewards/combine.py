@@ -43,9 +43,7 @@ class RewardSet:
     """
 
     def __init__(
-        self,
-        functions: str | RewardFunction | Sequence[str | RewardFunction],
-        weights: Sequence[float] | None = None,
+        self, functions: str | RewardFunction | Sequence[str | RewardFunction], weights: Sequence[float] | None = None
     ) -> None:
         listed = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not listed:

@@ -154,7 +154,7 @@ class RemoteReward:
         return f"reward server {shown(self.url)}"
 
     def check(self) -> None:
-        """Score two completions, so that a wrong URL, key or model is found before training starts.
+        """Score two completions, so that a wrong URL, key or model is detected before training starts.
 
         Raises:
             ValueError: an address that may not be called.

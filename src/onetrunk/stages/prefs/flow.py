@@ -19,12 +19,7 @@ from onetrunk.feedback import preferences, revision
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
-from onetrunk.feedback.preferences import (
-    PreferenceMaker,
-    PreferenceStatistics,
-    counts_of,
-    merged_judge_statistics,
-)
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema

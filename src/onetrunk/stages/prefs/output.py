@@ -135,13 +135,12 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
 def warnings_of(statistics: dict[str, Any]) -> list[str]:
     """Return what a reader of the statistics should not overlook, as sentences."""
     counts, warnings = statistics["counts"], []
+    learns = "a reward model may learn"
     longer = statistics.get("rows", {}).get("length", {}).get("longer_is_chosen_fraction")
     if longer is not None and longer >= LENGTH_WARNING:
-        warnings.append(f"The longer completion is chosen in {longer:.0%} of the pairs: rewards may learn length.")
+        warnings.append(f"The longer completion is chosen in {longer:.0%} of the pairs: {learns} length.")
     if longer is not None and longer <= 1 - LENGTH_WARNING:
-        warnings.append(
-            f"The shorter completion is chosen in {1 - longer:.0%} of the pairs: rewards may learn brevity."
-        )
+        warnings.append(f"The shorter completion is chosen in {1 - longer:.0%} of the pairs: {learns} brevity.")
     if "judge" in statistics:
         warnings += [f"{text[0].upper()}{text[1:]}." for text in judge_warnings(statistics["judge"])]
     if counts.get("unjudged"):
