@@ -115,20 +115,13 @@ class ModelReward:
             self.__name__,
             columns.get("completion_stopped"),
         )
-        self._count_shortened(num_shortened, len(rows))
-        return score_token_ids(self.model, rows, self.batch_size).tolist()
-
-    def _count_shortened(self, num_shortened: int, num_texts: int) -> None:
         if num_shortened and not self.num_shortened:
             logger.warning(
-                "reward model %s: %d of %d texts had more than max_length %d tokens and lost their beginning; "
-                "later ones are only counted, in num_shortened",
-                self.__name__,
-                num_shortened,
-                num_texts,
-                self.max_length,
+                f"reward model {self.__name__}: {num_shortened} of {len(rows)} texts had more than max_length"
+                f" {self.max_length} tokens and lost their beginning; later ones are only counted, in num_shortened"
             )
         self.num_shortened += num_shortened
+        return score_token_ids(self.model, rows, self.batch_size).tolist()
 
 
 def _load_tokenizer(

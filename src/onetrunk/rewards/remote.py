@@ -17,7 +17,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -230,10 +230,8 @@ class RemoteReward:
             for row, score in zip(batches[index], outcome, strict=True):
                 scores[row] = score
 
-        def control() -> Awaitable[list[float | None]]:
-            return self._call(client, TRIAL_ROWS)
-
-        await CallRun(str(self), self.policy, self.pace, call, done, control=control).answer_all(len(batches))
+        run = CallRun(str(self), self.policy, self.pace, call, done, control=lambda: self._call(client, TRIAL_ROWS))
+        await run.answer_all(len(batches))
         return failed
 
     async def _call(self, client: httpx2.AsyncClient, rows: Rows) -> list[float | None]:
