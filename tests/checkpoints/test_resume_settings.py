@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.ppo.state import reward_path
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.base import resolve_reward
+from onetrunk.rewards.resolve import resolve_reward
 from tests.checkpoints.checkpoints import change_json
 from tests.ppo.support import StopAt, base_model, even_share, lora, make_config, make_trainer, prompts
 from tests.tiny import tiny_tokenizer

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from onetrunk import cli
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.flow import Made, make_rows
+from onetrunk.stages.prefs.flow import Result, make_rows
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 CONSTITUTION = """
@@ -30,6 +31,10 @@ principles:
   - text: Which reply is shorter?
     tags: [concise]
 """
+
+
+# Runs of a few seconds.
+SMALL = {"num_generations": 3, "max_completion_length": 8, "prompts_per_chunk": 4, "use_cpu": True}
 
 
 def make_inputs(folder: Path, num_prompts: int = 20) -> Path:
@@ -48,12 +53,26 @@ def write_prompts(path: Path, prompts: Sequence[object]) -> None:
 
 
 def arguments(inputs: Path, output: Path, **settings: object) -> PrefsArguments:
-    given = {"dataset_name": str(inputs / "prompts.jsonl"), "output_dir": str(output), "use_cpu": True}
-    small = {"num_generations": 3, "max_completion_length": 8, "prompts_per_chunk": 4, "num_samples_to_print": 0}
-    return PrefsArguments(**{**given, **small, **settings})
+    paths = {"dataset_name": str(inputs / "prompts.jsonl"), "output_dir": str(output)}
+    return PrefsArguments(**{**paths, **SMALL, "num_samples_to_print": 0, **settings})
 
 
-def run(inputs: Path, output: Path, judge: CountingJudge | None, **settings: object) -> Made:
+def write_recipe(inputs: Path, **settings: object) -> None:
+    """Write `prefs.yaml` for the command line, with these settings of the judge."""
+    paths = {
+        "model_name_or_path": str(inputs / "model"),
+        "dataset_name": str(inputs / "prompts.jsonl"),
+        "constitution": str(inputs / "constitution.yaml"),
+    }
+    (inputs / "prefs.yaml").write_text(json.dumps({**paths, **SMALL, **settings}))
+
+
+def prefs(inputs: Path, *options: object, out: str | Path = "out") -> int:
+    """Run `onetrunk prefs` with the recipe of `write_recipe`; return the exit code."""
+    return cli.main(["prefs", *map(str, ["--config", inputs / "prefs.yaml", "--output_dir", out, *options])])
+
+
+def run(inputs: Path, output: Path, judge: CountingJudge | None, **settings: object) -> Result:
     """Make the rows of a run in this process."""
     model_args = ModelArguments(model_name_or_path=str(inputs / "model"))
     output.mkdir(parents=True, exist_ok=True)

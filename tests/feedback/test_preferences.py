@@ -1,4 +1,4 @@
-"""From labels to rows and from rows to figures, by hand-worked numbers."""
+"""From labels to rows and from rows to statistics, by hand-worked numbers."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from datasets import Dataset
 from onetrunk.data.preferences import validate_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.preferences import PreferenceFigures, PreferenceMaker, logit
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, logit
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_key
 from onetrunk.judges.base import Principle, Rating, Verdict
@@ -174,22 +174,22 @@ def test_the_logit_stays_finite():
     assert logit(0.5) == 0 and logit(1.0) == pytest.approx(math.log(9999))
 
 
-def test_figures_of_rows():
-    figures = PreferenceFigures()
+def test_statistics_of_rows():
+    statistics = PreferenceStatistics()
     chosen = ["long", [{"role": "assistant", "content": "longer"}], "s", "same"]
     rows = [
         {"chosen": text, "rejected": "sam" if i == 0 else "same", "probability": p, "consistent": i < 3}
         for i, (text, p) in enumerate(zip(chosen, [0.5, 0.55, 0.95, 1.0], strict=True))
     ]
-    figures.add(rows[:1])
-    figures.add(rows[1:])
-    found = figures.as_dict()
+    statistics.add(rows[:1])
+    statistics.add(rows[1:])
+    found = statistics.as_dict()
     assert found["rows"] == 4 and found["mean_probability"] == 0.75 and found["consistent_fraction"] == 0.75
     assert {k: v for k, v in found["label_histogram"].items() if v} == {"0.50-0.55": 1, "0.55-0.60": 1, "0.95-1.00": 2}
     # Lengths 4, 6, 1, 4 against 3, 4, 4, 4: of three that differ two are longer
     assert found["length"]["longer_is_chosen_fraction"] == pytest.approx(2 / 3, abs=1e-6)
     assert found["length"]["mean_chosen_characters"] == 3.75
-    assert PreferenceFigures().as_dict()["mean_probability"] is None
+    assert PreferenceStatistics().as_dict()["mean_probability"] is None
 
 
 def test_a_principle_is_known_by_its_text_not_its_weight(make):

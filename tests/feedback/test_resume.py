@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from onetrunk.feedback.shards import read_rows
-from onetrunk.stages.prefs import parts as prefs_parts
+from onetrunk.stages.prefs import sampler as prefs_sampler
 from tests.feedback import runs
 from tests.feedback.runs import CountingJudge, DyingBackend, files_of, in_a_process, questions_asked
 
@@ -53,7 +53,7 @@ def test_a_process_that_dies_while_it_samples_ends_with_the_same_file(inputs, wh
 
     def dying(at):
         DyingBackend.dies_at = at
-        prefs_parts.LocalBackend = DyingBackend
+        prefs_sampler.LocalBackend = DyingBackend
         runs.run(inputs, out, CountingJudge(log))
 
     for at in (1, 3, 2):
@@ -116,7 +116,7 @@ def test_revisions_survive_a_kill_too(inputs, tmp_path):
 
     def dying():
         DyingBackend.dies_at = 7
-        prefs_parts.LocalBackend = DyingBackend
+        prefs_sampler.LocalBackend = DyingBackend
         runs.run(inputs, tmp_path / "out", None, **settings)
 
     assert in_a_process(dying) == -signal.SIGKILL

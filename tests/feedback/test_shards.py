@@ -90,5 +90,5 @@ def test_missing_shards_are_named(tmp_path):
     (tmp_path / "p-00001-of-00003.jsonl").touch()
     assert [path.name[6:7] for path in shard_files(tmp_path / "p.jsonl", 3)] == ["0", "1", "2"]
     (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(RuntimeError, match="make it anew"):
+    with pytest.raises(RuntimeError, match="delete it and make it again"):
         list(read_rows(tmp_path / "bad.jsonl"))

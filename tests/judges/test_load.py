@@ -16,7 +16,7 @@ from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import pairwise_messages
 from onetrunk.models.new_scorer import train_tokenizer
-from onetrunk.rewards.base import resolve_reward
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.parsing import parse
 from tests.judges.test_rubric import SHORT, short
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -87,7 +87,7 @@ def test_another_form_is_refused_with_the_right_one(members, spec, sentence):
 
 def test_a_member_without_a_scale_is_refused(members, tmp_path):
     (tmp_path / "rm-1" / SCALE_FILE).unlink()
-    with pytest.raises(ValueError, match="rm-1 has no score_scale.json beside it.*onetrunk reward"):
+    with pytest.raises(ValueError, match="rm-1 has no score_scale.json, so.*onetrunk reward"):
         EnsembleReward(members)
 
 

@@ -90,7 +90,7 @@ def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog)
     assert scores[0] == pytest.approx(read(model, tokenizer, "<bos> red fish <eos>"), abs=1e-5)
     assert [record.message for record in caplog.records] == [
         "reward model LlamaForSequenceClassification: 2 of 2 texts had more than max_length 4 tokens and lost their "
-        "beginning; said once, counted on in num_shortened"
+        "beginning; later ones are only counted, in num_shortened"
     ]
     assert reward.num_shortened == 4
 

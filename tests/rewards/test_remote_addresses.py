@@ -3,8 +3,8 @@
 import pytest
 
 from onetrunk.judges.calls import RetryPolicy
-from onetrunk.rewards.base import resolve_reward
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.resolve import resolve_reward
 from tests.judges.stub_server import StubServer
 
 

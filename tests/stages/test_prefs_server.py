@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from onetrunk import cli
 from onetrunk.feedback.ledger import Ledger
 from tests.feedback import runs
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion
@@ -13,31 +12,15 @@ from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = runs.make_inputs(tmp_path_factory.mktemp("inputs"), num_prompts=12)
-    config = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "prompts.jsonl"),
-        "constitution": str(folder / "constitution.yaml"),
-        "judge_model": "judge-1",
-        "num_generations": 3,
-        "max_completion_length": 8,
-        "prompts_per_chunk": 4,
-        "num_samples_to_print": 0,
-        "use_cpu": True,
-    }
-    (folder / "prefs.yaml").write_text(json.dumps(config))
+    runs.write_recipe(folder, judge_model="judge-1", num_samples_to_print=0)
     return folder
 
 
 @pytest.fixture
 def prefs(inputs, tmp_path, monkeypatch):
-    """Return a function that runs the verb with a server as its judge; it returns the exit code."""
+    """Return a function that runs the verb in an empty folder, with a server as its judge."""
     monkeypatch.chdir(tmp_path)
-
-    def call(stub, *options, out="out"):
-        words = ["--config", inputs / "prefs.yaml", "--output_dir", out, "--judge", stub.url, *options]
-        return cli.main(["prefs", *map(str, words)])
-
-    return call
+    return lambda stub, *options, out="out": runs.prefs(inputs, "--judge", stub.url, *options, out=out)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +28,7 @@ def sound(inputs, tmp_path_factory):
     """Return the folder of a run whose judge answered every question."""
     folder = tmp_path_factory.mktemp("sound") / "out"
     with StubServer() as stub:
-        words = ["--config", inputs / "prefs.yaml", "--output_dir", folder, "--judge", stub.url]
-        assert cli.main(["prefs", *map(str, words)]) == 0
+        assert runs.prefs(inputs, "--judge", stub.url, out=folder) == 0
     return folder
 
 

@@ -1,5 +1,6 @@
 """`onetrunk prefs` through the command line: rows, shards, streams, revisions, and what it refuses."""
 
+import functools
 import json
 import os
 import signal
@@ -34,18 +35,8 @@ def inputs(tmp_path_factory):
     (folder / "checks.py").write_text(CHECKS)
     turns = [[{"role": "user", "content": f"the {word}"}] for word in ("cat", "dog", "bird", "fish", "tree")]
     runs.write_prompts(folder / "turns.jsonl", turns)
-    config = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "prompts.jsonl"),
-        "constitution": str(folder / "constitution.yaml"),
-        "judge": ["rubric"],
-        "rubric": {"warm": f"{folder}/checks.py:warm", "concise": f"{folder}/checks.py:concise"},
-        "num_generations": 3,
-        "max_completion_length": 8,
-        "prompts_per_chunk": 4,
-        "use_cpu": True,
-    }
-    (folder / "prefs.yaml").write_text(json.dumps(config))
+    rubric = {"warm": f"{folder}/checks.py:warm", "concise": f"{folder}/checks.py:concise"}
+    runs.write_recipe(folder, judge=["rubric"], rubric=rubric)
     return folder
 
 
@@ -53,12 +44,7 @@ def inputs(tmp_path_factory):
 def prefs(inputs, tmp_path, monkeypatch):
     """Return a function that runs the verb in an empty folder, with options; it returns the exit code."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*options, out="out"):
-        words = ["--config", str(inputs / "prefs.yaml"), "--output_dir", out, *map(str, options)]
-        return cli.main(["prefs", *words])
-
-    return call
+    return functools.partial(runs.prefs, inputs)
 
 
 def statistics(folder, name="statistics.json"):
@@ -280,7 +266,7 @@ def test_sigterm_ends_with_a_sentence_and_the_same_command_goes_on(prefs, tmp_pa
 
     assert runs.in_a_process(work, number=signal.SIGTERM, when=begun) == 143
     said = capfd.readouterr().err
-    assert "terminated" in said and "the same command goes on" in said and "Traceback" not in said
+    assert "terminated" in said and "run the same command again to resume" in said and "Traceback" not in said
     assert prefs("--overwrite_output_dir", "true") == 0
     assert runs.files_of(tmp_path / "out") == runs.files_of(tmp_path / "whole")
 

@@ -1,1 +1,1 @@
-"""Feedback: prompts in, labelled rows out; resumable, and nothing is bought twice. Knows no trainer."""
+"""Feedback: prompts in, labelled rows out. Resumable; no answer is paid for twice."""

@@ -1,7 +1,6 @@
-"""A judge's answers, each bought once: what the ledger holds is not asked, what is asked is kept as it arrives.
+"""Ask a judge, and keep every answer in a ledger as soon as it arrives. What the ledger holds is not asked again.
 
-A question that got no answer (a server that is down) is never kept: it is asked again in the next run. Knows judges
-and a ledger; no pairs of indices and no rows.
+A question without an answer (the server is down) is not kept; the next run asks it again.
 """
 
 from __future__ import annotations
@@ -24,19 +23,108 @@ from onetrunk.judges.verdicts import (
 )
 from onetrunk.types import Prompt, SampledText
 
-# Below this number of questions a share says nothing.
+# The failed fraction is taken of this number of questions at least.
 FEWEST = 50
-# Questions on fewer prompts than these that are refused or unread never stop a run.
+# Refused and unread questions stop a run only if they are about this number of prompts or more.
 FEWEST_PROMPTS = 5
 
 
+class Asker:
+    """Asks a judge about pairs and single completions under every principle of a constitution."""
+
+    def __init__(
+        self, judge: Judge, constitution: Constitution, ledger: Ledger, limit: FailureLimit, both_orders: bool = True
+    ):
+        self.judge, self.constitution, self.ledger = judge, constitution, ledger
+        self.limit, self.both_orders = limit, both_orders
+        self.statistics = JudgeStatistics()
+
+    def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
+        """Return a label per pair; its `errors` count the questions without an answer.
+
+        Raises:
+            RuntimeError: too many questions have no answer.
+        """
+        keys = {q: self._key(pairs[q.pair], q) for q in questions(pairs, self.constitution, self.both_orders)}
+        kept = {question: kept_answer(self.ledger, key, Verdict) for question, key in keys.items()}
+
+        def keep(question: Question, verdict: Verdict) -> None:
+            keep_answer(self.ledger, keys[question], verdict)
+            self.limit.note(verdict.error, verdict.error_kind, pairs[question.pair].prompt)
+
+        labels = judge_pairs(
+            self.judge,
+            pairs,
+            self.constitution,
+            both_orders=self.both_orders,
+            on_verdict=keep,
+            known={question: verdict for question, verdict in kept.items() if verdict is not None},
+        )
+        for label in labels:
+            self.statistics.add(label)
+        return labels
+
+    def _key(self, pair: Pair, question: Question) -> str:
+        principle = self.constitution.principles[question.principle]
+        return verdict_key(self.judge, principle, pair.flipped() if question.flipped else pair)
+
+    def ratings(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
+    ) -> list[tuple[list[float | None], bool]]:
+        """Return, per prompt, the rating of each completion, and whether a question about one has no answer.
+
+        A rating is the weighted mean over the principles that the judge scored; None: it abstained from all.
+
+        Raises:
+            RuntimeError: too many questions have no answer.
+        """
+        rows = [
+            (prompt, sampled.text, sampled.stopped)
+            for prompt, texts in zip(prompts, completions, strict=True)
+            for sampled in texts
+        ]
+        by_principle = [self._ratings(rows, principle) for principle in self.constitution.principles]
+        by_row = iter(zip(*by_principle, strict=True))
+        ratings = []
+        for texts in completions:
+            answers = [next(by_row) for _ in texts]
+            has_failed = any(rating.error is not None for row in answers for rating in row)
+            ratings.append(([self._mean(row) for row in answers], has_failed))
+        return ratings
+
+    def _mean(self, ratings: Sequence[Rating]) -> float | None:
+        weights = [principle.weight for principle in self.constitution.principles]
+        scored = [(r.score, weight) for r, weight in zip(ratings, weights, strict=True) if r.score is not None]
+        total = sum(weight for _, weight in scored)
+        return sum(score * weight for score, weight in scored) / total if scored else None
+
+    def _ratings(self, rows: Sequence[tuple[Prompt, str, bool]], principle: Principle) -> list[Rating]:
+        keys = [rating_key(self.judge, principle, *row) for row in rows]
+        ratings = {key: rating for key in keys if (rating := kept_answer(self.ledger, key, Rating)) is not None}
+        # The same text twice is one question.
+        missing = list({key: row for key, row in zip(keys, rows, strict=True) if key not in ratings}.items())
+
+        def keep(index: int, rating: Rating) -> None:
+            key, (prompt, *_) = missing[index]
+            ratings[key] = rating
+            keep_answer(self.ledger, key, rating)
+            self.limit.note(rating.error, rating.error_kind, prompt)
+
+        if missing:
+            prompts, texts, stopped = (list(column) for column in zip(*(row for _, row in missing), strict=True))
+            self.judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
+        for rating in ratings.values():
+            self.statistics.add_rating(rating)
+        return [ratings[key] for key in keys]
+
+
 class FailureLimit:
-    """Counts the questions asked in this run, and those that got no answer.
+    """Counts the questions of this run, and stops the run if too many have no answer.
 
     Args:
-        max_failed_fraction: of the questions asked so far, of the first FEWEST at least; 1: never stop. It holds for
-            the questions that failed, and, once they are about FEWEST_PROMPTS prompts, for those refused or unread.
-            FEWEST failures in a row stop a run too, however many answers came before: the judge is down.
+        max_failed_fraction: largest fraction of the questions so far (of FEWEST at least) that may fail; 1: never
+            stop. The same fraction may be refused or unread, if these are about FEWEST_PROMPTS prompts or more.
+            FEWEST failures in a row also stop a run: the judge is down.
         judge: its name, for the error message.
     """
 
@@ -47,15 +135,10 @@ class FailureLimit:
         self._prompts: set[str] = set()
 
     def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
-        """Count one question in.
-
-        Args:
-            error: why it has no answer; None: it has one.
-            kind: of the error.
-            prompt: that the question is about.
+        """Count one question about `prompt`, with its error or None.
 
         Raises:
-            RuntimeError: it was one failure too many.
+            RuntimeError: the limit is passed.
         """
         self.asked += 1
         if error is None:
@@ -69,7 +152,7 @@ class FailureLimit:
             what = f"left {self.failed} of {self.asked} questions without an answer"
             advice = "repair the judge and run the same command again"
         else:
-            # The judge is there: it has replied, or it answers other questions.
+            # The judge is running: it has replied, or it answers other questions.
             self._in_a_row = 0
             self.refused += kind == "refused"
             self.unread += kind == "unread"
@@ -80,115 +163,12 @@ class FailureLimit:
                 f"refused {self.refused} of {self.asked} questions, and gave {self.unread} of them a reply that is no"
                 " verdict"
             )
-            advice = "repair the judge, or raise max_failed_fraction to leave these questions out, and run the same"
-            advice += " command again"
+            advice = (
+                "repair the judge, or raise max_failed_fraction to leave these questions out, and run the same command"
+                " again"
+            )
         if too_many and self.max_failed_fraction < 1:
             raise RuntimeError(
                 f"the judge {self.judge} {what}, past max_failed_fraction {self.max_failed_fraction:g} (the last:"
                 f" {error}); all answers are kept: {advice}"
             )
-
-
-class Asker:
-    """Asks a judge about pairs and single completions under every principle of a constitution.
-
-    Args:
-        judge: asked.
-        constitution: its principles.
-        ledger: of verdicts and ratings.
-        limit: counts what is asked.
-        both_orders: ask for a pair in both orders.
-    """
-
-    def __init__(
-        self,
-        judge: Judge,
-        constitution: Constitution,
-        ledger: Ledger,
-        limit: FailureLimit,
-        both_orders: bool = True,
-    ):
-        self.judge, self.constitution, self.ledger = judge, constitution, ledger
-        self.limit, self.both_orders = limit, both_orders
-        self.statistics = JudgeStatistics()
-
-    def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
-        """Return a label per pair; its `errors` count the questions that got no answer.
-
-        Raises:
-            RuntimeError: too many got none.
-        """
-        keys = {q: self._key(pairs, q) for q in questions(pairs, self.constitution, self.both_orders)}
-        found = {question: kept_answer(self.ledger, key, Verdict) for question, key in keys.items()}
-
-        def keep(question: Question, verdict: Verdict) -> None:
-            keep_answer(self.ledger, keys[question], verdict)
-            self.limit.note(verdict.error, verdict.error_kind, pairs[question.pair].prompt)
-
-        labels = judge_pairs(
-            self.judge,
-            pairs,
-            self.constitution,
-            both_orders=self.both_orders,
-            on_verdict=keep,
-            known={question: verdict for question, verdict in found.items() if verdict is not None},
-        )
-        for label in labels:
-            self.statistics.add(label)
-        return labels
-
-    def ratings(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
-    ) -> list[tuple[list[float | None], bool]]:
-        """Return, per prompt, the rating of each completion, and whether one of them got no answer.
-
-        A rating is the mean over principles, by weight, of the scores that the judge gave; None: it abstained from
-        all.
-
-        Raises:
-            RuntimeError: too many questions got no answer.
-        """
-        flat = [
-            (prompt, sampled.text, sampled.stopped)
-            for prompt, row in zip(prompts, completions, strict=True)
-            for sampled in row
-        ]
-        by_principle = [self._scores(flat, principle) for principle in self.constitution.principles]
-        weights = [principle.weight for principle in self.constitution.principles]
-        found = iter([_weighted(scores, weights) for scores in zip(*by_principle, strict=True)])
-        rated = [[next(found) for _ in texts] for texts in completions]
-        return [([score for score, _ in row], any(failed for _, failed in row)) for row in rated]
-
-    def _key(self, pairs: Sequence[Pair], question: Question) -> str:
-        pair = pairs[question.pair]
-        shown = pair.flipped() if question.flipped else pair
-        return verdict_key(self.judge, self.constitution.principles[question.principle], shown)
-
-    def _scores(self, flat: Sequence[tuple[Prompt, str, bool]], principle: Principle) -> list[Rating]:
-        keys = [rating_key(self.judge, principle, *row) for row in flat]
-        found = {key: rating for key in keys if (rating := kept_answer(self.ledger, key, Rating)) is not None}
-        # The same text twice is one question.
-        missing = list({key: row for key, row in zip(keys, flat, strict=True) if key not in found}.items())
-
-        def keep(index: int, rating: Rating) -> None:
-            key, (prompt, *_) = missing[index]
-            found[key] = rating
-            keep_answer(self.ledger, key, rating)
-            self.limit.note(rating.error, rating.error_kind, prompt)
-
-        if missing:
-            prompts, texts, stopped = (list(column) for column in zip(*(row for _, row in missing), strict=True))
-            self.judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
-        for rating in found.values():
-            self.statistics.add_rating(rating)
-        return [found[key] for key in keys]
-
-
-def _weighted(scores: Sequence[Rating], weights: Sequence[float]) -> tuple[float | None, bool]:
-    """Return the mean of the scores that are there, and whether one is missing for an error."""
-    has_failed = any(rating.error is not None for rating in scores)
-    given = [
-        (rating.score, weight) for rating, weight in zip(scores, weights, strict=True) if rating.score is not None
-    ]
-    total = sum(weight for _, weight in given)
-    return (sum(score * weight for score, weight in given) / total if given else None), has_failed

@@ -1,9 +1,8 @@
-"""What was answered is never asked again: an append-only file of keys and values that outlives a kill.
+"""An append-only file of keys and values that survives a kill: what was answered once is never asked again.
 
-One JSON object a line, `{"crc", "key", "value"}`: the key is the sha256 of everything that the value depends on, the
-crc32 is that of key and value as they stand in the line. A line is handed to the operating system in one write, so
-kill -9 loses at most the line being written; what a crash of the machine may lose, `fsync_every_s` bounds. Knows
-nothing of what keys and values mean.
+Each line is a JSON object, `{"crc", "key", "value"}`. The key is the sha256 of everything that the value depends on;
+the crc32 is of key and value as written in the line. A line is passed to the operating system in one write, so kill -9
+loses at most the line being written. `fsync_every_s` bounds what a crash of the machine can lose.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from onetrunk.utils.locks import WriterLock
@@ -28,16 +26,15 @@ _LINE = re.compile(rb'\{"crc":"([0-9a-f]{8})",("key":"([0-9a-f]{64})","value":(.
 class Ledger:
     """A mapping of sha256 keys to JSON values, in a file that only grows. Safe to share between threads.
 
-    In memory stands one number per key (about 200 bytes an entry); values are read from the file when asked for. A
-    last line that a kill has torn is cut off when the file is opened; damage anywhere else is refused by its line.
+    Memory holds only the place of each value (about 200 bytes per entry); values are read from the file. An incomplete
+    last line is cut off when the file is opened; a damaged line anywhere else is an error.
 
     Args:
-        path: the file; made where it is missing, with its folder.
-        fsync_every_s: seconds after which what was written is forced to the disk (0: each line; None: only `close`
-            does). It matters for a crash of the machine alone.
+        path: the file; created with its folder if it is missing.
+        fsync_every_s: seconds between fsyncs (0: after every line; None: only in `close`).
 
     Raises:
-        RuntimeError: another process writes to the file, or a line of it is damaged.
+        RuntimeError: another process writes to the file, or a line is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], fsync_every_s: float | None = 5.0):
@@ -60,9 +57,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -75,7 +70,7 @@ class Ledger:
         """Return the value under `key`, or `default`.
 
         Raises:
-            RuntimeError: the line has changed since the file was opened.
+            RuntimeError: the line was changed after the file was opened.
         """
         with self._mutex:
             place = self._places.get(bytes.fromhex(key))
@@ -89,23 +84,23 @@ class Ledger:
         return json.loads(entry[1])
 
     def put(self, key: str, value: Any) -> Any:
-        """Append a value, and return what stands under `key` from now on: of two values, the first.
+        """Append a value unless the key has one already; return the value of the key.
 
         Args:
             key: 64 hexadecimal digits.
-            value: JSON; NaN and infinity are refused.
+            value: JSON, without NaN and infinity.
 
         Raises:
             ValueError: not a key, or not JSON.
             RuntimeError: the ledger is closed.
-            OSError: the disk is full, ...; the file is then as it was before.
+            OSError: the write failed (the disk is full); the file is unchanged.
         """
         return self._put(key, value, replaces=False)
 
     def replace(self, key: str, value: Any) -> Any:
-        """Append a value that stands in place of the one under `key`, if there is one; else as `put`.
+        """Append a value that replaces the one of the key, if any; otherwise like `put`.
 
-        The line of the old value stays in the file. Of several lines with a key the last one counts.
+        The old line stays in the file; of several lines with one key the last counts.
         """
         return self._put(key, value, replaces=True)
 
@@ -125,20 +120,20 @@ class Ledger:
         return value
 
     def keys(self) -> Iterator[str]:
-        """Yield the keys in the order in which they were put."""
+        """Yield the keys in the order of their first `put`."""
         with self._mutex:
             keys = list(self._places)
         return (key.hex() for key in keys)
 
     def sync(self) -> None:
-        """Force what was written to the disk."""
+        """Write everything to the disk (fsync)."""
         with self._mutex:
             self._require_open()
             os.fsync(self._descriptor)
             self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Force the rest to the disk and let other writers in; twice is as once."""
+        """Sync and release the file for other writers; may be called twice."""
         with self._mutex:
             if self._lock is not None:
                 os.fsync(self._descriptor)
@@ -162,12 +157,12 @@ class Ledger:
             while written < len(line):
                 written += os.pwrite(self._descriptor, line[written:], self._end + written)
         except OSError:
-            # A full disk may have taken a part; the next line must not stand behind it.
+            # A full disk may have taken a part of the line; the next line must not follow that part.
             os.ftruncate(self._descriptor, self._end)
             raise
 
     def _load(self) -> int:
-        """Index the file, repair its end; return its length."""
+        """Index the file, repair its end, and return its length."""
         start, number = 0, 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -186,14 +181,14 @@ class Ledger:
                 if not line.endswith(b"\n"):
                     os.pwrite(self._descriptor, b"\n", start)
                     self.repaired_bytes = 1
-                    return start + 1  # Not around the loop: it would read this line end as a line.
+                    return start + 1  # Another iteration would read this line end as a line.
         return start
 
 
 def _as_line(key: str, value: Any) -> bytes:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        # Half of a surrogate pair, as a damaged JSON file may hold it in a prompt, comes back as it went.
+        # A prompt from a damaged JSON file may hold half a surrogate pair; it is stored unchanged.
         body = f'"key":"{key}","value":{text}'.encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise ValueError(f"the value under {key[:12]}... is not JSON ({error}); give texts, finite numbers") from error
@@ -201,7 +196,7 @@ def _as_line(key: str, value: Any) -> bytes:
 
 
 def _read_line(line: bytes) -> tuple[bytes, bytes] | None:
-    """Return the key and the value's JSON of a line without its end; None where it is damaged."""
+    """Return the key and the value's JSON of a line without its line end; None if it is damaged."""
     match = _LINE.fullmatch(line)
     if match is None or int(match[1], 16) != zlib.crc32(match[2]):
         return None

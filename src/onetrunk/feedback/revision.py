@@ -1,7 +1,7 @@
-"""Critique and revision: a policy looks at its own completion by one principle, and writes it anew.
+"""Critique and revision: a policy criticises its own completion by one principle, and rewrites it.
 
-After "Constitutional AI" (Bai et al. 2022, arXiv:2212.08073, section 3), with templates of our own. The principle is
-derived from (seed, prompt, completion), by weight. Knows texts and samplers; no judge and no file.
+After "Constitutional AI" (Bai et al. 2022, arXiv:2212.08073, section 3), with our own templates. The principle is
+drawn by weight from a generator of (seed, prompt, completion).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from onetrunk.data.rows import text_fault
+from onetrunk.feedback.preferences import as_completion
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
@@ -40,14 +41,14 @@ REVISION_TEXT = "{critique_prompt}{critique}\n\n## The reply, written again so t
 
 @dataclass
 class Reviser:
-    """Revises completions, each `num_revisions` times, each time by another principle while there are any left.
+    """Revises completions `num_revisions` times, each time by another principle while there are any left.
 
     Args:
         policy: writes the revisions.
         critic: writes the critiques; may be the policy.
         principles: of the constitution.
         num_revisions: 1 or more.
-        max_prompt_length: tokens of what policy and critic are given; a longer one keeps its end. None: no limit.
+        max_prompt_length: tokens of the prompts for policy and critic; a longer one keeps its end. None: no limit.
     """
 
     policy: TextSampler
@@ -59,52 +60,53 @@ class Reviser:
     def rows(
         self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]
     ) -> list[dict[str, Any] | None]:
-        """Return a row per completion, in order; None where `reward` would reject the completion or its last revision
-        (blank, or with a NUL character).
-
-        Args:
-            items: prompts.
-            completions: texts per prompt.
+        """Return a row per completion, in order.
 
         Returns:
             Rows with prompt, completion (the last revision), original, and trail: JSON of a list of {principle,
-            critique, revision}. Prompt and completion are texts, or messages after a conversation.
+            critique, revision}. Prompt and completion are texts, or messages in a conversation. None if the
+            completion or its last revision is blank or holds a NUL character, which a training row may not.
         """
-        written = [
+        originals = [
             (item, index, sampled.text)
             for item, row in zip(items, completions, strict=True)
             for index, sampled in enumerate(row)
         ]
-        texts = [text for _, _, text in written]
-        trails: list[list[dict[str, str]]] = [[] for _ in written]
-        plans = [self.plan(item, index) for item, index, _ in written]
+        texts = [text for _, _, text in originals]
+        trails: list[list[dict[str, str]]] = [[] for _ in originals]
+        plans = [self.plan(item, index) for item, index, _ in originals]
         for number in range(self.num_revisions):
-            live = [i for i, text in enumerate(texts) if text_fault(text) is None]
-            steps = [(written[i][0].prompt, texts[i], self.principles[plans[i][number]].text) for i in live]
-            for i, step in zip(live, self._revised(steps), strict=True):
+            valid = [i for i, text in enumerate(texts) if text_fault(text) is None]
+            steps = [(originals[i][0].prompt, texts[i], self.principles[plans[i][number]].text) for i in valid]
+            for i, step in zip(valid, self._revised(steps), strict=True):
                 texts[i] = step["revision"]
                 trails[i].append(step)
         return [
-            _row(item.prompt, original, text, trail) if text_fault(text) is None else None
-            for (item, _, original), text, trail in zip(written, texts, trails, strict=True)
+            None
+            if text_fault(text) is not None
+            else {
+                "prompt": item.prompt,
+                "completion": as_completion(item.prompt, text),
+                "original": original,
+                "trail": json.dumps(trail, ensure_ascii=False),
+            }
+            for (item, _, original), text, trail in zip(originals, texts, trails, strict=True)
         ]
 
     def plan(self, item: PromptItem, index: int) -> list[int]:
-        """Return the numbers of the principles by which a completion is revised, one per revision."""
-        words = (self.policy.seed, *prompt_words(item.key), index, PRINCIPLE_STREAM)
-        draws = generator_of(words)
+        """Return the indices of the principles by which a completion is revised, one per revision."""
+        generator = generator_of((self.policy.seed, *prompt_words(item.key), index, PRINCIPLE_STREAM))
         weights = np.array([principle.weight for principle in self.principles])
-        again = self.num_revisions > len(weights)
-        return draws.choice(len(weights), self.num_revisions, replace=again, p=weights / weights.sum()).tolist()
+        repeats = self.num_revisions > len(weights)
+        return generator.choice(len(weights), self.num_revisions, replace=repeats, p=weights / weights.sum()).tolist()
 
     def _revised(self, steps: Sequence[tuple[Prompt, str, str]]) -> list[dict[str, str]]:
+        """Criticise and revise (prompt, completion, principle) each."""
         if not steps:
             return []
-        asked = [critique_prompt(*step) for step in steps]
-        critiques = self._write(self.critic, asked)
-        revisions = self._write(
-            self.policy, [revision_prompt(prompt, text) for prompt, text in zip(asked, critiques, strict=True)]
-        )
+        prompts = [critique_prompt(*step) for step in steps]
+        critiques = self._write(self.critic, prompts)
+        revisions = self._write(self.policy, list(map(revision_prompt, prompts, critiques)))
         return [
             {"principle": principle, "critique": critique, "revision": revision}
             for (_, _, principle), critique, revision in zip(steps, critiques, revisions, strict=True)
@@ -116,37 +118,21 @@ class Reviser:
 
 
 def critique_prompt(prompt: Prompt, completion: str, principle: str) -> Prompt:
-    """Return what asks for a critique, in the form of the prompt: text or conversation."""
+    """Return the prompt for a critique, as text or conversation like `prompt`."""
     if isinstance(prompt, str):
         return CRITIQUE_TEXT.format(prompt=prompt, completion=completion, principle=principle)
-    asked = {"role": "user", "content": CRITIQUE_TURN.format(principle=principle)}
-    return [*_answered(prompt, completion), asked]
+    *turns, last = prompt
+    if last["role"] == "assistant":
+        # The completion continues a turn that the prompt has begun.
+        reply = last["content"] + completion
+    else:
+        turns, reply = prompt, completion
+    question = {"role": "user", "content": CRITIQUE_TURN.format(principle=principle)}
+    return [*turns, {"role": "assistant", "content": reply}, question]
 
 
-def revision_prompt(critique: Prompt, text: str) -> Prompt:
-    """Return what asks for a revision.
-
-    Args:
-        critique: of `critique_prompt`.
-        text: the critique that came.
-    """
-    if isinstance(critique, str):
-        return REVISION_TEXT.format(critique_prompt=critique, critique=text)
-    return [*critique, {"role": "assistant", "content": text}, {"role": "user", "content": REVISION_TURN}]
-
-
-def _answered(prompt: Prompt, completion: str) -> list[dict[str, str]]:
-    """Return a conversation with its answer; one that the assistant has begun is continued."""
-    if prompt[-1]["role"] == "assistant":
-        return [*prompt[:-1], {"role": "assistant", "content": prompt[-1]["content"] + completion}]
-    return [*prompt, {"role": "assistant", "content": completion}]
-
-
-def _row(prompt: Prompt, original: str, revision: str, trail: list[dict[str, str]]) -> dict[str, Any]:
-    completion = revision if isinstance(prompt, str) else [{"role": "assistant", "content": revision}]
-    return {
-        "prompt": prompt,
-        "completion": completion,
-        "original": original,
-        "trail": json.dumps(trail, ensure_ascii=False),
-    }
+def revision_prompt(question: Prompt, critique: str) -> Prompt:
+    """Return the prompt for a revision, after a critique that answered `question`."""
+    if isinstance(question, str):
+        return REVISION_TEXT.format(critique_prompt=question, critique=critique)
+    return [*question, {"role": "assistant", "content": critique}, {"role": "user", "content": REVISION_TURN}]

@@ -1,8 +1,8 @@
-"""Texts out of a policy: prompts are rendered, completions sampled and decoded, and a ledger keeps what was sampled.
+"""Sample texts from a policy, and keep them in a ledger.
 
-All randomness of a completion derives from (seed, prompt content, index). So it depends neither on the order of the
-prompts nor on the shard; on the batch only by float rounding (rollouts/local.py), which is why a chunk that a kill has
-left half kept is sampled once more in its old shape. Knows a tokenizer, a backend and a ledger; no judge.
+All randomness of a completion derives from (seed, prompt content, index), so it does not depend on the order of the
+prompts or on the shard. It depends on the batch only by float rounding (rollouts/local.py); therefore a chunk that is
+only partly in the ledger is sampled again in its old shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onetrunk.types import Prompt, SampledText
 
 @dataclass(frozen=True)
 class PromptItem:
-    """A prompt on its way: its content hash, and the token ids that the policy is given."""
+    """A prompt with its content hash and the token ids that the policy reads."""
 
     prompt: Prompt
     key: str
@@ -34,16 +34,16 @@ class PromptItem:
 
 @dataclass
 class TextSampler:
-    """Samples texts, and never twice what a ledger holds.
+    """Samples texts, and reads those that the ledger holds instead of sampling them again.
 
     Args:
-        backend: in-process or not; synced to the policy by whoever made it.
+        backend: already synced to the policy.
         tokenizer: of the policy.
         params: of every completion.
-        identity: what the policy is (fingerprints), as JSON values: a part of every key.
+        identity: fingerprints of the policy, as JSON values; part of every key.
         seed: of all draws, below 2**32.
         ledger: keeps the completions; None: only `draw` can be called.
-        num_sampled: completions that were sampled rather than found.
+        num_sampled: completions sampled so far, without those from the ledger.
     """
 
     backend: RolloutBackend
@@ -56,29 +56,53 @@ class TextSampler:
     num_sampled: int = 0
 
     def sample(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
-        """Return `num_completions` texts per prompt.
+        """Return `num_completions` texts for each prompt of a chunk.
 
-        Where one of the chunk is missing in the ledger, all are sampled: only the same batch gives the same bits.
-
-        Args:
-            items: a chunk.
-            num_completions: per prompt.
+        If one of them is missing in the ledger, all are sampled: only the same batch gives the same bits.
         """
-        found = self.kept(items, num_completions)
-        if found is None:
-            # One prompt in two places is one: it would draw the same random numbers twice.
-            once = list({item.key: item for item in items}.values())
-            self.keep(once, self.draw(once, num_completions))
-            found = self.kept(items, num_completions)
-        return found
+        texts = self.kept(items, num_completions)
+        if texts is None:
+            # Equal prompts are sampled once: they would draw the same random numbers.
+            unique = list({item.key: item for item in items}.values())
+            self.keep(unique, self.draw(unique, num_completions))
+            texts = self.kept(items, num_completions)
+        return texts
+
+    def kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]] | None:
+        """Return the texts of a chunk from the ledger; None if one of them is missing."""
+        values = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
+        if any(value is None for row in values for value in row):
+            return None
+        return [
+            [SampledText(value) if isinstance(value, str) else SampledText(**value) for value in row] for row in values
+        ]
+
+    def draw(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
+        """Sample `num_completions` texts for each of some different prompts, without the ledger."""
+        rows = [(item, index) for item in items for index in range(num_completions)]
+        keys = [(self.seed, *prompt_words(item.key), index) for item, index in rows]
+        rollout = self.backend.generate([item.token_ids for item, _ in rows], self.params, keys)
+        self.num_sampled += len(rows)
+        # As text also after a conversation: a judge reads texts.
+        texts = [
+            SampledText(decode_completion(self.tokenizer, ids, stopped, ""), bool(stopped))
+            for ids, stopped in zip(rollout.completion_ids, rollout.stopped, strict=True)
+        ]
+        return [texts[start : start + num_completions] for start in range(0, len(texts), num_completions)]
+
+    def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> None:
+        """Put sampled texts into the ledger: as a string, or as a dict if the completion was cut off."""
+        for item, texts in zip(items, completions, strict=True):
+            for index, sampled in enumerate(texts):
+                self.ledger.put(self.key(item, index), sampled.text if sampled.stopped else asdict(sampled))
 
     def key(self, item: PromptItem, index: int) -> str:
-        """Return what a completion of this prompt is kept under."""
+        """Return the ledger key of a completion of this prompt."""
         about = {"model": self.identity, "sampling": asdict(self.params), "seed": self.seed, "index": index}
         return digest({"completion": about, "prompt": item.key, "token_ids": item.token_ids})
 
     def items(self, prompts: Sequence[Prompt], max_prompt_length: int | None = None) -> list[PromptItem]:
-        """Return prompts made on the way (critiques, say) as items; a longer one keeps its end.
+        """Tokenize prompts that are made during the run, such as critiques; a longer one keeps its end.
 
         Args:
             prompts: all texts, or all conversations.
@@ -96,46 +120,13 @@ class TextSampler:
             for prompt, ids in zip(prompts, rows["prompt_ids"], strict=True)
         ]
 
-    def draw(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
-        """Return `num_completions` texts per prompt, sampled now, whatever the ledger holds.
-
-        Args:
-            items: different prompts.
-            num_completions: per prompt.
-        """
-        rows = [(item, index) for item in items for index in range(num_completions)]
-        keys = [(self.seed, *prompt_words(item.key), index) for item, index in rows]
-        rollout = self.backend.generate([item.token_ids for item, _ in rows], self.params, keys)
-        self.num_sampled += len(rows)
-        # As text also after a conversation: a judge reads texts.
-        texts = [
-            SampledText(decode_completion(self.tokenizer, ids, stopped, ""), bool(stopped))
-            for ids, stopped in zip(rollout.completion_ids, rollout.stopped, strict=True)
-        ]
-        return [texts[start : start + num_completions] for start in range(0, len(texts), num_completions)]
-
-    def kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]] | None:
-        """Return the texts of a chunk from the ledger; None where one of them is missing."""
-        values = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
-        if any(value is None for row in values for value in row):
-            return None
-        return [
-            [SampledText(value) if isinstance(value, str) else SampledText(**value) for value in row] for row in values
-        ]
-
-    def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> None:
-        """Put sampled texts into the ledger: as a string, or as a dict where the completion was cut off."""
-        for item, texts in zip(items, completions, strict=True):
-            for index, sampled in enumerate(texts):
-                self.ledger.put(self.key(item, index), sampled.text if sampled.stopped else asdict(sampled))
-
 
 def encoded(rows: Dataset, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Dataset:
-    """Return `prepare_prompts` of rows without its progress bar: here it would be one per chunk."""
-    was_off = are_progress_bars_disabled()
+    """Return `prepare_prompts` of rows without its progress bar, which would appear once per chunk."""
+    was_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         return prepare_prompts(rows, tokenizer, **settings)
     finally:
-        if not was_off:
+        if not was_disabled:
             enable_progress_bars()

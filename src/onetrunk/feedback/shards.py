@@ -1,8 +1,7 @@
-"""Rows become files, whole or absent; prompts are divided among jobs by what they say.
+"""Write rows to files that are whole or absent, and divide prompts among jobs by their content.
 
-A prompt belongs to shard `hash mod n`, wherever it stands in the input: the shards of any division are disjoint, and
-together they are the whole. A file is written beside its name and renamed when complete. Knows prompts and rows; no
-judge and no model.
+A prompt belongs to shard `hash mod n`, wherever it stands in the input. So the shards of any division are disjoint and
+together hold every prompt. A file is written under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Shard:
         """Read "i/n".
 
         Raises:
-            ValueError: says what i and n may be.
+            ValueError: not of that form, or i is not below n.
         """
         match = _SHARD.fullmatch(text.strip())
         index, count = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -51,11 +50,11 @@ class Shard:
         return cls(index, count)
 
     def takes(self, prompt_key: str) -> bool:
-        """Say whether a prompt of this key belongs here."""
+        """Return whether a prompt with this key belongs to the shard."""
         return int(prompt_key, 16) % self.count == self.index
 
     def suffix(self) -> str:
-        """Return what a file's name has before its ending: nothing for the whole."""
+        """Return what a file's name has before its extension; nothing for the only shard."""
         return "" if self.count == 1 else f"-{self.index:05d}-of-{self.count:05d}"
 
 
@@ -73,7 +72,7 @@ def table_schema(columns: dict[str, type], conversational: bool) -> pa.Schema:
     """Return the Parquet columns.
 
     Args:
-        columns: name -> str, float, bool, or list for what is a text or, `conversational`, a list of messages.
+        columns: name -> str, float, bool, or list for a column of texts or, if `conversational`, lists of messages.
     """
     plain = {str: pa.string(), float: pa.float64(), bool: pa.bool_()}
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -83,13 +82,13 @@ def table_schema(columns: dict[str, type], conversational: bool) -> pa.Schema:
 
 @contextlib.contextmanager
 def rows_file(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[Rows], None]]:
-    """Yield a function that takes rows one after the other; when the block ends well they are `path`.
+    """Yield a function that appends rows; `path` appears when the block ends without an error.
 
-    What a killed writer of the same file has left is deleted first: the caller holds the folder's lock.
+    First deletes the temporary files of a killed writer: the caller holds the folder's lock.
 
     Args:
         path: ends in .jsonl or .parquet.
-        schema: called when the first rows are there, or at the end; read for Parquet only.
+        schema: for Parquet only; called with the first rows, or at the end.
     """
     delete_temporaries(path.parent, path.name)
     with atomic_path(path) as temporary:
@@ -122,7 +121,7 @@ def _parquet(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[
         yield write
         while waiting:
             flush()
-        # Without a group: datasets cannot read one that is empty.
+        # An empty file gets no row group: datasets cannot read an empty one.
         writer = writer or pq.ParquetWriter(path, schema())
     finally:
         if writer is not None:
@@ -130,7 +129,7 @@ def _parquet(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that `rows_file` has written.
+    """Yield the rows of a file that `rows_file` wrote.
 
     Raises:
         RuntimeError: the file is missing or damaged.
@@ -143,14 +142,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         with open(path, encoding="utf-8") as file:
             yield from (json.loads(line) for line in file)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise RuntimeError(f"{path} cannot be read ({error}); make it anew") from error
+        raise RuntimeError(f"{path} cannot be read ({error}); delete it and make it again") from error
 
 
 def shard_files(path: Path, count: int) -> list[Path]:
     """Return the files of `count` shards of `path`, in order.
 
     Raises:
-        RuntimeError: some are missing; the sentence says which.
+        RuntimeError: some are missing.
     """
     files = [path.with_name(f"{path.stem}{Shard(i, count).suffix()}{path.suffix}") for i in range(count)]
     missing = [f"{i}/{count}" for i, file in enumerate(files) if not file.is_file()]

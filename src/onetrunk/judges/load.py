@@ -167,7 +167,7 @@ def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None =
 
     Args:
         settings: with at least one spec in `judge`.
-        resolve: makes a function of a text in `rubric`; `rewards.base.resolve_reward`, from above. None: the rubric
+        resolve: makes a function of a text in `rubric`; `rewards.resolve.resolve_reward`, from above. None: the rubric
             holds functions.
 
     Raises:

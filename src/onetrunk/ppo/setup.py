@@ -30,11 +30,12 @@ from onetrunk.ppo.checks import check_launch, check_lengths, check_model, check_
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import MemoryCheck
 from onetrunk.ppo.sampling import Sampler
-from onetrunk.rewards.base import RewardFunction, names_a_model
+from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 

@@ -1,4 +1,4 @@
-'''Rewards: numbers for completions, from functions of yours, from functions written for TRL, or from a model.
+'''Rewards: one number per completion, from your own functions, functions written for TRL, a model or a judge.
 
 A reward function is a plain function (or an async one, or an object with `__call__`) that takes keywords and returns
 one number per completion, or None where it does not apply:
@@ -8,35 +8,41 @@ one number per completion, or None where it does not apply:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
         return [float("thank you" in text) if words else None for text, words in zip(texts, min_words)]
 
-It receives `prompts`, `completions` (text, or a list with one assistant message after a conversation),
-`completion_ids`, `completion_stopped` (False for a completion that was cut off at max_completion_length), every other
-column of the dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes what it does
-not use. The lists are the function's own copies. In YAML it is named by a dotted path,
-"my_package.rewards.ends_politely", or by a file, "rewards.py:ends_politely"; a reward model by its folder or Hub name,
-or by the address of a server, "http://127.0.0.1:8000/classify#model=my-reward-model" (see `rewards/remote.py`).
-Several are summed with weights:
+It receives `prompts`, `completions` (texts, or lists with one assistant message for conversations), `completion_ids`,
+`completion_stopped` (False for a completion that was cut off at max_completion_length), every other column of the
+dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
+It may change these lists: they are copies.
+
+| in YAML | reward |
+|---|---|
+| "my_package.rewards.ends_politely", "rewards.py:ends_politely" | a function |
+| a folder, a Hub name | `ModelReward`, or an adapter on the trunk |
+| "ensemble:runs/rm-0,runs/rm-1,penalty=0.5" | `EnsembleReward` |
+| "http://127.0.0.1:8000/classify#model=my-reward-model" | `RemoteReward` |
+| judge, with the settings of the judge | `JudgeReward`: its rating |
+| pairwise, with the settings of the judge | `PairwiseReward`: beta * log P(better than the reference) |
+
+Several rewards are summed with weights:
 
     rewards = RewardSet([ends_politely, ModelReward("path/to/reward-model")], weights=[0.5, 1.0])
     scores = rewards.score(prompts, completions, completion_ids, {"min_words": [3, 0]})
 
-A judge of words can be a reward too: JudgeReward is its rating, PairwiseReward beta * log P(better than what the
-reference said); in YAML `judge` and `pairwise`, beside the settings of the judge.
-
-A resumed run compares what its rewards are computed from (`rewards/contents.py`): the source file of a function and
-the values in its closure, the attributes of an object (without those whose name begins with an underscore), the
-columns that a function reads, the weights of a model, the address of a server. Changes are listed and rejected, unless
-`allow_config_change` is set.
-
 A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
 update. An error in a function stops the run and names the function.
+
+A resumed run compares what its rewards are computed from (`contents.py`): the source file of a function and the values
+in its closure, the attributes of an object (except those whose name begins with an underscore), the columns that a
+function reads, the weights of a model, the address of a server. A change is an error unless `allow_config_change` is
+set.
 '''
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores, resolve_reward
+from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty, score_moments
 
 __all__ = [

@@ -1,6 +1,7 @@
 """Several reward functions become one score per completion: a weighted sum over the functions that apply.
 
-Knows how reward functions are called, alone and concurrently, and what they may return. Knows no model and no trainer.
+Checks the signature of each function before it is called and its result after. Synchronous functions are called one
+after the other, asynchronous ones together on an event loop in a background thread.
 """
 
 from __future__ import annotations
@@ -17,37 +18,32 @@ from typing import Any
 
 import torch
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, resolve_reward, unique_names
+from onetrunk.rewards.base import Completion, RewardFunction, Scores, is_async, unique_names
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.model import TrunkReward
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.types import Prompt
 
-# Given under another name, or ours alone: not passed on as columns.
+# Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
-# Not among TRL's keywords: a function that lists all of those and has no **kwargs is called without it.
+# Not one of TRL's keywords: a function without **kwargs that does not list it is called without it.
 OPTIONAL = "completion_stopped"
-
-
-def _ignore(*_args: Any, **_kwargs: Any) -> None:
-    """Stand in for `log_extra` and `log_metric` where nobody listens."""
 
 
 class RewardSet:
     """The reward functions of a run, their names and their weights.
 
     Args:
-        functions: one, or several: callables, or texts for `resolve_reward`.
-        weights: one number per function; None for 1 each.
+        functions: one or several callables, or texts for `resolve_reward`.
+        weights: one number per function; None: 1 each.
 
     Raises:
-        ValueError: no function, or weights that are not one finite number per function.
+        ValueError: no function, or not one finite weight per function.
     """
 
     def __init__(
-        self,
-        functions: str | RewardFunction | Sequence[str | RewardFunction],
-        weights: Sequence[float] | None = None,
+        self, functions: str | RewardFunction | Sequence[str | RewardFunction], weights: Sequence[float] | None = None
     ) -> None:
         listed = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not listed:
@@ -69,26 +65,26 @@ class RewardSet:
                 " can be a branch of it: merge the others into their base model and give those folders"
             )
         self.trunk_reward = on_trunk[0] if on_trunk else None
-        # Computed here, right after the files were read: they may be edited later while the run goes on.
+        # Computed here, right after the files were read: they may be edited while the run is in progress.
         self.contents = {n: content_of(f) for n, f in zip(self.names, self.functions, strict=True)}
 
     def columns_read(self, columns: Iterable[str]) -> list[str]:
         """Return the dataset's columns that any of the functions reads, or may read."""
-        given = [name for name in columns if name not in OWN_COLUMNS]
-        read = {name for function in self.functions for name in columns_read(function, given)}
-        return [name for name in given if name in read]
+        names = [name for name in columns if name not in OWN_COLUMNS]
+        read = {name for function in self.functions for name in columns_read(function, names)}
+        return [name for name in names if name in read]
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Refuse now what a call with these dataset columns would refuse: a function that lacks or rejects a keyword.
+        """Check that every function can be called with these dataset columns.
 
         Raises:
-            TypeError: names the function, the keyword, and what to change.
+            TypeError: a function needs a keyword that is missing, or rejects one.
         """
         keywords = ["prompts", "completions", "completion_ids", *EXTRAS]
         keywords += [name for name in columns if name not in OWN_COLUMNS and name not in keywords]
         keywords = [name for name in keywords if name != OPTIONAL]
         for name, function in zip(self.names, self.functions, strict=True):
-            _check_signature(name, function, [*keywords, OPTIONAL] if _takes(function, OPTIONAL) else keywords)
+            _check_signature(name, function, [*keywords, OPTIONAL] if _takes_optional(function) else keywords)
 
     def score(
         self,
@@ -102,8 +98,6 @@ class RewardSet:
     ) -> Scores:
         """Score n completions with every function.
 
-        Synchronous functions run one after the other in this thread, asynchronous ones then together in one loop.
-
         Args:
             prompts: n texts or conversations.
             completions: n texts, or lists of one message.
@@ -111,22 +105,21 @@ class RewardSet:
             columns: the dataset's columns, n entries each.
             trunk_scores: returns the n scores of the reward adapter on the trunk; called when all others are done.
             completion_stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
-            extras: `trainer_state`, `log_extra`, `log_metric` for the functions, and whatever else they should get.
+            extras: `trainer_state`, `log_extra`, `log_metric`, and other keywords for the functions.
 
         Raises:
-            RuntimeError: a function raised; its own error is the cause.
+            RuntimeError: a function raised an error, which is the cause.
             TypeError: a function's signature does not fit, or it returned something that is not a number.
-            ValueError: a list of the wrong length, from the caller or from a function.
+            ValueError: a list has the wrong length, from the caller or from a function.
         """
         stopped = [True] * len(prompts) if completion_stopped is None else list(completion_stopped)
-        given = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped, **columns}
-        for name, entries in given.items():
+        lists = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped, **columns}
+        for name, entries in lists.items():
             if len(entries) != len(prompts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(prompts)} prompts; give one each")
         self.check_columns([*columns, *extras])
-        passed = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
         keywords = {
-            **passed,
+            **{name: entries for name, entries in columns.items() if name not in OWN_COLUMNS},
             "trainer_state": None,
             "log_extra": _ignore,
             "log_metric": _ignore,
@@ -146,25 +139,29 @@ class RewardSet:
         for index, function in enumerate(self.functions):
             if index not in waiting and function is not self.trunk_reward:
                 try:
-                    results[index] = function(**_own_keywords(function, keywords))
+                    results[index] = function(**_copied_keywords(function, keywords))
                 except BaseException as error:
                     if _ends_the_run(error):
                         raise
                     raise _failure(self.names[index], error) from error
         if waiting:
-            calls = [self.functions[index](**_own_keywords(self.functions[index], keywords)) for index in waiting]
+            calls = [self.functions[i](**_copied_keywords(self.functions[i], keywords)) for i in waiting]
             for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
                 if isinstance(result, BaseException):
                     raise _failure(self.names[index], result) from result
                 results[index] = result
         if self.trunk_reward is not None:
-            # The trunk's errors are the run's own, and no reward function's.
+            # Errors of the trunk are not reported as those of a reward function.
             results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
 
 
+def _ignore(*_args: Any, **_kwargs: Any) -> None:
+    """Replace `log_extra` and `log_metric` if the caller gives none."""
+
+
 def _ends_the_run(error: BaseException) -> bool:
-    """Say whether an error is a way to end the process or the run (Ctrl-C, exit, our signals), and no failure."""
+    """Return whether an exception ends the process or the run (Ctrl-C, exit, our signals) and is not a failure."""
     ends = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
     return ends or (not isinstance(error, Exception) and type(error).__module__.partition(".")[0] == "onetrunk")
 
@@ -178,26 +175,26 @@ def _failure(name: str, error: BaseException) -> RuntimeError:
 
 
 def _place(error: BaseException) -> str:
-    """Return " (file:line)" of where an error was raised, and the function's own line where that is elsewhere."""
+    """Return " (file:line)" of the reward function, and of where the error was raised if that is elsewhere."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     if not frames:
         return ""
     raised = frames[-1]
-    # The first frame is the reward function's: what it called last in its own file is what its author can change.
-    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    where = f"{own.filename}:{own.lineno}"
-    return f" ({where})" if own is raised else f" ({where}, raised at {raised.filename}:{raised.lineno})"
+    # The first frame is the reward function's. Its author can change the last call in the same file.
+    caller = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    where = f"{caller.filename}:{caller.lineno}"
+    return f" ({where})" if caller is raised else f" ({where}, raised at {raised.filename}:{raised.lineno})"
 
 
 async def _all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    # Errors are collected, not raised at once: no call is left running behind the back of the trainer.
+    # Errors are collected and raised later, so that no call is still running when the trainer stops.
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 class _BackgroundLoop:
     """One event loop in a daemon thread, started at its first use and kept, so that clients bound to it stay valid.
 
-    It works from inside a running loop (a notebook's) too. A forked process has no such thread and starts its own.
+    It also works inside a running loop (a notebook's). A forked process starts a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -220,30 +217,36 @@ class _BackgroundLoop:
 _LOOP = _BackgroundLoop()
 
 
-def _takes(function: Callable[..., Any], keyword: str) -> bool:
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a function; None for one that is written in C and has no signature."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return False
-    return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
+        return None
 
 
-def _own_keywords(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def _takes_optional(function: Callable[..., Any]) -> bool:
+    return any(
+        p.kind is p.VAR_KEYWORD or (p.name == OPTIONAL and p.kind is not p.POSITIONAL_ONLY)
+        for p in _parameters(function) or []
+    )
+
+
+def _copied_keywords(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of one call, with copies of all lists: a function may change what it receives."""
-    own = dict(keywords) if _takes(function, OPTIONAL) else {n: v for n, v in keywords.items() if n != OPTIONAL}
-    for name, value in own.items():
-        if name == "completion_ids":  # A deep copy looks at every integer.
-            own[name] = [list(ids) for ids in value]
-        elif isinstance(value, list):
-            own[name] = copy.deepcopy(value)
-    return own
+    copies = {}
+    for name, value in keywords.items():
+        if name == "completion_ids":  # Faster than a deep copy, which looks at every integer.
+            copies[name] = [list(ids) for ids in value]
+        elif name != OPTIONAL or _takes_optional(function):
+            copies[name] = copy.deepcopy(value) if isinstance(value, list) else value
+    return copies
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return  # A callable of C has no signature to read; the call itself will tell.
+    parameters = _parameters(function)
+    if parameters is None:
+        return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     rejected = [keyword for keyword in keywords if keyword not in {p.name for p in named}]

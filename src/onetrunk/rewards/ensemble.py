@@ -1,9 +1,9 @@
-"""Several reward models as one reward: their mean, less a penalty where they disagree.
+"""Several reward models as one reward: their mean score, minus a penalty on their disagreement.
 
-Where a policy leaves the rows that reward models were trained on, the models come apart; a penalty on their spread
-keeps PPO from living off the mistakes of one of them. In YAML: `reward_funcs: ["ensemble:runs/rm-0,runs/rm-1,
-penalty=0.5"]`. Knows reward models by name and their scales; no policy. After Coste et al. 2023 (2310.02743), who
-subtract the variance; here it is the standard deviation, which has the unit of the score.
+Reward models disagree most on rows unlike those they were trained on. The penalty keeps PPO from exploiting the
+mistakes of one of them there. In YAML: `reward_funcs: ["ensemble:runs/rm-0,runs/rm-1,penalty=0.5"]`.
+Source: Coste et al. 2023 (arXiv:2310.02743), who subtract the variance; we subtract the standard deviation, which has
+the unit of the score.
 """
 
 from __future__ import annotations
@@ -17,46 +17,23 @@ import torch
 from torch import Tensor
 
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
-from onetrunk.models.scorer import SCALE_FILE, ScoreScale, read_score_scale
+from onetrunk.models.scorer import SCALE_FILE, ScoreScale, adapter_tokenizer, read_score_scale
 from onetrunk.rewards.base import Completion
-from onetrunk.rewards.model import ModelReward, adapter_tokenizer
+from onetrunk.rewards.model import ModelReward
 from onetrunk.types import Prompt
 
 PREFIX = "ensemble:"
 
 
-def load_reward(name: str | Path, *, device: torch.device | str | None = None, **settings: Any) -> ModelReward:
-    """Return the reward model at `name` with its own tokenizer; an adapter is loaded on a base model of its own.
-
-    Args:
-        name: folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
-        device: None leaves it on the CPU.
-        **settings: of ModelReward (batch_size, max_length, dtype).
-
-    Raises:
-        ValueError: a model or an adapter without a trained score head.
-        RuntimeError: nothing loadable there.
-    """
-    name = str(name)
-    if not is_adapter_name(name):
-        return ModelReward(name, device=device, **settings)
-    model = load_adapter_scorer(name, device=device, dtype=settings.pop("dtype", None))
-    tokenizer = adapter_tokenizer(name)
-    if tokenizer is None:
-        return ModelReward(model, read_score_adapter(name).base, name=Path(name).name, **settings)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return ModelReward(model, tokenizer, name=Path(name).name, **settings)
-
-
 class EnsembleReward:
-    """Mean of the members' standardised scores less `penalty` times their standard deviation (that of a population).
+    """The mean of the members' standardised scores, minus `penalty` times their (population) standard deviation.
 
     Args:
-        paths: folders or Hub names of two reward models or more, each with its scale beside it (`onetrunk reward` and
-            `onetrunk distill` write it): without it, zeros that differ would look like disagreement.
-        penalty: in standard deviations of a score for each of disagreement; 0 or more.
-        batch_size: texts of one forward.
-        device: None leaves them on the CPU.
+        paths: folders or Hub names of two reward models or more. Each needs its scale file, which `onetrunk reward`
+            and `onetrunk distill` write: without it, different zero points would look like disagreement.
+        penalty: score units per unit of disagreement; 0 or more.
+        batch_size: texts per forward.
+        device: None: the CPU.
         name: for metrics; the disagreement is logged as `score/<name>_disagreement`.
 
     Raises:
@@ -99,7 +76,7 @@ class EnsembleReward:
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return n scores. Of the columns only `completion_stopped` is read, and no token id of the policy."""
+        """Return n scores. Ignores `completion_ids` and all columns but `completion_stopped`."""
         if not prompts:
             return []
         scores = self.member_scores(prompts, completions, columns.get("completion_stopped"))
@@ -109,16 +86,26 @@ class EnsembleReward:
         return (scores.mean(dim=0) - self.penalty * disagreement).tolist()
 
 
+def _scale(name: str) -> ScoreScale:
+    scale = read_score_scale(name)
+    if scale is None:
+        raise ValueError(
+            f"reward model {name} has no {SCALE_FILE}, so its scores can't be compared with another model's;"
+            " `onetrunk reward` writes one, or ScoreScale.of(scores).save(folder) with its scores of some rows"
+        )
+    return scale
+
+
 def names_an_ensemble(spec: str) -> bool:
-    """Say whether a text among the reward functions means an ensemble."""
+    """Return whether a text among the reward functions names an ensemble."""
     return spec.startswith(PREFIX)
 
 
 def ensemble_reward(spec: str, device: torch.device | str | None = None) -> EnsembleReward:
-    """Return the ensemble that "ensemble:PATH,PATH,...,penalty=NUMBER" means; the penalty is 0 where it is left out.
+    """Return the ensemble that "ensemble:PATH,PATH,...,penalty=NUMBER" names; the default penalty is 0.
 
     Raises:
-        ValueError: another form, or what EnsembleReward refuses.
+        ValueError: the text has another form, or EnsembleReward rejects the settings.
     """
     parts = [part.strip() for part in spec.removeprefix(PREFIX).split(",")]
     settings = dict(part.split("=", 1) for part in parts if "=" in part)
@@ -133,11 +120,24 @@ def ensemble_reward(spec: str, device: torch.device | str | None = None) -> Ense
     return EnsembleReward(paths, penalty, device=device)
 
 
-def _scale(name: str) -> ScoreScale:
-    scale = read_score_scale(name)
-    if scale is None:
-        raise ValueError(
-            f"reward model {name} has no {SCALE_FILE} beside it, so its scores can't be compared with another model's;"
-            " `onetrunk reward` writes one, or ScoreScale.of(scores).save(folder) with its scores of some rows"
-        )
-    return scale
+def load_reward(name: str | Path, *, device: torch.device | str | None = None, **settings: Any) -> ModelReward:
+    """Return the reward model at `name` with its own tokenizer; an adapter is loaded on a base model of its own.
+
+    Args:
+        name: folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
+        device: None: the CPU.
+        **settings: of ModelReward (batch_size, max_length, dtype).
+
+    Raises:
+        ValueError: the model or adapter has no trained score head.
+        RuntimeError: nothing can be loaded from there.
+    """
+    name = str(name)
+    if not is_adapter_name(name):
+        return ModelReward(name, device=device, **settings)
+    model = load_adapter_scorer(name, device=device, dtype=settings.pop("dtype", None))
+    tokenizer = adapter_tokenizer(name)
+    if tokenizer is None:
+        return ModelReward(model, read_score_adapter(name).base, name=Path(name).name, **settings)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return ModelReward(model, tokenizer, name=Path(name).name, **settings)

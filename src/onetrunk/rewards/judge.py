@@ -1,14 +1,13 @@
-"""How probably a completion beats another one of the same prompt, as a reward: r = beta * log P(y > y_ref).
+"""The verdicts of a judge as rewards: a rating of each completion, or beta * log P(y > y_ref) against a reference.
 
-y_ref is sampled once per prompt from the model that training starts from, and stays: a column of the rows, or what
-`references` holds. The reward is at most 0; beta * log 1/2 is that of a completion as good as y_ref. Knows judges,
-prompts and texts; samples nothing. In YAML: `reward_funcs: [pairwise]` beside `judge` and `constitution`.
+In YAML: `reward_funcs: [judge]` or `[pairwise]`, with `judge` and `constitution`. Rows on which the judge abstains or
+gives no answer have no reward (None) and are left out of the update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from onetrunk.judges.base import Judge, Pair, digest
@@ -17,17 +16,17 @@ from onetrunk.judges.verdicts import JudgeStatistics, Memory, PairLabel, kept_la
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt, SampledText
 
+COLUMN = "reference_completion"
+AS_GOOD = 0.5
+
 
 class JudgeReward:
-    """The mean rating over the principles of a constitution, by weight.
-
-    Rows of which the judge abstains, or to which it gives no answer, have no reward (None) and are left out of the
-    update.
+    """The judge's mean rating over the principles of a constitution, weighted.
 
     Args:
-        judge: rates.
-        constitution: its principles.
-        memory: of the judge's answers; None: every question is asked.
+        judge: rates the completions.
+        constitution: holds the principles.
+        memory: the judge's earlier answers; None: every question is asked.
         name: for metrics.
     """
 
@@ -50,37 +49,28 @@ class JudgeReward:
         texts = [as_text(completion) for completion in completions]
         stopped = columns.get("completion_stopped")
         labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
-        # A mean over a part of the principles would be another number once the rest is answered.
+        # A mean over some of the principles would change once the others are answered.
         return [None if label.errors else label.score for label in labels]
 
 
-def as_text(completion: Completion) -> str:
-    """Return a completion as the text that a judge reads."""
-    return completion if isinstance(completion, str) else "\n".join(message["content"] for message in completion)
-
-
-COLUMN = "reference_completion"
-AS_GOOD = 0.5
-
-
 class PairwiseReward:
-    """beta * log P(y > y_ref), where a judge that is asked in both orders says P.
+    """beta * log P(y > y_ref), where P comes from a judge that is asked in both orders.
 
-    Rows of which the judge abstains, or to which it gives no answer, have no reward (None) and are left out of the
-    update. A completion equal to y_ref is as good as y_ref; nobody is asked.
+    y_ref is sampled once per prompt from the model that training starts from. It is read from the column
+    `reference_completion` or from `references`. The reward is at most 0; a completion as good as y_ref has
+    beta * log 1/2. For a completion equal to y_ref the judge is not asked.
 
     Args:
-        judge: any; a reward model as a judge makes P = sigmoid(score - score of y_ref).
-        constitution: its principles.
-        beta: above 0; what PPO's own `beta` is measured against.
-        floor: least P that counts, in (0, 1/2): log 0 would be no number, and a judge of plain checks is that sure.
-        references: y_ref, and whether it stopped by itself, by `prompt_key(prompt)`, for rows without the column
-            `reference_completion`.
-        memory: of the judge's answers; None: every question is asked.
+        judge: any judge; for a reward model as the judge, P = sigmoid(score - score of y_ref).
+        constitution: holds the principles.
+        beta: scale, above 0; compare it with PPO's own `beta`.
+        floor: lower bound of P, in (0, 1/2): a judge of plain checks can give P = 0, whose log is infinite.
+        references: `prompt_key(prompt)` -> y_ref, for rows without the column.
+        memory: the judge's earlier answers; None: every question is asked.
         name: for metrics.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting is out of range.
     """
 
     def __init__(
@@ -116,7 +106,7 @@ class PairwiseReward:
         """Return n rewards.
 
         Raises:
-            RuntimeError: a prompt without y_ref.
+            RuntimeError: a prompt has no y_ref.
         """
         references = self._references(prompts, columns.get(COLUMN))
         stopped = columns.get("completion_stopped") or [True] * len(prompts)
@@ -126,11 +116,14 @@ class PairwiseReward:
                 prompts, completions, references, stopped, strict=True
             )
         ]
-        asked = [index for index, pair in enumerate(pairs) if pair.first != pair.second]
-        labels = kept_labels(self.judge, [pairs[i] for i in asked], self.constitution, self.memory) if asked else []
+        different = [index for index, pair in enumerate(pairs) if pair.first != pair.second]
+        labels: list[PairLabel] = []
+        if different:
+            labels = kept_labels(self.judge, [pairs[i] for i in different], self.constitution, self.memory)
         probabilities: list[float | None] = [AS_GOOD] * len(pairs)
-        for index, label in zip(asked, labels, strict=True):
-            probabilities[index] = _decided(label)
+        for index, label in zip(different, labels, strict=True):
+            # A label over some of the questions would change once the others are answered.
+            probabilities[index] = None if label.errors else label.probability
         if "log_metric" in columns:
             self._log(columns["log_metric"], labels, probabilities)
         return [None if p is None else self.beta * math.log(max(p, self.floor)) for p in probabilities]
@@ -138,16 +131,23 @@ class PairwiseReward:
     def _references(self, prompts: Sequence[Prompt], column: Sequence[Completion] | None) -> list[SampledText]:
         if column is not None:
             return [SampledText(as_text(completion)) for completion in column]
-        found = [self.references.get(prompt_key(prompt)) for prompt in prompts]
-        missing = next((prompt for prompt, text in zip(prompts, found, strict=True) if text is None), None)
-        if missing is not None:
-            raise RuntimeError(
-                f"there is no reference completion of the prompt {str(missing)[:80]!r}; add a column {COLUMN} to the"
-                " rows, or have them sampled (ppo.reference_completions) before training"
-            )
-        return found
+        references = []
+        for prompt in prompts:
+            reference = self.references.get(prompt_key(prompt))
+            if reference is None:
+                raise RuntimeError(
+                    f"there is no reference completion of the prompt {str(prompt)[:80]!r}; add a column {COLUMN} to"
+                    " the rows, or have them sampled (ppo.reference_completions) before training"
+                )
+            references.append(reference)
+        return references
 
-    def _log(self, log_metric: Any, labels: Sequence[PairLabel], probabilities: Sequence[float | None]) -> None:
+    def _log(
+        self,
+        log_metric: Callable[[str, float], None],
+        labels: Sequence[PairLabel],
+        probabilities: Sequence[float | None],
+    ) -> None:
         known = [p for p in probabilities if p is not None]
         if known:
             log_metric(f"score/{self.__name__}_probability", sum(known) / len(known))
@@ -159,11 +159,11 @@ class PairwiseReward:
             log_metric(f"score/{self.__name__}_consistency", consistency)
 
 
+def as_text(completion: Completion) -> str:
+    """Return a completion as the text that a judge reads."""
+    return completion if isinstance(completion, str) else "\n".join(message["content"] for message in completion)
+
+
 def prompt_key(prompt: Prompt) -> str:
     """Return the sha256 of a prompt's content."""
     return digest({"prompt": prompt})
-
-
-def _decided(label: PairLabel) -> float | None:
-    # A label over a part of the questions would be another one once the rest is answered.
-    return None if label.errors else label.probability

@@ -1,6 +1,6 @@
-"""A reward model as a reward function.
+"""A reward model as a reward function: a model of its own (`ModelReward`), or an adapter on the trunk (`TrunkReward`).
 
-Knows prompts and completions. What is read of them is `models/scorer.py`; loading and scoring, `models/scorer.py`.
+How prompt and completion become token ids, and token ids become scores, is in `models/scorer.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,17 @@ from onetrunk.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+# Two tokenizers count as the same if they agree on these: case, digits, spaces, line ends, other scripts, symbols.
+SAMPLE_TEXTS = (
+    "The CAT sat there, 1,234 times!",
+    "  two spaces\n\n\tand a tab ",
+    "na\u00efve \u2013 \u6771\u4eac \U0001f642",
+    "{'a': [1.5]}",
+)
+
 
 class ModelReward:
-    """Scores of a sequence-classification model with one label, read with its own tokenizer and chat template.
+    """Scores of a sequence-classification model with one label, with its own tokenizer and chat template.
 
     Plain prompts: prompt + completion, with the tokenizer's own special tokens. Conversations: the messages of both
     through the model's chat template. Texts that are too long lose their beginning, never the end of the completion.
@@ -40,16 +48,16 @@ class ModelReward:
 
     Args:
         model_or_path: a model, or the path or Hub name of one (see `load_scorer`).
-        tokenizer: the model's own, or where it lies; None takes the one beside the model.
-        max_length: tokens of prompt and completion; None for what model and tokenizer allow.
-        batch_size: texts of one forward.
+        tokenizer: the model's own, or its path or name; None: the one next to the model.
+        max_length: tokens of prompt and completion; None: what model and tokenizer allow.
+        batch_size: texts per forward.
         device: None leaves the model where it is.
-        dtype: of the loaded weights; None for the checkpoint's own. A model that is given keeps its own.
-        name: for metrics; None takes the last part of the path.
+        dtype: of the loaded weights; None: the checkpoint's own. Not allowed with a model object.
+        name: for metrics; None: the last part of the path.
         revision: branch, tag or commit on the Hub, of model and tokenizer.
 
     Raises:
-        ValueError: a model that is no scalar reward model, or a setting that cannot work.
+        ValueError: the model is not a scalar reward model, or a setting cannot work.
     """
 
     def __init__(
@@ -66,11 +74,11 @@ class ModelReward:
     ) -> None:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
-        given = isinstance(model_or_path, PreTrainedModel)
-        source = model_or_path.name_or_path if given else scorer_source(model_or_path)
-        # Before the weights are loaded.
-        self.tokenizer = _own_tokenizer(tokenizer, source, revision)
-        if isinstance(model_or_path, PreTrainedModel):
+        is_model = isinstance(model_or_path, PreTrainedModel)
+        source = model_or_path.name_or_path if is_model else scorer_source(model_or_path)
+        # The tokenizer first: an error appears before the weights are loaded.
+        self.tokenizer = _load_tokenizer(tokenizer, source, revision)
+        if is_model:
             if dtype is not None:
                 raise ValueError(
                     f"dtype {dtype} is for a model that is loaded here; convert the model before giving it"
@@ -95,7 +103,7 @@ class ModelReward:
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return n scores. Of the columns only `completion_stopped` is read, and no token id of the policy."""
+        """Return n scores. Ignores `completion_ids` and all columns but `completion_stopped`."""
         if not prompts:
             return []
         rows, num_shortened = encode_rows(
@@ -107,23 +115,16 @@ class ModelReward:
             self.__name__,
             columns.get("completion_stopped"),
         )
-        self._count_shortened(num_shortened, len(rows))
-        return score_token_ids(self.model, rows, self.batch_size).tolist()
-
-    def _count_shortened(self, num_shortened: int, num_texts: int) -> None:
         if num_shortened and not self.num_shortened:
             logger.warning(
-                "reward model %s: %d of %d texts had more than max_length %d tokens and lost their beginning; "
-                "said once, counted on in num_shortened",
-                self.__name__,
-                num_shortened,
-                num_texts,
-                self.max_length,
+                f"reward model {self.__name__}: {num_shortened} of {len(rows)} texts had more than max_length"
+                f" {self.max_length} tokens and lost their beginning; later ones are only counted, in num_shortened"
             )
         self.num_shortened += num_shortened
+        return score_token_ids(self.model, rows, self.batch_size).tolist()
 
 
-def _own_tokenizer(
+def _load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | Path | None, source: str, revision: str | None
 ) -> PreTrainedTokenizerBase:
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
@@ -134,24 +135,11 @@ def _own_tokenizer(
     return read_tokenizer(name, "tokenizer of the reward model", revision=revision)
 
 
-# Case, digits, spaces, line ends, other scripts and what is no letter at all.
-SAMPLE_TEXTS = (
-    "The CAT sat there, 1,234 times!",
-    "  two spaces\n\n\tand a tab ",
-    "na\u00efve \u2013 \u6771\u4eac \U0001f642",
-    "{'a': [1.5]}",
-)
-
-
 class TrunkReward:
-    """The place of a reward adapter among the reward functions; PPOTrainer hands the scores in.
+    """A reward adapter on the trunk. PPOTrainer computes its scores; this object only holds its place and weight.
 
-    It reads the tokens of prompt and completion as the policy has them, chat template and all, so it must have been
-    trained on conversations in the policy's own template; the score is read at the last token that is not its pad
-    token.
-
-    Args:
-        adapter: what was read of it.
+    The adapter reads the token ids of the policy, chat template included, so it must have been trained with the
+    policy's template. The score is read at the last token that is not its pad token.
     """
 
     def __init__(self, adapter: ScoreAdapter):
@@ -159,11 +147,7 @@ class TrunkReward:
         self.__name__ = Path(adapter.name).name
 
     def __call__(self, **columns: Any) -> list[float]:
-        """Refuse: without the trunk there is nothing to score with.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise a RuntimeError: there is nothing to score with outside the trunk."""
         raise RuntimeError("a reward adapter on the trunk is scored by the trunk, with the packs of a rollout")
 
 
@@ -173,17 +157,17 @@ def trunk_reward(
     policy_tokenizer: PreTrainedTokenizerBase,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> TrunkReward:
-    """Read the reward adapter at `name` for a trunk.
+    """Load the reward adapter at `name` for use on a trunk.
 
     Args:
         name: folder or Hub name of a sequence-classification adapter.
         policy_base: name of the trunk's base model.
         policy_tokenizer: makes the tokens that the adapter will read.
-        tokenizer: the adapter's own; None: that in its folder, if there is one.
+        tokenizer: the adapter's own; None: the one in its folder, if any.
 
     Raises:
-        ValueError: it is no scalar reward adapter, was trained on another base, or reads other tokens.
-        RuntimeError: its base model is not there.
+        ValueError: it is not a scalar reward adapter, or it has another base model or another tokenizer.
+        RuntimeError: its base model cannot be found.
     """
     adapter = read_score_adapter(name)
     if not is_same_source(adapter.base, policy_base):
@@ -201,16 +185,17 @@ def trunk_reward(
     return TrunkReward(ScoreAdapter(**vars(adapter) | {"pad_token_id": pad_token_id}))
 
 
-def _check_tokens(name: str, own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    differing = sorted(set(own.get_vocab().items()) ^ set(policy.get_vocab().items()))
-    others = [text for text in SAMPLE_TEXTS if own(text)["input_ids"] != policy(text)["input_ids"]]
-    if differing or others:
-        example = f"token {differing[0][0]!r} is in one of them alone" if differing else f"{others[0]!r} differs"
+def _check_tokens(name: str, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    tokens = sorted(set(tokenizer.get_vocab().items()) ^ set(policy.get_vocab().items()))
+    texts = [text for text in SAMPLE_TEXTS if tokenizer(text)["input_ids"] != policy(text)["input_ids"]]
+    if tokens or texts:
+        example = f"token {tokens[0][0]!r} is in one of them alone" if tokens else f"{texts[0]!r} differs"
         raise ValueError(
             f"the tokenizer of reward adapter {name} is not the policy's ({example}), whose tokens it would read;"
             " merge it into its base model and give that folder, which then runs with a tokenizer of its own"
         )
-    if own.chat_template != policy.chat_template:
+    if tokenizer.chat_template != policy.chat_template:
         logger.warning(
-            "reward adapter %s has another chat template than the policy, in whose it will read conversations", name
+            "reward adapter %s has another chat template than the policy; it will read conversations in the policy's",
+            name,
         )

@@ -1,7 +1,7 @@
-"""Running mean and standard deviation of the scores, merged batch by batch and saved in the checkpoint.
+"""What is done to raw scores before PPO sees them: penalties, and normalisation by running moments.
 
-Knows numbers only. Source of the merge: Chan, Golub, LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for
-Computing Sample Variances", equations 2.1.
+Source of the merge of moments: Chan, Golub, LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing
+Sample Variances", equations 2.1.
 """
 
 from __future__ import annotations
@@ -15,18 +15,62 @@ from torch import Tensor
 SMALLEST_STD = 1e-8
 
 
+def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tensor:
+    """Subtract `penalty` from the score of every completion that was cut off before a stop token.
+
+    Args:
+        scores: [n] one raw number per completion.
+        stopped: [n] bool, True where the completion ended at a stop token.
+        penalty: in units of the score, not negative.
+
+    Returns:
+        [n] of the dtype of `scores`.
+    """
+    _check_penalty("missing_eos_penalty", scores, stopped, penalty)
+    return torch.where(stopped.bool(), scores, scores - penalty)
+
+
+def length_penalty(scores: Tensor, lengths: Tensor, max_completion_length: int, penalty: float) -> Tensor:
+    """Subtract `penalty * length / max_completion_length` from every score.
+
+    Args:
+        scores: [n] one raw number per completion.
+        lengths: [n] tokens of the completion, including the stop token.
+        max_completion_length: tokens of the longest possible completion.
+        penalty: in units of the score, at the full length; not negative.
+
+    Returns:
+        [n] of the dtype of `scores`.
+    """
+    _check_penalty("length_penalty", scores, lengths, penalty)
+    if max_completion_length < 1:
+        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length}")
+    return scores - penalty * lengths.to(scores.dtype) / max_completion_length
+
+
+def _check_penalty(name: str, scores: Tensor, per_row: Tensor, penalty: float) -> None:
+    if scores.shape != per_row.shape:
+        raise ValueError(
+            f"{name}: scores {tuple(scores.shape)} and {tuple(per_row.shape)} differ; give one entry per row"
+        )
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise ValueError(
+            f"{name} must be a finite number of at least 0, got {penalty}; it is subtracted from the score"
+        )
+
+
 def score_moments(scores: Tensor) -> tuple[float, float, float]:
-    """Return (count, mean, m2) of the finite entries of `scores`, computed in float64; (0, 0, 0) if there is none."""
-    kept = scores[torch.isfinite(scores)].double()
-    if kept.numel() == 0:
+    """Return (count, mean, m2) of the finite entries of `scores` in float64; (0, 0, 0) if there are none."""
+    finite = scores[torch.isfinite(scores)].double()
+    if finite.numel() == 0:
         return 0.0, 0.0, 0.0
-    mean = kept.mean()
-    return float(kept.numel()), float(mean), float((kept - mean).square().sum())
+    mean = finite.mean()
+    return float(finite.numel()), float(mean), float((finite - mean).square().sum())
 
 
 @dataclass
 class RunningMoments:
-    """Moments of every score seen so far.
+    """Moments of all scores so far, merged batch by batch and saved in the checkpoint.
 
     Args:
         count: number of scores.
@@ -40,14 +84,14 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Return the unbiased standard deviation; 0 before the second score."""
+        """The unbiased standard deviation; 0 before the second score."""
         return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, count: float, mean: float, m2: float) -> None:
         """Merge the moments of more scores; a count of 0 changes nothing.
 
         Raises:
-            ValueError: moments that no scores have: negative or non-finite.
+            ValueError: a value is non-finite, or count or m2 is negative.
         """
         _check_moments(count, mean, m2)
         if count == 0:
@@ -59,14 +103,14 @@ class RunningMoments:
         self.count = total
 
     def normalize(self, scores: Tensor, shift_mean: bool = True, clip: float | None = None) -> Tensor:
-        """Return `scores` less the mean, divided by the standard deviation, then clipped; NaN stays NaN.
+        """Return (`scores` - mean) / std, then clipped; NaN stays NaN.
 
-        While fewer than two scores were seen, or all were equal, the scale is left as it is.
+        Does not divide while there are fewer than two scores or all are equal.
 
         Args:
             scores: [n] raw scores.
-            shift_mean: False divides only, so that the sign of a score stays.
-            clip: largest absolute value of the result; None for no limit.
+            shift_mean: False only divides, so that scores keep their sign.
+            clip: largest absolute value of the result; None: no limit.
         """
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be greater than 0 or None, got {clip}")
@@ -75,14 +119,14 @@ class RunningMoments:
         return scaled if clip is None else scaled.clamp(-clip, clip)
 
     def state_dict(self) -> dict[str, float]:
-        """Return count, mean and m2 as floats, which JSON keeps exactly."""
+        """Return count, mean and m2 as floats, which JSON stores exactly."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the moments that `state_dict` gave.
+        """Restore the moments of a `state_dict`.
 
         Raises:
-            ValueError: other keys, or moments that no scores have.
+            ValueError: the keys differ, or the values are invalid as in `update`.
         """
         if set(state) != {"count", "mean", "m2"}:
             raise ValueError(f"the state of RunningMoments has the keys {sorted(state)}; expected count, m2, mean")
@@ -95,48 +139,4 @@ def _check_moments(count: float, mean: float, m2: float) -> None:
         raise ValueError(
             f"moments must be finite with count and m2 at least 0, got count {count}, mean {mean}, m2 {m2}; "
             "leave non-finite scores out (score_moments does)"
-        )
-
-
-def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tensor:
-    """Subtract `penalty` from the score of every completion that was cut off before a stop token.
-
-    Args:
-        scores: [n] one raw number per completion.
-        stopped: [n] bool, True where the completion ended at a stop token.
-        penalty: in units of the score, not negative.
-
-    Returns:
-        [n] of the dtype of `scores`.
-    """
-    _check("missing_eos_penalty", scores, stopped, penalty)
-    return torch.where(stopped.bool(), scores, scores - penalty)
-
-
-def length_penalty(scores: Tensor, lengths: Tensor, max_completion_length: int, penalty: float) -> Tensor:
-    """Subtract `penalty * length / max_completion_length` from every score.
-
-    Args:
-        scores: [n] one raw number per completion.
-        lengths: [n] tokens of the completion, the stop token included.
-        max_completion_length: tokens of the longest completion that can be.
-        penalty: in units of the score, at the full length; not negative.
-
-    Returns:
-        [n] of the dtype of `scores`.
-    """
-    _check("length_penalty", scores, lengths, penalty)
-    if max_completion_length < 1:
-        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length}")
-    return scores - penalty * lengths.to(scores.dtype) / max_completion_length
-
-
-def _check(name: str, scores: Tensor, per_row: Tensor, penalty: float) -> None:
-    if scores.shape != per_row.shape:
-        raise ValueError(
-            f"{name}: scores {tuple(scores.shape)} and {tuple(per_row.shape)} differ; give one entry per row"
-        )
-    if not (math.isfinite(penalty) and penalty >= 0):
-        raise ValueError(
-            f"{name} must be a finite number of at least 0, got {penalty}; it is subtracted from the score"
         )

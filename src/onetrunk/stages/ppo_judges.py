@@ -18,8 +18,9 @@ from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import FOLDER, sample_references
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.base import RewardFunction, resolve_reward
+from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.ppo import JUDGE, PAIRWISE, PPOJudgeArguments
 
 

@@ -21,8 +21,8 @@ from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
-from onetrunk.rewards.base import resolve_reward
 from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval.arguments import EvalArguments
 from onetrunk.stages.eval.sides import Answers, named_opponent

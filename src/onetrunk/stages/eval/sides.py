@@ -21,9 +21,10 @@ from onetrunk.models.score_adapter import is_adapter_name
 from onetrunk.models.sources import adapter_base, is_same_source
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.ppo.setup import base_name, policy_tokenizer
-from onetrunk.rewards.base import Completion, RewardFunction, Scores, names_a_model
+from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import SAMPLE_TEXTS, TrunkReward
+from onetrunk.rewards.resolve import names_a_model
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval.arguments import EvalArguments
 from onetrunk.types import Prompt

@@ -1,7 +1,6 @@
-"""What a recipe can say about preference data: which prompts, how they are sampled and paired, what is written where.
+"""The settings of `onetrunk prefs`: prompts, sampling, pairing, and output.
 
-A dataclass for TrlParser: one field is one YAML key and one command line option. What judges are asked is in
-`judges/load.py`. Knows no rows and no model.
+One field is one YAML key and one command line option. The settings of judges are in `judges/load.py`.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,8 @@ from onetrunk.utils.randomness import require_seed
 
 MODES = ("pairs", "revise")
 ENGINES = ("local", "ray")
-# What decides the rows: a folder belongs to one value of each. The rest (chunks, rows at once, samples shown) may
-# change between a run and its resumption.
+# The settings that decide the rows: an output folder belongs to one value of each. The others (chunk size, printed
+# samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
     " both_orders keep_ties num_revisions max_critique_length seed max_prompt_length overlong_prompts"
@@ -30,72 +29,72 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 @dataclass
 class PrefsArguments(DatasetArguments):
-    """Prompts, how they are answered, and how the answers become rows. Names of sampling are those of PPOConfig."""
+    """Prompts, how completions are sampled (names as in PPOConfig), and how they become rows."""
 
-    # What is made
+    # Output
     mode: str = _option(
         "pairs",
-        "pairs: completions are compared by a judge and become preferences. revise: they are criticised by a principle"
-        " and written anew, and become rows for sft.",
+        "pairs: a judge compares completions, which become preferences. revise: the model criticises its completions"
+        " by a principle and rewrites them; they become rows for sft.",
         MODES,
     )
     output_dir: str | None = _option(None, "Folder for the rows, the ledger, statistics and a dataset card.")
     overwrite_output_dir: bool = _option(
-        False, "Replace the rows that other settings have left in output_dir. Its ledger stays, and is used."
+        False, "Replace the rows of other settings in output_dir. Its ledger is kept and used."
     )
-    output_format: str = _option("jsonl", "Of the rows.", FORMATS)
+    output_format: str = _option("jsonl", "File format of the rows.", FORMATS)
     # Pairs
     num_generations: int = _option(4, "Completions per prompt; for pairs 2 or more.")
     pairing: str = _option(
         "all",
-        "Which completions of a prompt are compared: all pairs; best_worst: the highest with the lowest rated, for"
-        " which the judge rates each alone; random: pairs_per_prompt of them.",
+        "Which completions of a prompt are compared. all: every pair; best_worst: the highest with the lowest rated"
+        " (the judge first rates each alone); random: pairs_per_prompt pairs.",
         PAIRINGS,
     )
     pairs_per_prompt: int | None = _option(None, "With pairing random: pairs per prompt.")
-    both_orders: bool = _option(True, "Show each pair in both orders: a preference for a place cancels out.")
-    keep_ties: bool = _option(False, "Write pairs whose label is exactly 0.5 too; which is chosen says nothing then.")
+    both_orders: bool = _option(True, "Show each pair in both orders: a preference for a position cancels out.")
+    keep_ties: bool = _option(False, "Also write pairs with a label of exactly 0.5, with an arbitrary choice.")
     max_failed_fraction: float = _option(
         0.1,
-        "Stop when the judge leaves more of its questions than that without an answer, or 50 in a row. Questions that"
-        " it refuses, or answers with no verdict, count apart; they stop a run only on 5 prompts or more.",
+        "Stop when more than this fraction of the questions, or 50 in a row, get no answer. Questions that the judge"
+        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
     )
     # Revisions
-    num_revisions: int = _option(1, "With mode revise: revisions of a completion, each by another principle.")
-    critic_model: str | None = _option(None, "With mode revise: a model that criticises; None: the model itself.")
-    max_critique_length: int = _option(256, "With mode revise: longest critique, tokens.")
+    num_revisions: int = _option(1, "With mode revise: revisions per completion, each by another principle.")
+    critic_model: str | None = _option(None, "With mode revise: the model that criticises; None: the policy.")
+    max_critique_length: int = _option(256, "With mode revise: longest critique, in tokens.")
     # Sampling
-    seed: int = _option(42, "Of completions, pairs and principles.")
-    max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: no limit but the model's.")
+    seed: int = _option(42, "Seed of completions, pairs and principles.")
+    max_prompt_length: int | None = _option(None, "Longest prompt, in tokens; None: the model's limit.")
     overlong_prompts: str = _option(
-        "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+        "error", "What to do with a longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
     )
-    max_completion_length: int = _option(256, "Longest completion, tokens.")
-    temperature: float = _option(1.0, "Divides the logits; above 0.")
-    stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
+    max_completion_length: int = _option(256, "Longest completion, in tokens.")
+    temperature: float = _option(1.0, "Sampling temperature; above 0.")
+    stop_tokens: list[str] | None = _option(None, "Tokens that end a completion besides the model's EOS, as text.")
     chat_template_kwargs: dict[str, Any] | None = _option(
         None, "Keywords for the tokenizer's chat template; as JSON on the command line."
     )
-    max_rollout_rows: int | None = _option(None, "Most rows that decode at once; None: all of a chunk.")
-    use_cpu: bool = _option(False, "Stay on the CPU even where there is an accelerator.")
+    max_rollout_rows: int | None = _option(None, "Largest number of rows decoded together; None: all of a chunk.")
+    use_cpu: bool = _option(False, "Use the CPU even if there is an accelerator.")
     # The run
     engine: str = _option(
         "local",
-        "ray: completions are sampled by workers on Ray Data (pip install onetrunk[ray]), each of which holds the"
-        " model; RAY_ADDRESS names a cluster, else Ray starts on this machine.",
+        "ray: workers on Ray Data (pip install onetrunk[ray]) sample the completions; each holds the model."
+        " RAY_ADDRESS names a cluster, otherwise Ray starts on this machine.",
         ENGINES,
     )
-    ray_workers: int = _option(1, "With engine ray: workers, each with a CPU and, where there are any, a GPU.")
-    prompts_per_chunk: int = _option(16, "Prompts that are sampled together, and then judged together.")
+    ray_workers: int = _option(1, "With engine ray: workers, each with a CPU core and, if there is one, a GPU.")
+    prompts_per_chunk: int = _option(16, "Prompts that are sampled together and judged together.")
     max_waiting_chunks: int = _option(4, "Chunks that may be sampled ahead of the judge.")
-    streaming: bool = _option(False, "Read the rows as they are needed: for inputs that do not fit on the disk.")
+    streaming: bool = _option(False, "Read the rows only as needed, for inputs that do not fit on the disk.")
     shard: str | None = _option(
-        None, "i/n: only prompts whose content falls into part i (0 to n-1) of n; one job each, the same output_dir."
+        None, "i/n: only the prompts of part i (0 to n-1) of n, divided by content; one job per part, same output_dir."
     )
     merge_shards: int | None = _option(
-        None, "Sample nothing; add up the statistics of so many finished shards, and write their card."
+        None, "Sample nothing: merge the statistics of this number of finished shards, and write the dataset card."
     )
-    num_samples_to_print: int = _option(3, "Rows shown in the terminal; 0 for none.")
+    num_samples_to_print: int = _option(3, "Rows printed at the end; 0: none.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +104,7 @@ class PrefsArguments(DatasetArguments):
             check_pairing(self.pairing, self.num_generations, self.pairs_per_prompt)
         if self.shard is not None and self.merge_shards is not None:
             raise ValueError("shard and merge_shards are both set; run every shard first, then merge_shards alone")
-        Shard.parse(self.shard or "0/1")
+        _ = self.part  # Raises on a wrong shard.
         if not 0 <= self.max_failed_fraction <= 1:
             raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
         require_seed("seed", self.seed)
@@ -116,13 +115,12 @@ class PrefsArguments(DatasetArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
         if self.critic_model is not None and self.mode != "revise":
             raise ValueError("critic_model is set and mode is pairs; set mode to revise, or leave critic_model out")
-
         if self.engine == "ray" and self.mode == "revise":
             raise ValueError("engine ray samples for mode pairs; revise on one machine, or in shards (--shard i/n)")
 
     @property
     def part(self) -> Shard:
-        """The shard that this run takes: the whole where none is named."""
+        """The shard of this run; 0/1 if none is set."""
         return Shard.parse(self.shard or "0/1")
 
     def deciding(self) -> dict[str, Any]:

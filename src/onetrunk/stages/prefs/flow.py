@@ -1,6 +1,6 @@
-"""A run of `onetrunk prefs` from its parts: prompts flow through sampler and judge into a file, and figures are taken.
+"""The work of `onetrunk prefs`: chunks of prompts go through the sampler and the judge into a file of rows.
 
-Sampling goes on in a thread, some chunks ahead of the judge (feedback/overlap.py).
+A thread samples some chunks ahead of the judge (feedback/overlap.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onetrunk.feedback import preferences, revision
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
-from onetrunk.feedback.preferences import PreferenceFigures, PreferenceMaker, counts_of, judge_figures, judge_sums
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
@@ -27,16 +27,10 @@ from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.output import (
-    added,
-    claim_folder,
-    ledger_path,
-    rows_path,
-    statistics_path,
-    write_report,
-)
-from onetrunk.stages.prefs.parts import PromptSource, load_sampler, positions_left, tokenizer_and_room
+from onetrunk.stages.prefs.output import claim_folder, ledger_path, rows_path, statistics_path, write_report
+from onetrunk.stages.prefs.prompts import PromptSource
 from onetrunk.stages.prefs.ray import RaySampling
+from onetrunk.stages.prefs.sampler import load_sampler, positions_left
 from onetrunk.utils.files import read_json
 
 Rows = list[dict[str, Any]]
@@ -44,8 +38,8 @@ Product = tuple[list[PromptItem], Any]
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a run has made: the file of rows and their number, the figures, and where those are."""
+class Result:
+    """The file of rows and their number, the statistics, and the file of the statistics."""
 
     path: Path
     num_rows: int
@@ -55,23 +49,23 @@ class Made:
 
 def make_rows(
     args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None, folder: Path
-) -> Made:
-    """Make the rows of a run, or go on with it.
+) -> Result:
+    """Make the rows of a run, or resume it.
 
     Args:
         judge: None for revisions.
         folder: of the run; exists.
 
     Raises:
-        ValueError: prompts, model and settings do not fit, or the folder is another run's.
-        RuntimeError: another process writes there, the judge fails too often, or no row came out.
+        ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
+        RuntimeError: another process writes there, the judge fails too often, or there are no rows.
     """
     stop = StopFlag()
-    source = PromptSource(args, *tokenizer_and_room(args, model_args))
+    source = PromptSource(args, model_args)
     with Ledger(ledger_path(folder, args.part)) as ledger:
         name, length = model_args.model_name_or_path, args.max_completion_length
         sampler = load_sampler(name, args, model_args, ledger, length, stop)
-        critic = load_critic(args, model_args, sampler) if args.mode == "revise" else None
+        critic = _load_critic(args, model_args, sampler) if args.mode == "revise" else None
         settings = args.deciding() | {
             "constitution": f"{constitution.name} {constitution.version}",
             "judge": judge and judge.identity,
@@ -80,33 +74,28 @@ def make_rows(
         }
         claim_folder(folder, settings, args.overwrite_output_dir)
         if critic is not None:
-            flow: Flow = RevisionFlow(args, sampler, critic, constitution)
+            flow: Flow = RevisionFlow(args, source, sampler, critic, constitution)
         else:
             remote = RaySampling(args, model_args, sampler) if args.engine == "ray" else None
-            flow = PairFlow(args, sampler, judge, constitution, remote)
-        return flow.run(folder, source, stop, about(args, model_args, constitution, judge))
+            flow = PairFlow(args, source, sampler, judge, constitution, remote)
+        return flow.run(folder, stop, _about(args, model_args, constitution, judge))
 
 
-def load_critic(args: PrefsArguments, model_args: ModelArguments, policy: TextSampler) -> TextSampler:
-    """Return the sampler of critiques: of the policy's own model, unless another is named."""
+def _load_critic(args: PrefsArguments, model_args: ModelArguments, policy: TextSampler) -> TextSampler:
+    """Return the sampler of critiques: the policy's model, unless another is named."""
     if args.critic_model is not None:
         return load_sampler(args.critic_model, args, model_args, policy.ledger, args.max_critique_length)
     return replace(policy, params=replace(policy.params, max_completion_length=args.max_critique_length))
 
 
 class Flow(ABC):
-    """Chunks of prompts become rows of one file; what a chunk goes through is the subclasses'.
-
-    Args:
-        args: how many at a time.
-        sampler: of the completions.
-    """
+    """Turns chunks of prompts into the rows of one file; subclasses say how."""
 
     columns: dict[str, type]
 
-    def __init__(self, args: PrefsArguments, sampler: TextSampler):
-        self.args, self.sampler = args, sampler
-        self.counts: Counter[str] = Counter()
+    def __init__(self, args: PrefsArguments, source: PromptSource, sampler: TextSampler):
+        self.args, self.source, self.sampler = args, source, sampler
+        self.counts: Counter[str] = source.counts
         self.num_rows = 0
 
     @abstractmethod
@@ -118,25 +107,23 @@ class Flow(ABC):
         """Return the rows of a chunk; runs in the main thread."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return the figures of all chunks."""
+        """Return the statistics of all chunks."""
         return {"counts": counts_of(self.counts)}
 
-    def run(self, folder: Path, source: PromptSource, stop: StopFlag, about: dict[str, Any]) -> Made:
-        """Write the rows of every prompt, then their figures.
+    def run(self, folder: Path, stop: StopFlag, about: dict[str, Any]) -> Result:
+        """Write the rows of every prompt, then the statistics and the card.
 
         Args:
             folder: of the run.
-            source: of the prompts.
-            stop: ends the sampling where the run ends early.
-            about: what the card says of the run.
+            stop: set if the run ends early, so that sampling ends too.
+            about: facts for the card.
         """
         args = self.args
         path = rows_path(folder, args.mode, args.output_format, args.part)
-        source.count_into(self.counts)
-        bar = tqdm(total=source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
+        bar = tqdm(total=self.source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
 
         def schema() -> pa.Schema:
-            return table_schema(self.columns, source.conversational)
+            return table_schema(self.columns, self.source.conversational)
 
         with bar, rows_file(path, schema) as write:
 
@@ -145,33 +132,22 @@ class Flow(ABC):
                 rows = self.label(items, sampled)
                 write(rows)
                 self.num_rows += len(rows)
-                bar.set_postfix(self._shown(), refresh=False)
+                counts = {name: self.counts[name] for name in ("pairs", "abstained", "unjudged") if self.counts[name]}
+                bar.set_postfix(counts | {"rows": self.num_rows}, refresh=False)
                 bar.update(len(items))
 
-            products = self.produced(chunked(source, args.prompts_per_chunk))
+            products = self.produced(chunked(self.source, args.prompts_per_chunk))
             overlapped(products, consume, max_waiting=args.max_waiting_chunks, stop=stop)
-            self._check_rows()
-        figures = self.statistics()
-        write_report(folder, args.part, figures, path, about)
-        return Made(path, self.num_rows, figures, statistics_path(folder, args.part))
-
-    def _shown(self) -> dict[str, int]:
-        names = ("pairs", "abstained", "unjudged")
-        return {name: self.counts[name] for name in names if self.counts[name]} | {"rows": self.num_rows}
-
-    def _check_rows(self) -> None:
-        """Refuse to end without a row, but in a shard, which may be empty.
-
-        Raises:
-            RuntimeError: says what became of the prompts.
-        """
-        if self.num_rows or self.args.part.count > 1:
-            return
-        found = ", ".join(f"{name} {count}" for name, count in counts_of(self.counts).items() if count)
-        raise RuntimeError(
-            f"no row came out ({found or 'the input holds no prompts'}); look at the completions: a higher temperature"
-            " or num_generations makes them differ, another judge or constitution tells them apart"
-        )
+            # A shard may be empty.
+            if not self.num_rows and args.part.count == 1:
+                counts = ", ".join(f"{name} {count}" for name, count in counts_of(self.counts).items() if count)
+                raise RuntimeError(
+                    f"no row came out ({counts or 'the input holds no prompts'}); look at the completions: a higher"
+                    " temperature or num_generations makes them differ, another judge or constitution tells them apart"
+                )
+        statistics = self.statistics()
+        write_report(folder, args.part, statistics, path, about)
+        return Result(path, self.num_rows, statistics, statistics_path(folder, args.part))
 
 
 class PairFlow(Flow):
@@ -182,12 +158,13 @@ class PairFlow(Flow):
     def __init__(
         self,
         args: PrefsArguments,
+        source: PromptSource,
         sampler: TextSampler,
         judge: Judge,
         constitution: Constitution,
         remote: RaySampling | None = None,
     ):
-        super().__init__(args, sampler)
+        super().__init__(args, source, sampler)
         self.remote = remote
         limit = FailureLimit(args.max_failed_fraction, judge.name)
         self.asker = Asker(judge, constitution, sampler.ledger, limit, args.both_orders)
@@ -204,23 +181,29 @@ class PairFlow(Flow):
         return self.maker.rows(items, product)
 
     def statistics(self) -> dict[str, Any]:
-        figures = super().statistics()
-        sums = judge_sums(self.asker.statistics)
-        figures |= {"judge": judge_figures([sums]), "rows": self.maker.figures.as_dict()}
-        return figures if self.args.part.count == 1 else figures | {"judge_sums": sums}
+        sums = dict(vars(self.asker.statistics))
+        judge, rows = merged_judge_statistics([sums]), self.maker.statistics.as_dict()
+        statistics = super().statistics() | {"judge": judge, "rows": rows}
+        return statistics if self.args.part.count == 1 else statistics | {"judge_sums": sums}
 
 
 class RevisionFlow(Flow):
-    """Completions are criticised and revised, by the model that wrote them: all in one thread."""
+    """Completions are criticised and revised by the model that wrote them, all in the sampling thread."""
 
     columns = revision.COLUMNS
 
-    def __init__(self, args: PrefsArguments, sampler: TextSampler, critic: TextSampler, constitution: Constitution):
-        super().__init__(args, sampler)
-        room = [left for left in (positions_left(sampler), positions_left(critic)) if left is not None]
-        self.reviser = Reviser(
-            sampler, critic, constitution.principles, args.num_revisions, min(room) if room else None
-        )
+    def __init__(
+        self,
+        args: PrefsArguments,
+        source: PromptSource,
+        sampler: TextSampler,
+        critic: TextSampler,
+        constitution: Constitution,
+    ):
+        super().__init__(args, source, sampler)
+        limits = [left for left in (positions_left(sampler), positions_left(critic)) if left is not None]
+        limit = min(limits, default=None)
+        self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, limit)
 
     def produced(self, chunks: Iterator[list[PromptItem]]) -> Iterator[Product]:
         for items in chunks:
@@ -233,10 +216,10 @@ class RevisionFlow(Flow):
         return rows
 
 
-def about(
+def _about(
     args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None
 ) -> dict[str, Any]:
-    """Return what the card says of how rows were made; of paths on this machine only the last part."""
+    """Return facts about the run for the card; only the last part of paths on this machine."""
 
     def name(path: str) -> str:
         return path.rstrip("/").split("/")[-1] if Path(path).exists() else path
@@ -258,8 +241,8 @@ def about(
     return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
 
 
-def merge_shards(args: PrefsArguments, folder: Path) -> Made:
-    """Add up the figures of finished shards, and write statistics and card of the whole; the rows stay where they are.
+def merge_shards(args: PrefsArguments, folder: Path) -> Result:
+    """Add up the statistics of finished shards, and write statistics and card of the whole; the rows are not moved.
 
     Raises:
         RuntimeError: a shard is missing.
@@ -269,15 +252,16 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Made:
     claim_folder(folder, args.deciding(), overwrite=False)
     files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)
     parts = [read_json(statistics_path(folder, Shard(i, count))) for i in range(count)]
-    statistics: dict[str, Any] = {"counts": counts_of(added(parts))}
-    figures, num_rows = PreferenceFigures(), 0
+    counts = sum((Counter(part["counts"]) for part in parts), Counter())
+    statistics: dict[str, Any] = {"counts": counts_of(counts)}
+    row_statistics, num_rows = PreferenceStatistics(), 0
     for file in files:
         for row in read_rows(file):
             num_rows += 1
             if args.mode == "pairs":
-                figures.add([row])
+                row_statistics.add([row])
     if args.mode == "pairs":
-        statistics["judge"] = judge_figures(part["judge_sums"] for part in parts)
-        statistics["rows"] = figures.as_dict()
+        statistics["judge"] = merged_judge_statistics(part["judge_sums"] for part in parts)
+        statistics["rows"] = row_statistics.as_dict()
     write_report(folder, Shard(), statistics, files[0], parts[0]["about"])
-    return Made(folder / "data", num_rows, statistics, statistics_path(folder, Shard()))
+    return Result(folder / "data", num_rows, statistics, statistics_path(folder, Shard()))

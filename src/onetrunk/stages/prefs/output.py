@@ -1,19 +1,16 @@
-"""What a run of `onetrunk prefs` leaves in its folder: rows, statistics, a dataset card; and whose the folder is.
+"""The output folder of `onetrunk prefs`: its files, its dataset card, and the check that it belongs to the run.
 
-    README.md         the dataset card: how the rows were made, and what they are like
-    statistics.json   the same figures for programs (statistics-00000-of-00004.json for a shard)
-    settings.json     everything that decides the rows; a run with other settings is refused
-    data/             the rows: one file, or one per shard
-    ledger/           every completion, verdict and rating, kept as soon as it is there
-
-Knows figures and rows; no judge and no model.
+README.md         the dataset card: how the rows were made, and their statistics
+statistics.json   the same statistics for programs (statistics-00000-of-00004.json for a shard)
+settings.json     everything that decides the rows; a run with other settings is rejected
+data/             the rows: one file, or one per shard
+ledger/           every completion, verdict and rating, kept as soon as it arrives
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -54,48 +51,43 @@ def statistics_path(folder: Path, part: Shard) -> Path:
 
 
 def ledger_path(folder: Path, part: Shard) -> Path:
-    """Return the file of what a run has bought and sampled."""
+    """Return the file of everything that a run has sampled and judged."""
     return folder / "ledger" / f"ledger{part.suffix()}.jsonl"
 
 
 def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    """Make a folder the run's own, or find that it is.
+    """Check that a folder is new or belongs to a run with these settings, and write the settings into it.
 
     Args:
-        settings: everything that decides the rows, as JSON values; what is not known yet may be missing, then the
-            rest is compared and nothing is written.
-        overwrite: take the folder over from other settings.
+        settings: everything that decides the rows, as JSON values. Without the key "model", which is known only after
+            the model is loaded, the others are compared and nothing is written.
+        overwrite: replace the results of other settings.
 
     Raises:
-        ValueError: it belongs to other settings; the sentence says what differs.
+        ValueError: the folder belongs to other settings, or holds other files.
     """
-    path, settings = folder / SETTINGS, redact_all(settings)
+    path, settings = folder / SETTINGS, json.loads(json.dumps(redact_all(settings)))
     if path.is_file() and not overwrite:
         there = read_json(path)
-        here = json.loads(json.dumps(settings))
-        changed = [name for name in here if there.get(name) != here[name]]
+        changed = [name for name in settings if there.get(name) != settings[name]]
         if changed:
-            differences = "; ".join(f"{n}: {_short(there.get(n))} there, {_short(here[n])} here" for n in changed)
+            differences = "; ".join(f"{n}: {_short(there.get(n))} there, {_short(settings[n])} here" for n in changed)
             raise ValueError(
-                f"{folder} holds the rows of a run with other settings ({differences}); go on with those, set"
+                f"{folder} holds the rows of a run with other settings ({differences}); use those settings, set"
                 " overwrite_output_dir to true to replace the rows, or name another output_dir"
             )
     elif not overwrite and ((folder / CARD).exists() or (folder / "data").exists()):
         raise ValueError(
             f"{folder} holds something else (a README.md or data, and no {SETTINGS}); name another output_dir, or set"
-            " overwrite_output_dir to true to write there all the same"
+            " overwrite_output_dir to true to write there anyway"
         )
     if "model" in settings:
-        if overwrite and path.is_file() and read_json(path) != json.loads(json.dumps(settings)):
-            _delete_results(folder)
+        if overwrite and path.is_file() and read_json(path) != settings:
+            # A file of the old settings under another name would be read together with the new ones.
+            patterns = [f"data/{name}*" for name in NAMES.values()] + ["statistics*.json", CARD]
+            for old in [old for pattern in patterns for old in folder.glob(pattern)]:
+                old.unlink()
         atomic_write_json(path, settings)
-
-
-def _delete_results(folder: Path) -> None:
-    """Delete the rows and figures of other settings: files of another name would be read beside the new ones."""
-    patterns = [f"data/{name}*" for name in NAMES.values()] + ["statistics*.json", CARD]
-    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
-        path.unlink()
 
 
 def _short(value: Any) -> str:
@@ -104,12 +96,12 @@ def _short(value: Any) -> str:
 
 
 def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Path, about: dict[str, Any]) -> None:
-    """Write statistics.json and, of the whole or of a merge, the card.
+    """Write statistics.json and, unless `part` is one of several shards, the card.
 
     Args:
-        statistics: figures, as JSON values.
-        rows: the file, or one of the files, from which the card takes its examples.
-        about: lines of the card, name -> value; with `mode` and `format`.
+        statistics: JSON values.
+        rows: a file from which the card takes its examples.
+        about: facts for the card, name -> value; includes `mode` and `format`.
     """
     about = redact_all(about)
     atomic_write_json(statistics_path(folder, part), {**statistics, "about": about})
@@ -133,7 +125,7 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
         _markdown({name: value for name, value in about.items() if name not in ("mode", "format")}),
         "## What they are like",
         *warnings_of(statistics),
-        _markdown(dict(flat(statistics))),
+        _markdown(dict(_flat(statistics))),
         "## Examples",
         *(_example(row) for row in examples),
     ]
@@ -141,35 +133,28 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
 
 
 def warnings_of(statistics: dict[str, Any]) -> list[str]:
-    """Return sentences on what a reader of the figures should not overlook."""
-    counts, found = statistics["counts"], []
+    """Return what a reader of the statistics should not overlook, as sentences."""
+    counts, warnings = statistics["counts"], []
+    learns = "a reward model may learn"
     longer = statistics.get("rows", {}).get("length", {}).get("longer_is_chosen_fraction")
     if longer is not None and longer >= LENGTH_WARNING:
-        found.append(f"The longer completion is chosen in {longer:.0%} of the pairs: a reward model may learn length.")
+        warnings.append(f"The longer completion is chosen in {longer:.0%} of the pairs: {learns} length.")
     if longer is not None and longer <= 1 - LENGTH_WARNING:
-        found.append(f"The shorter completion is chosen in {1 - longer:.0%} of the pairs: so may brevity be learnt.")
+        warnings.append(f"The shorter completion is chosen in {1 - longer:.0%} of the pairs: {learns} brevity.")
     if "judge" in statistics:
-        found += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in judge_warnings(statistics["judge"])]
+        warnings += [f"{text[0].upper()}{text[1:]}." for text in judge_warnings(statistics["judge"])]
     if counts.get("unjudged"):
-        found.append(f"{counts['unjudged']} pairs have no verdict yet; the same command asks for them again.")
-    return found
+        warnings.append(f"{counts['unjudged']} pairs have no verdict yet; the same command asks for them again.")
+    return warnings
 
 
-def flat(figures: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested figures as (path, value)."""
-    for name, value in figures.items():
+def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested statistics as (path, value)."""
+    for name, value in statistics.items():
         if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}/")
+            yield from _flat(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
-
-
-def added(parts: list[dict[str, Any]]) -> Counter[str]:
-    """Return the sums of the counts of several statistics."""
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part["counts"])
-    return total
 
 
 def sample_table(rows: list[dict[str, Any]]) -> Table:
@@ -197,6 +182,6 @@ def _markdown(facts: dict[str, Any]) -> str:
 
 
 def _example(row: dict[str, Any]) -> str:
-    # In a fence of its own a completion cannot become part of the card.
+    # Inside a code fence a completion cannot become part of the card's Markdown.
     text = json.dumps(row, indent=1, ensure_ascii=False).replace("`", "'")
     return f"```json\n{text if len(text) <= 2000 else text[:2000] + ' ...'}\n```"

@@ -1,7 +1,7 @@
-"""Sampling on Ray Data, past one machine: the same chunks, drawn by workers that each hold the model.
+"""Sampling on Ray Data, for more than one machine: workers that each hold the model draw the same chunks.
 
-The ledger, the judge and the rows stay with the driver, so that keys, bytes and resumption are those of the local
-engine. Workers read the model under the name that the driver has; on a cluster that is a shared folder or the Hub.
+The driver keeps the ledger, the judge and the rows, so keys, bytes and resuming are those of the local engine. Workers
+load the model under the driver's name for it: on a cluster a shared folder or a Hub name.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.parts import load_sampler, policy_device
+from onetrunk.stages.prefs.sampler import load_sampler, policy_device
 from onetrunk.types import SampledText
 
-# Chunks that Ray is given at once per worker: between two such windows the workers start anew.
+# Chunks per worker in one Ray job; the workers start again for each job.
 CHUNKS_PER_WORKER = 256
 ERROR_LINE = re.compile(r"\s*(?!ray\.)[\w.]*(Error|Exception): ")
 
@@ -31,25 +31,25 @@ def require_ray() -> Any:
     """Return the module ray, quiet and without its usage reports.
 
     Raises:
-        ImportError: it is not installed; the sentence names the extra.
+        ImportError: it is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray.data
     except ImportError as error:
         raise ImportError(f"engine ray needs Ray Data ({error}); pip install onetrunk[ray]") from error
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # The sentence comes from here.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # RaySampling reports the errors.
     return ray
 
 
 @dataclass
 class RaySampling:
-    """Chunks in, the same chunks with their completions out, in the same order.
+    """Samples the completions of chunks with Ray workers.
 
     Args:
-        args: how many workers, how many completions.
-        model_args: the model, which every worker loads.
-        sampler: the driver's, for keys and the ledger.
+        args: the numbers of workers and completions.
+        model_args: the model that every worker loads.
+        sampler: of the driver, for keys and the ledger.
     """
 
     args: PrefsArguments
@@ -59,17 +59,17 @@ class RaySampling:
     def __call__(
         self, chunks: Iterator[list[PromptItem]]
     ) -> Iterator[tuple[list[PromptItem], list[list[SampledText]]]]:
-        """Yield chunks with their completions; what the ledger holds goes to no worker.
+        """Yield the chunks with their completions, in order. Chunks in the ledger are not sent to a worker.
 
         Raises:
-            RuntimeError: a worker failed, or the cluster did.
+            RuntimeError: a worker or the cluster failed.
         """
         number = self.args.num_generations
         size = CHUNKS_PER_WORKER * self.args.ray_workers
         while window := list(islice(chunks, size)):
-            found = [self.sampler.kept(items, number) for items in window]
-            drawn = self._drawn([items for items, texts in zip(window, found, strict=True) if texts is None])
-            for items, texts in zip(window, found, strict=True):
+            kept = [self.sampler.kept(items, number) for items in window]
+            drawn = self._drawn([items for items, texts in zip(window, kept, strict=True) if texts is None])
+            for items, texts in zip(window, kept, strict=True):
                 if texts is None:
                     self.sampler.keep(items, next(drawn))
                 yield items, self.sampler.kept(items, number)
@@ -85,7 +85,7 @@ class RaySampling:
         context.enable_progress_bars = False
         model_args = init_fields(self.model_args)
         if Path(self.model_args.model_name_or_path).is_dir():
-            # A worker need not stand in the folder that the driver was started in.
+            # A worker may have another working folder than the driver.
             model_args["model_name_or_path"] = str(Path(self.model_args.model_name_or_path).resolve())
         on_gpu = policy_device(self.args.use_cpu).type != "cpu"
         rows = ray.data.from_items([{"chunk": json.dumps([asdict(item) for item in chunk])} for chunk in chunks])
@@ -109,23 +109,18 @@ class RaySampling:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of a worker's stack trace, told by Ray as one text, that says what went wrong there."""
+    """Return the line of a worker's stack trace, which Ray passes on as one text, that holds the error message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if ERROR_LINE.match(line)), lines[0])
 
 
 class Worker:
-    """Draws chunks, in a process of Ray's own.
-
-    Args:
-        args: fields of PrefsArguments.
-        model_args: fields of ModelArguments.
-    """
+    """Draws chunks in a process of Ray's. The arguments are the fields of PrefsArguments and ModelArguments."""
 
     def __init__(self, args: dict[str, Any], model_args: dict[str, Any]):
         self.args = PrefsArguments(**args)
-        given = ModelArguments(**model_args)
-        self.sampler = load_sampler(given.model_name_or_path, self.args, given, None, self.args.max_completion_length)
+        model = ModelArguments(**model_args)
+        self.sampler = load_sampler(model.model_name_or_path, self.args, model, None, self.args.max_completion_length)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Return the texts of the chunks of a batch, as JSON."""
@@ -138,5 +133,5 @@ class Worker:
 
 
 def init_fields(settings: Any) -> dict[str, Any]:
-    """Return what a dataclass of settings is made anew of."""
+    """Return the arguments that make an equal dataclass."""
     return {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}

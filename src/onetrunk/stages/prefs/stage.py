@@ -1,21 +1,28 @@
-"""Preference data: prompts -> completions of a model -> pairs -> a judge's verdicts -> rows for a reward model.
+"""The stage `onetrunk prefs`: prompts -> completions of a model -> pairs -> a judge's verdicts -> preference rows.
 
-With `mode: revise` critiques and revisions instead, for supervised fine-tuning. Whatever is sampled or judged is kept
-at once: after a kill the same command goes on, and ends with the same file.
+With `mode: revise`, critiques and revisions for supervised fine-tuning instead. Everything sampled or judged is kept
+at once: after a kill the same command resumes, and ends with the same file.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.running import Terminated, run_stage, say
 
+if TYPE_CHECKING:
+    from onetrunk.judges.load import JudgeSettings
+    from onetrunk.stages.arguments import ModelArguments
+    from onetrunk.stages.prefs.arguments import PrefsArguments
+    from onetrunk.stages.prefs.flow import Result
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk prefs` with these words; return the exit code."""
+    """Run `onetrunk prefs` with these arguments; return the exit code."""
     return run_stage("prefs", parse_prefs, run, argv)
 
 
@@ -29,38 +36,41 @@ def parse_prefs(argv: Sequence[str]) -> tuple[Any, ...]:
     return parse(argv, types, "prefs", "Make preference data, or revised completions, with a judge or a constitution.")
 
 
-def run(args: Any, judge_settings: Any, model_args: Any) -> None:
-    """Check the rows, load constitution, judge and model; sample, label and write."""
+def run(args: PrefsArguments, judge_settings: JudgeSettings, model_args: ModelArguments) -> None:
+    """Make the rows of a run (or merge finished shards), and print a summary.
+
+    Raises:
+        ValueError: a launcher has started several processes, each of which would sample every prompt.
+    """
     from onetrunk.stages.prefs.flow import merge_shards
-    from onetrunk.stages.prefs.parts import check_one_process
     from onetrunk.utils.files import require_output_dir
     from onetrunk.utils.locks import held_folder
 
-    check_one_process()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"prefs runs in one process, and a launcher has started {os.environ['WORLD_SIZE']}; start one command per"
+            " device, each with its own shard (--shard 0/2, --shard 1/2)"
+        )
     folder = require_output_dir(args.output_dir)
     if args.merge_shards is not None:
-        say_where(merge_shards(args, folder))
+        print_summary(merge_shards(args, folder))
         return
     with held_folder(folder, args.part.suffix()):
-        made = make(args, judge_settings, model_args, folder)
-    show_samples(args, made)
-    say_where(made)
+        result = make(args, judge_settings, model_args, folder)
+    print_samples(result, args.num_samples_to_print)
+    print_summary(result)
 
 
-def make(args: Any, judge_settings: Any, model_args: Any, folder: Path) -> Any:
-    """Check the rows, load constitution, judge and model, and return what was made.
-
-    Args:
-        folder: of the run; nobody else writes this part of it.
-    """
+def make(args: PrefsArguments, judge_settings: JudgeSettings, model_args: ModelArguments, folder: Path) -> Result:
+    """Check the rows, load constitution, judge and model, and make the rows."""
     from onetrunk.judges.constitution import load_constitution
     from onetrunk.judges.load import check_judge, load_judge
-    from onetrunk.rewards.base import resolve_reward
+    from onetrunk.rewards.resolve import resolve_reward
     from onetrunk.stages.prefs.flow import make_rows
     from onetrunk.stages.prefs.output import claim_folder
-    from onetrunk.stages.prefs.parts import check_rows
+    from onetrunk.stages.prefs.prompts import check_rows
 
-    # What is known before anything large is loaded is checked and compared before it.
+    # Everything that can be checked before a large model is loaded is checked first.
     check_rows(args)
     constitution = load_constitution(judge_settings.constitution)
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
@@ -71,27 +81,27 @@ def make(args: Any, judge_settings: Any, model_args: Any, folder: Path) -> Any:
     try:
         return make_rows(args, model_args, constitution, judge, folder)
     except (KeyboardInterrupt, Terminated):
-        say("what was sampled and judged is kept; the same command goes on from there", after_bar=True)
+        say("everything sampled and judged is kept; run the same command again to resume", after_bar=True)
         raise
 
 
-def show_samples(args: Any, made: Any) -> None:
-    """Print the first rows."""
+def print_samples(result: Result, count: int) -> None:
+    """Print the first rows as a table."""
     from itertools import islice
 
     from onetrunk.feedback.shards import read_rows
     from onetrunk.stages.prefs.output import sample_table
     from onetrunk.stages.report import show
 
-    rows = list(islice(read_rows(made.path), args.num_samples_to_print))
+    rows = list(islice(read_rows(result.path), count))
     if rows:
         show(sample_table(rows))
 
 
-def say_where(made: Any) -> None:
-    """Print how many rows lie where, and what is missing."""
+def print_summary(result: Result) -> None:
+    """Print the warnings, the number of rows, and where they are."""
     from onetrunk.stages.prefs.output import warnings_of
 
-    for sentence in warnings_of(made.statistics):
-        print(f"prefs: {sentence}")
-    print(f"prefs: {made.num_rows} rows in {made.path}; what they are like: {made.report}")
+    for warning in warnings_of(result.statistics):
+        print(f"prefs: {warning}")
+    print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
