@@ -13,7 +13,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
@@ -55,30 +55,8 @@ from onetrunk.models.sources import write_base_marks
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
 from onetrunk.ops.logprobs import fused_token_logprobs
-from onetrunk.types import Pack
+from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.quiet import peft_calls
-
-
-class PackOutput(NamedTuple):
-    """What the roles say of a pack, float32 [R, C] and 0 outside the completions; None for a role that was not asked.
-
-    Args:
-        logprobs: of the completion tokens under the policy, after temperature.
-        entropy: of the policy's distribution at each token, nats.
-        values: of the state that predicts each token.
-        next_values: [R] value of the state after the last completion token.
-        ref_logprobs: of the completion tokens under the reference.
-        scores: [R] of prompt and completion under the reward adapter.
-        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype.
-    """
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    next_values: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    scores: Tensor | None = None
-    states: Tensor | None = None
 
 
 def spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
