@@ -127,13 +127,8 @@ def policy_loss(
         num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
 
     Returns:
-        The loss, a scalar, and detached scalars. Sums over counted tokens divided by num_tokens: `loss`,
-        `clip_fraction` (tokens whose clipped branch is active, which gives no gradient), `ratio_mean`, `approx_kl`
-        (exp(d) - 1 - d with d the log ratio: k3 of the old policy against the new). A maximum over counted tokens,
-        0 where none counts: `ratio_max`.
-
-    Raises:
-        ValueError: dual_clip is not above 1.
+        The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active, which
+        gives no gradient), `ratio_mean`, `approx_kl` (k3 of the old policy against the new), `ratio_max`.
 
     Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020 (1912.09729).
     """
