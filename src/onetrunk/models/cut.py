@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onetrunk.models.base import backbone, check_cut_supported, decoder_layers
+from onetrunk.models.base import backbone, check_cut_supported, decoder_layers, probe_inputs
 
 
 class _StandIn(nn.Module):
@@ -90,15 +90,13 @@ def verify_cut(model: nn.Module, cut: int) -> None:
     """
     check_cut_supported(model)
     body, layers = backbone(model), decoder_layers(model)
-    embedding = model.get_input_embeddings()
-    ids = torch.linspace(0, embedding.weight.shape[0] - 1, 8, device=embedding.weight.device).long()[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    inputs = probe_inputs(model)
     whole, error = body(**inputs).last_hidden_state.float(), float("inf")
     try:
         with only_below(layers, cut) as kept:
             body(**inputs)
         # Other tokens, so that anything a layer leaves for later layers belongs to another row.
-        body(**inputs | {"input_ids": ids.flip(1)})
+        body(**inputs | {"input_ids": inputs["input_ids"].flip(1)})
         with only_above(layers, cut, kept[0]):
             halves = body(**inputs).last_hidden_state.float()
         if halves.shape == whole.shape:

@@ -183,7 +183,7 @@ def read_shapes(kind: str, name: str, path: Path) -> dict[str, tuple[int, ...]]:
 # --- models ---
 
 
-def read_config(kind: str, name: str, **source: Any) -> Any:
+def read_config(kind: str, name: str, **source: Any) -> PreTrainedConfig:
     """Return the config of a model, as AutoConfig makes it."""
     source = {"trust_remote_code": False, **source}
     check_source(name, kind)
@@ -220,7 +220,7 @@ def check_config_file(kind: str, name: str, revision: str | None = None) -> dict
 
 
 def load_weights(
-    auto_class: Any, kind: str, name: str, config: Any, *, trust_remote_code: bool, **kwargs: Any
+    auto_class: Any, kind: str, name: str, config: PreTrainedConfig, *, trust_remote_code: bool, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model with transformers' loading report; every weight is finite.
 
@@ -282,7 +282,9 @@ def _check_generation_config(kind: str, name: str, revision: str | None) -> None
         raise damaged(kind, name, path, f"says eos_token_id {end!r}, expected a token id or a list of them")
 
 
-def _check_size(auto_class: Any, kind: str, name: str, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_size(
+    auto_class: Any, kind: str, name: str, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]]
+) -> None:
     """Reject a config of a much larger model than its weights: the missing tensors would be made in memory."""
     path = _shown(name, "config.json")
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0

@@ -88,7 +88,9 @@ def quiet_load() -> Iterator[None]:
             logging.getLogger(f"transformers.{name}").setLevel(level)
 
 
-def load_reward_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_reward_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token.
 
     Raises:

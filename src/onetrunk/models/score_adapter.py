@@ -71,7 +71,7 @@ class ScoreAdapter:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Return whether `name` leads to an adapter; False also if it leads nowhere, which the loader of a model reports."""
+    """Return whether `name` leads to an adapter; False also if it leads nowhere."""
     folder = Path(name).expanduser()
     if folder.exists():
         return (folder / "adapter_config.json").is_file()

@@ -70,8 +70,8 @@ def load_scorer(
     missing_keys = sorted(map(str, loading["missing_keys"]))
     if missing_keys:
         raise ValueError(
-            f"reward model {name}: its checkpoint lacks {', '.join(missing_keys)}, which would be newly initialised and"
-            " score at random; give a model that was trained as a reward model (sequence classification, one label)"
+            f"reward model {name}: its checkpoint lacks {', '.join(missing_keys)}, which would be newly initialised"
+            " and score at random; give a trained reward model (sequence classification, one label)"
         )
     model.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, has_file
 
 from onetrunk.models.adapters import require_lora
@@ -136,7 +136,7 @@ def base_of(adapter: str) -> Iterator[None]:
         ) from error
 
 
-def load_config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> Any:
+def load_config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> PreTrainedConfig:
     """Return the text config of the model at `name`, or of the base of the adapter at `name`.
 
     Raises:

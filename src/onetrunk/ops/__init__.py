@@ -20,8 +20,6 @@ from onetrunk.ops.losses import (
     value_loss,
 )
 from onetrunk.ops.masking import (
-    Moments,
-    at_least_float32,
     length_mask,
     masked_mean,
     masked_moments,
@@ -35,8 +33,6 @@ from onetrunk.ops.packing import deal_rows, make_pack, pad_rows, plan_packs
 __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
-    "Moments",
-    "at_least_float32",
     "bradley_terry_loss",
     "deal_rows",
     "explained_variance",

@@ -1,6 +1,6 @@
 """Sampling on the policy itself, in this process: one decode loop over a key-value cache, token ids in and out.
 
-`LocalBackend.generate` comes first, then the rows that decode, the random draws, and the checks.
+`LocalBackend.generate` comes first, then the steps of its loop, the decoding rows, the draws, the captured states.
 
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
 row's randomness derives from its key alone, and a finished row leaves the batch with its share of the cache. Prompts
@@ -112,7 +112,7 @@ class LocalBackend:
         capture = StateCapture(len(prompt_ids), width, keeps_last_state) if keeps_states else None
         # Merged first: its proof is a forward, which must not be captured.
         with torch.no_grad(), _eval_mode(model), merged_policy(model), _hooked(capture, model):
-            for finished in self._finished(model, prompt_ids, params, keys, capture):
+            for finished in self._sample(model, prompt_ids, params, keys, capture):
                 done.update(finished)
                 num_tokens += sum(len(completion.token_ids) for completion in finished.values())
                 if self.progress is not None:
@@ -127,7 +127,7 @@ class LocalBackend:
             states=None if capture is None else capture.states,
         )
 
-    def _finished(
+    def _sample(
         self,
         model: nn.Module,
         prompt_ids: Sequence[list[int]],
@@ -136,23 +136,23 @@ class LocalBackend:
         capture: StateCapture | None,
     ) -> Iterator[dict[int, Completion]]:
         """Yield rows as they finish. If memory runs out, restart the unfinished rows, half as many at once."""
-        left = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
-        most = self.max_rows or max(len(left), 1)
-        while left:
-            error = None
+        unfinished = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
+        most = self.max_rows or max(len(unfinished), 1)
+        while unfinished:
+            message = None
             try:
-                state = left_padded(left[:most], prompt_ids, params, keys, model)
+                state = left_padded(unfinished[:most], prompt_ids, params, keys, model)
                 for finished in self._decode(model, state, params, capture):
-                    left = [row for row in left if row not in finished]
+                    unfinished = [row for row in unfinished if row not in finished]
                     yield finished
-            except (torch.OutOfMemoryError, RuntimeError) as raised:
-                if not is_out_of_memory(raised):
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
                     raise
-                error = str(raised).splitlines()[0]
-            if error is not None:
+                message = str(error).splitlines()[0]
+            if message is not None:  # Outside the `except` block, whose error holds tensors.
                 state = None
                 free_memory()
-                most = self.max_rows = _half(min(most, len(left)), error)
+                most = self.max_rows = _half(min(most, len(unfinished)), message)
 
     def _decode(
         self, model: nn.Module, state: DecodeState, params: SamplingParams, capture: StateCapture | None
@@ -176,10 +176,7 @@ class LocalBackend:
                 state.keep(staying)
             tokens, logprobs = self._pick(logits, state, params.temperature, t)
             state.append(tokens, logprobs, t)
-            status = torch.where(torch.isin(tokens, stop_ids), STOPPED, RUNNING)
-            status = status.masked_fill(~logprobs.isfinite(), NO_TOKEN_LEFT)
-            all_finite = logits.sum(-1, dtype=torch.float64).isfinite()  # float64: no overflow
-            status = status.masked_fill(~all_finite, NOT_FINITE).tolist()  # the only wait for the device
+            status = _status(tokens, logprobs, logits, stop_ids)
             _raise_on_bad_logits(status, state.rows, t, self.policy_version)
             at_limit = t + 1 == params.max_completion_length
             leaving = [i for i, code in enumerate(status) if code == STOPPED or at_limit]
@@ -199,6 +196,67 @@ class LocalBackend:
         logprobs = scores.log_softmax(-1)
         tokens = inverse_cdf(logprobs, state.uniforms[:, t]) if temperature > 0 else logprobs.argmax(-1)
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _require_inputs(
+    model: nn.Module | None, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
+) -> nn.Module:
+    """Return `model`, or raise the error of the call."""
+    if model is None:
+        raise RuntimeError(
+            "LocalBackend has no model; pass one to LocalBackend(model) or call sync(model, version) first"
+        )
+    if len(keys) != len(prompt_ids):
+        raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
+    if params.temperature > 0 and len(set(keys)) != len(keys):
+        raise ValueError("two rows have the same key and would draw the same random numbers; give each row its own")
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"prompt {row} is empty; give it at least one token, such as the beginning-of-sequence id"
+            )
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)  # models without positional limit lack it
+    longest, added = max(map(len, prompt_ids), default=0), params.max_completion_length
+    if limit is not None and longest + added > limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_completion_length {added} exceed the model's {limit} positions; "
+            "shorten the longest prompts or lower max_completion_length"
+        )
+    return model
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _half(num_rows: int, error: str) -> int:
+    if num_rows == 1:
+        raise RuntimeError(
+            f"the memory does not hold the decoding of one row ({error}); lower max_completion_length, or load the"
+            " base in 4 bit"
+        )
+    most = -(-num_rows // 2)
+    logger.warning(
+        "the memory did not hold %d rows that decode at once (%s); from now on at most %d, with the same completions."
+        " Set max_rollout_rows to avoid the attempt",
+        num_rows,
+        error,
+        most,
+    )
+    return most
+
+
+def _keeps_logits(model: nn.Module) -> bool:
+    causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
+    return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
 
 
 def _next_logits(model: nn.Module, state: DecodeState, last_only: dict[str, int]) -> Tensor:
@@ -225,33 +283,26 @@ def _next_logits(model: nn.Module, state: DecodeState, last_only: dict[str, int]
     return outputs.logits[:, -1].float()
 
 
-def left_padded(
-    rows: list[int], prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: nn.Module
-) -> DecodeState:
-    """Return the state of `rows` (indices into `prompt_ids` and `keys`) before their first completion token."""
-    prompt_width = max(len(prompt_ids[row]) for row in rows)
-    shape = (len(rows), prompt_width + params.max_completion_length)
-    token_ids = torch.full(shape, params.pad_token_id)
-    attention_mask = torch.ones(shape, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        start = prompt_width - len(prompt_ids[row])
-        token_ids[i, start:prompt_width] = torch.tensor(prompt_ids[row])
-        attention_mask[i, :start] = 0
-    uniforms = np.zeros((len(rows), params.max_completion_length))
-    if params.temperature > 0:
-        uniforms = np.stack([row_uniforms(keys[row], params.max_completion_length) for row in rows])
-    device = next(model.parameters()).device
-    return DecodeState(
-        rows=rows,
-        token_ids=token_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
-        uniforms=torch.from_numpy(uniforms).to(device),
-        logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
-        cache=DynamicCache(config=model.config),
-        seen=0,
-        width=prompt_width,
-    )
+def _status(tokens: Tensor, logprobs: Tensor, logits: Tensor, stop_ids: Tensor) -> list[int]:
+    """Return RUNNING, STOPPED, NOT_FINITE or NO_TOKEN_LEFT for each row; the only wait for the device in a step."""
+    status = torch.where(torch.isin(tokens, stop_ids), STOPPED, RUNNING)
+    status = status.masked_fill(~logprobs.isfinite(), NO_TOKEN_LEFT)
+    is_finite = logits.sum(-1, dtype=torch.float64).isfinite()  # float64: the sum of float32 numbers can't overflow.
+    return status.masked_fill(~is_finite, NOT_FINITE).tolist()
+
+
+def _raise_on_bad_logits(status: list[int], rows: list[int], t: int, version: int) -> None:
+    for row, code in zip(rows, status, strict=True):
+        if code == NOT_FINITE:
+            raise RuntimeError(
+                f"policy logits are not finite at row {row}, token {t} (policy version {version}); "
+                "look for a non-finite weight after the last update, or for an overflow in float16"
+            )
+        if code == NO_TOKEN_LEFT:
+            raise RuntimeError(
+                f"logits_processor left no token to draw, or a score that is not finite, at row {row}, token {t}; "
+                "let at least one token keep a finite score"
+            )
 
 
 @dataclass(frozen=True)
@@ -322,6 +373,35 @@ class DecodeState:
             setattr(self, name, getattr(self, name).index_select(0, index))
         # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
         self.cache.reorder_cache(index)
+
+
+def left_padded(
+    rows: list[int], prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: nn.Module
+) -> DecodeState:
+    """Return the state of `rows` (indices into `prompt_ids` and `keys`) before their first completion token."""
+    prompt_width = max(len(prompt_ids[row]) for row in rows)
+    shape = (len(rows), prompt_width + params.max_completion_length)
+    token_ids = torch.full(shape, params.pad_token_id)
+    attention_mask = torch.ones(shape, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        start = prompt_width - len(prompt_ids[row])
+        token_ids[i, start:prompt_width] = torch.tensor(prompt_ids[row])
+        attention_mask[i, :start] = 0
+    uniforms = np.zeros((len(rows), params.max_completion_length))
+    if params.temperature > 0:
+        uniforms = np.stack([row_uniforms(keys[row], params.max_completion_length) for row in rows])
+    device = next(model.parameters()).device
+    return DecodeState(
+        rows=rows,
+        token_ids=token_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
+        uniforms=torch.from_numpy(uniforms).to(device),
+        logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
+        cache=DynamicCache(config=model.config),
+        seen=0,
+        width=prompt_width,
+    )
 
 
 def row_uniforms(key: RowKey, count: int) -> np.ndarray:
@@ -398,78 +478,3 @@ def _hooked(capture: StateCapture | None, model: nn.Module) -> AbstractContextMa
     if capture is None:
         return nullcontext()
     return capture.of(decoder_layers(model.get_base_model())[model.cut])
-
-
-def _keeps_logits(model: nn.Module) -> bool:
-    causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
-    return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
-
-
-def _half(num_rows: int, error: str) -> int:
-    if num_rows == 1:
-        raise RuntimeError(
-            f"the memory does not hold the decoding of one row ({error}); lower max_completion_length, or load the"
-            " base in 4 bit"
-        )
-    most = -(-num_rows // 2)
-    logger.warning(
-        "the memory did not hold %d rows that decode at once (%s); from now on at most %d, with the same completions."
-        " Set max_rollout_rows to avoid the attempt",
-        num_rows,
-        error,
-        most,
-    )
-    return most
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _raise_on_bad_logits(status: list[int], rows: list[int], t: int, version: int) -> None:
-    for row, code in zip(rows, status, strict=True):
-        if code == NOT_FINITE:
-            raise RuntimeError(
-                f"policy logits are not finite at row {row}, token {t} (policy version {version}); "
-                "look for a non-finite weight after the last update, or for an overflow in float16"
-            )
-        if code == NO_TOKEN_LEFT:
-            raise RuntimeError(
-                f"logits_processor left no token to draw, or a score that is not finite, at row {row}, token {t}; "
-                "let at least one token keep a finite score"
-            )
-
-
-def _require_inputs(
-    model: nn.Module | None, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
-) -> nn.Module:
-    """Return `model`, or raise the error of the call."""
-    if model is None:
-        raise RuntimeError(
-            "LocalBackend has no model; pass one to LocalBackend(model) or call sync(model, version) first"
-        )
-    if len(keys) != len(prompt_ids):
-        raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
-    if params.temperature > 0 and len(set(keys)) != len(keys):
-        raise ValueError("two rows have the same key and would draw the same random numbers; give each row its own")
-    for row, ids in enumerate(prompt_ids):
-        if len(ids) == 0:
-            raise ValueError(
-                f"prompt {row} is empty; give it at least one token, such as the beginning-of-sequence id"
-            )
-    config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)  # models without positional limit lack it
-    longest, added = max(map(len, prompt_ids), default=0), params.max_completion_length
-    if limit is not None and longest + added > limit:
-        raise ValueError(
-            f"a prompt of {longest} tokens and max_completion_length {added} exceed the model's {limit} positions; "
-            "shorten the longest prompts or lower max_completion_length"
-        )
-    return model

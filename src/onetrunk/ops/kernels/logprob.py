@@ -102,12 +102,12 @@ def _absorb_row(
 
     others = before * 0.0
     spread = before * 0.0
-    own = before * 0.0
+    target_logit = before * 0.0
     for block in range(NUM_BLOCKS):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
         z, damping = _transformed(x, LOGIT_SCALE, SOFTCAP, TEMPERATURE)
-        own += tl.sum(tl.where(columns == target, z, 0.0), 0)
+        target_logit += tl.sum(tl.where(columns == target, z, 0.0), 0)
         below = z - highest
         weights = tl.where((columns < width) & (columns != target), tl.exp(below), 0.0)
         others += tl.sum(weights, 0)
@@ -127,4 +127,4 @@ def _absorb_row(
     tl.store(highest_ptr + row, highest)
     tl.store(decay_ptr + row, decay)
     tl.store(shift_ptr + row, shift)
-    tl.store(target_ptr + row, own, mask=(target >= 0) & (target < width))
+    tl.store(target_ptr + row, target_logit, mask=(target >= 0) & (target < width))
