@@ -10,17 +10,16 @@ from collections.abc import Callable
 import torch
 
 from onetrunk.ops import (
-    PPOCoefs,
-    PPOTensors,
     fused_token_logprobs,
     gae,
     gae_reference,
     length_mask,
     make_pack,
+    ppo_loss,
     ppo_loss_reference,
     token_logprobs,
 )
-from onetrunk.ops import losses as ppo_loss
+from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 Run = Callable[[], object]
 Pair = tuple[Run, Run]
@@ -72,13 +71,23 @@ def gae_pair(rows: int, length: int) -> Pair:
 
 def loss_pair(rows: int, length: int, device: str) -> Pair:
     """Return (operation by operation, one kernel where there is one) runs of the PPO loss with its gradients."""
-    names = "values returns old_values logprobs old_logprobs advantages ref_logprobs entropy".split()
-    tensors = {name: torch.randn(rows, length, device=device) for name in names}
-    for name in ("values", "logprobs", "entropy"):
-        tensors[name].requires_grad_()
-    case = PPOTensors(mask=torch.rand(rows, length, device=device) < 0.7, **tensors)
-    coefs = PPOCoefs(value_clip=0.2, value_coef=0.1, entropy_coef=0.01, kl_coef=0.05)
-    return lambda: ppo_loss_reference(case, coefs)[0].backward(), lambda: ppo_loss(case, coefs)[0].backward()
+
+    def column(trains: bool = False) -> torch.Tensor:
+        return torch.randn(rows, length, device=device).requires_grad_(trains)
+
+    output = PackOutput(values=column(True), logprobs=column(True), entropy=column(True))
+    experience = Experience(
+        pack=make_pack([[0]] * rows, [[0] * length] * rows, 0),
+        loss_mask=torch.rand(rows, length, device=device) < 0.7,
+        old_logprobs=column(),
+        old_values=column(),
+        advantages=column(),
+        returns=column(),
+        ref_logprobs=column(),
+    )
+    coefficients = LossCoefficients(value_clip=0.2, value_coef=0.1, entropy_coef=0.01, beta=0.05)
+    case = (experience, output, coefficients)
+    return lambda: ppo_loss_reference(*case)[0].backward(), lambda: ppo_loss(*case)[0].backward()
 
 
 def decode_pair(rows: int, length: int) -> Pair:

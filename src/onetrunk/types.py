@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,6 +130,55 @@ class Experience:
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
     states: Tensor | None = None
+
+
+class PackOutput(NamedTuple):
+    """What the roles of the trunk computed for a pack; float32 [R, C] unless noted, 0 outside the completions.
+
+    The fields of a role that did not run are None.
+
+    Args:
+        logprobs: of the completion tokens under the policy, after temperature.
+        entropy: of the policy's distribution at each token, nats.
+        values: of the state that predicts each token.
+        next_values: [R] value of the state after the last completion token.
+        ref_logprobs: of the completion tokens under the reference.
+        scores: [R] of prompt and completion under the reward adapter.
+        states: [R, T, H] output of the layers below the cut, in the trunk's dtype.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    next_values: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    scores: Tensor | None = None
+    states: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossCoefficients:
+    """The numbers of the PPO loss, under the names of PPOConfig.
+
+    Args:
+        epsilon: clip range of the ratio below 1.
+        epsilon_high: clip range of the ratio above 1 (clip-higher, DAPO 2503.14476); epsilon where None.
+        dual_clip: bound above 1 on the ratio at negative advantages; None: off.
+        value_clip: clip range of a value around its rollout value; None: off.
+        value_coef: weight of the value loss.
+        entropy_coef: weight of the entropy bonus.
+        beta: weight of the KL to the reference in the loss; 0 leaves the KL out.
+        kl_estimator: k1, k2 or k3.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    dual_clip: float | None = None
+    value_clip: float | None = None
+    value_coef: float = 1.0
+    entropy_coef: float = 0.0
+    beta: float = 0.0
+    kl_estimator: str = "k1"
 
 
 @dataclass(frozen=True)

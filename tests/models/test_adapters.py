@@ -239,7 +239,7 @@ def test_an_adapter_is_told_from_a_module_of_the_same_name():
         (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*set it to True or 'gaussian'"),
         (lora(init_lora_weights=False), "init_lora_weights=False"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices trains rows of the embedding"),
-        (lora(alora_invocation_tokens=[3]), "alora_invocation_tokens acts from a token on"),
+        (lora(alora_invocation_tokens=[3]), "alora_invocation_tokens starts at a token"),
         (lora(layer_replication=[(0, 4), (2, 4)]), "layer_replication changes the layers"),
     ],
 )

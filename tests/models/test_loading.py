@@ -100,7 +100,7 @@ def adapter_config(folder, **fields):
 
 def test_ranks_are_held_against_the_adapter_s_own_weights(tmp_path):
     assert read_adapter_config(adapter_config(tmp_path, r=4)).r == 4
-    with pytest.raises(RuntimeError, match="says r 5, and the weights beside it are of rank 4 at most"):
+    with pytest.raises(RuntimeError, match="says r 5, and the weights next to it are of rank 4 at most"):
         read_adapter_config(adapter_config(tmp_path, r=5))
     # With a pattern `r` may be the rank of nothing: only what no tensor could be of is refused.
     assert read_adapter_config(adapter_config(tmp_path, r=8, rank_pattern={"q_proj": 4})).r == 8

@@ -102,7 +102,7 @@ def test_under_a_continued_policy_it_runs_whole_with_its_own_adapter_alone(place
                 parameter.normal_()
     trunk = TrunkModel.from_adapter(model, adapter_layers="top-2")
     attach_score_adapter(trunk, read_score_adapter(str(places("llama", 2))))
-    assert "the policy goes on from an adapter" in trunk.reward_branch.obstacle
+    assert "the policy continues an adapter" in trunk.reward_branch.obstacle
     expected = scores_of_a_separate_model(places("llama", 2), places(), a_pack())
     together = trunk(pack=a_pack(), roles=WITH_REWARD).scores
     torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
@@ -240,7 +240,7 @@ def edited(source, target, change):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda c, t: c.update(task_type="CAUSAL_LM"), "has the task_type CAUSAL_LM, and no score head; give one"),
+        (lambda c, t: c.update(task_type="CAUSAL_LM"), "has the task_type CAUSAL_LM, so no score head; give one"),
         (lambda c, t: t.pop("base_model.model.score.weight"), r"has no score head \(a tensor base_model.model.score"),
         (lambda c, t: c.update(bias="all"), "can't be a branch of the trunk: peft_config.bias='all'"),
         (
@@ -250,7 +250,7 @@ def edited(source, target, change):
         (lambda c, t: c.update(init_lora_weights="pissa"), "can't be a branch of the trunk: .*'pissa' starts"),
         (
             lambda c, t: t.update({"base_model.model.model.norm.weight": torch.ones(32)}),
-            "carries 1 tensors beside LoRA on the layers and its head, the first is base_model.model.model.norm",
+            "has 1 tensors besides LoRA on the layers and its head, the first is base_model.model.model.norm",
         ),
         (lambda c, t: c.update(base_model_name_or_path="/nowhere"), "names its base model"),
     ],

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import PPOCoefs, PPOTensors, fused_token_logprobs, ppo_loss_reference
-from onetrunk.ops import losses as ppo_loss
+from onetrunk.ops import fused_token_logprobs, ppo_loss, ppo_loss_reference
 from onetrunk.ops.kernels import SWITCH
 from onetrunk.ops.kernels import logprob as logprob_kernel
+from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # exp and tanh of a GPU round otherwise than those of a CPU, and so do sums in another order.
@@ -84,7 +84,7 @@ def test_the_kernel_gives_logprobs_bitwise_the_same_with_and_without_gradients(m
 
 
 def loss_case(dtype, rows=37, width=31, seed=0):
-    """Return tensors of more tokens than one block of the kernel, with NaN wherever nothing counts."""
+    """Return tensors by name, of more tokens than one block of the kernel, with NaN wherever nothing counts."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < 0.7
     names = "values returns old_values logprobs old_logprobs advantages weights ref_logprobs entropy".split()
@@ -95,23 +95,21 @@ def loss_case(dtype, rows=37, width=31, seed=0):
     tensors["ref_logprobs"][1:] = tensors["logprobs"][1:] + 0.1 * tensors["ref_logprobs"][1:]
     for name in ("advantages", "values", "logprobs"):
         tensors[name][~mask] = torch.nan
-    return PPOTensors(mask=mask.to(DEVICE), **{name: x.to(DEVICE, dtype) for name, x in tensors.items()})
-
-
-def without(tensors, *names):
-    return PPOTensors(**{name: x for name, x in vars(tensors).items() if name not in names})
+    return {"mask": mask.to(DEVICE)} | {name: x.to(DEVICE, dtype) for name, x in tensors.items()}
 
 
 def loss_and_gradients(function, tensors, coefs, num_tokens):
-    trained = {name: getattr(tensors, name) for name in ("values", "logprobs", "entropy")}
+    trained = {name: tensors.get(name) for name in ("values", "logprobs", "entropy")}
     trained = {name: x.clone().requires_grad_() for name, x in trained.items() if x is not None}
-    loss, stats = function(PPOTensors(**(vars(tensors) | trained)), coefs, num_tokens)
+    names = "old_logprobs old_values advantages returns ref_logprobs weights".split()
+    experience = Experience(None, loss_mask=tensors["mask"], **{name: tensors.get(name) for name in names})
+    loss, stats = function(experience, PackOutput(**trained), coefs, num_tokens)
     (3 * loss).backward()
     grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in trained.items()}
     return loss.detach(), stats, grads
 
 
-EVERYTHING = PPOCoefs(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k3")
+EVERYTHING = LossCoefficients(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k3")
 POLICY = "logprobs old_logprobs advantages weights ref_logprobs entropy".split()
 
 
@@ -119,17 +117,17 @@ POLICY = "logprobs old_logprobs advantages weights ref_logprobs entropy".split()
     ("coefs", "left_out"),
     [
         (EVERYTHING, []),
-        (PPOCoefs(0.2, kl_coef=0.7, kl_estimator="k2"), ["weights", "entropy"]),
-        (PPOCoefs(0.1, kl_coef=0.7, kl_estimator="k1"), ["values", "returns", "old_values"]),
-        (PPOCoefs(0.1, value_coef=0.5), ["ref_logprobs"]),
-        (PPOCoefs(value_clip=0.2, value_coef=0.5), POLICY),
-        (PPOCoefs(), [*POLICY, "old_values"]),
+        (LossCoefficients(0.2, beta=0.7, kl_estimator="k2"), ["weights", "entropy"]),
+        (LossCoefficients(0.1, beta=0.7, kl_estimator="k1"), ["values", "returns", "old_values"]),
+        (LossCoefficients(0.1, value_coef=0.5), ["ref_logprobs"]),
+        (LossCoefficients(value_clip=0.2, value_coef=0.5), POLICY),
+        (LossCoefficients(), [*POLICY, "old_values"]),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [None, 1000.0, torch.tensor(77)])
 def test_the_kernel_of_the_loss_is_its_naive_twin(monkeypatch, coefs, left_out, num_tokens):
     monkeypatch.setenv(SWITCH, "on")
-    tensors = without(loss_case(torch.float64), *left_out)
+    tensors = {name: x for name, x in loss_case(torch.float64).items() if name not in left_out}
     num_tokens = num_tokens.to(DEVICE) if isinstance(num_tokens, torch.Tensor) else num_tokens
     ours = loss_and_gradients(ppo_loss, tensors, coefs, num_tokens)
     assert_close(ours, loss_and_gradients(ppo_loss_reference, tensors, coefs, num_tokens), rtol=1e-9, atol=1e-9)
@@ -150,8 +148,8 @@ def test_the_kernel_of_the_loss_works_in_float32(monkeypatch, dtype):
 def test_rows_that_do_not_lie_side_by_side_give_the_same_loss(monkeypatch):
     monkeypatch.setenv(SWITCH, "on")
     tensors = loss_case(torch.float64)
-    turned = PPOTensors(**{name: x.T.contiguous().T for name, x in vars(tensors).items()})
-    assert not turned.mask.is_contiguous()
+    turned = {name: x.T.contiguous().T for name, x in tensors.items()}
+    assert not turned["mask"].is_contiguous()
     ours, theirs = (loss_and_gradients(ppo_loss, each, EVERYTHING, None) for each in (turned, tensors))
     assert_close(ours, theirs, rtol=0, atol=0)
 
@@ -159,8 +157,8 @@ def test_rows_that_do_not_lie_side_by_side_give_the_same_loss(monkeypatch):
 def test_a_token_that_is_not_finite_shows_in_the_loss_and_in_its_gradient(monkeypatch):
     monkeypatch.setenv(SWITCH, "on")
     tensors = loss_case(torch.float32, rows=3)
-    row, column = tensors.mask.nonzero()[0].tolist()
-    tensors.logprobs[row, column] = torch.nan
+    row, column = tensors["mask"].nonzero()[0].tolist()
+    tensors["logprobs"][row, column] = torch.nan
     loss, _, grads = loss_and_gradients(ppo_loss, tensors, EVERYTHING, None)
     assert loss.isnan() and grads["logprobs"][row, column].isnan()
     assert grads["logprobs"].isnan().sum() == 1
@@ -169,7 +167,7 @@ def test_a_token_that_is_not_finite_shows_in_the_loss_and_in_its_gradient(monkey
 def test_a_pack_without_a_counted_token_gives_a_loss_of_zero(monkeypatch):
     monkeypatch.setenv(SWITCH, "on")
     tensors = loss_case(torch.float32, rows=3)
-    tensors.mask[:] = False
+    tensors["mask"][:] = False
     loss, stats, grads = loss_and_gradients(ppo_loss, tensors, EVERYTHING, None)
     assert loss == 0 and not any(x.any() for x in grads.values())
     assert not any(x.any() for group in stats.values() for x in group.values())
@@ -180,7 +178,7 @@ def test_a_small_kl_keeps_its_digits(monkeypatch):
     monkeypatch.setenv(SWITCH, "on")
     d = torch.full((1, 4), 1e-4, device=DEVICE)
     zero = torch.zeros_like(d)
-    tensors = PPOTensors(mask=zero == 0, logprobs=d, old_logprobs=zero, advantages=zero, ref_logprobs=zero)
-    _, stats = ppo_loss(tensors, PPOCoefs(kl_estimator="k3", kl_coef=1.0))
+    experience = Experience(None, zero == 0, zero, zero, zero, zero, ref_logprobs=zero)
+    _, stats = ppo_loss(experience, PackOutput(logprobs=d), LossCoefficients(kl_estimator="k3", beta=1.0))
     for kl in (stats["policy"]["approx_kl"], stats["kl"]["loss"]):
         assert kl.item() == pytest.approx(5e-9, rel=1e-3)

@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import (
-    first_stop,
     length_mask,
     masked_mean,
     masked_moments,
@@ -26,17 +25,6 @@ def everything(x):
 def test_length_mask_counts_the_first_entries_of_each_row():
     expected = [[True, True, False], [False, False, False], [True, True, True]]
     assert length_mask(torch.tensor([2, 0, 5]), 3).tolist() == expected
-
-
-def test_first_stop_sees_counted_tokens_only():
-    ids = torch.tensor([[5, 9, 7, 9], [5, 5, 9, 9], [7, 9, 5, 5], [5, 5, 5, 5]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool()
-    # Row 1: its only 9s are padding, pad being the stop token. Row 2: the other stop token comes first.
-    assert first_stop(ids, [9, 7], mask).tolist() == [1, 4, 0, 4]
-
-
-def test_first_stop_without_stop_tokens_finds_none():
-    assert first_stop(torch.tensor([[5, 9]]), [], torch.ones(1, 2).bool()).tolist() == [2]
 
 
 def test_masked_reductions_by_hand():

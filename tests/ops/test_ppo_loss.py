@@ -1,15 +1,25 @@
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import PPOCoefs, PPOTensors, kl_estimate, masked_mean, policy_loss, value_loss
-from onetrunk.ops import losses as ppo_loss
+from onetrunk.ops import kl_estimate, masked_mean, policy_loss, ppo_loss, value_loss
+from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64
-COEFS = PPOCoefs(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k2")
+COEFS = LossCoefficients(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k2")
+CONSTANTS = "old_logprobs old_values advantages returns ref_logprobs weights".split()
+
+
+def loss_of(tensors, coefficients, num_tokens=None):
+    """Return the PPO loss and stats of tensors by name, `mask` among them; those that are missing are None."""
+    output = PackOutput(**{name: tensors.get(name) for name in ("values", "logprobs", "entropy")})
+    constants = {name: tensors.get(name) for name in CONSTANTS}
+    experience = Experience(pack=None, loss_mask=tensors["mask"], **constants)
+    return ppo_loss(experience, output, coefficients, num_tokens)
 
 
 def random_tensors(seed=0, rows=6, width=5):
@@ -18,7 +28,7 @@ def random_tensors(seed=0, rows=6, width=5):
     tensors = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) for name in names}
     for name in ("values", "logprobs", "entropy"):
         tensors[name].requires_grad_()
-    return PPOTensors(mask=torch.rand(rows, width, generator=generator) < 0.6, **tensors)
+    return SimpleNamespace(mask=torch.rand(rows, width, generator=generator) < 0.6, **tensors)
 
 
 def gradients(loss, tensors):
@@ -29,11 +39,11 @@ def test_the_loss_of_one_token_by_hand():
     def one(x):
         return torch.tensor([[x]], dtype=torch.float64)
 
-    tensors = PPOTensors(
+    tensors = dict(
         mask=one(1).bool(), values=one(2.0), returns=one(5.0), advantages=one(2.0), logprobs=one(-1.0),
         old_logprobs=one(-1.0 - math.log(1.5)), ref_logprobs=one(-1.3), entropy=one(0.9),
     )  # fmt: skip
-    loss, stats = ppo_loss(tensors, PPOCoefs(clip_low=0.2, value_coef=0.1, entropy_coef=0.5, kl_coef=2.0))
+    loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, value_coef=0.1, entropy_coef=0.5, beta=2.0))
     # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * .3
     assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.6, abs=1e-12)
     assert stats["policy"]["clip_fraction"] == 1 and stats["policy"]["entropy"].item() == pytest.approx(0.9)
@@ -43,7 +53,7 @@ def test_the_loss_of_one_token_by_hand():
 @pytest.mark.parametrize("num_tokens", [None, 77.0, torch.tensor(77)])
 def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
     t = random_tensors()
-    loss, stats = ppo_loss(t, COEFS, num_tokens)
+    loss, stats = loss_of(vars(t), COEFS, num_tokens)
     counted = {"mask": t.mask, "num_tokens": num_tokens}
     policy, policy_stats = policy_loss(
         t.logprobs,
@@ -68,25 +78,27 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
 
 def test_what_is_not_given_is_left_out():
     t = random_tensors()
-    only_values = PPOTensors(mask=t.mask, values=t.values, returns=t.returns)
-    loss, stats = ppo_loss(only_values, PPOCoefs(value_coef=0.4))
+    only_values = {"mask": t.mask, "values": t.values, "returns": t.returns, "ref_logprobs": t.ref_logprobs}
+    loss, stats = loss_of(only_values, LossCoefficients(value_coef=0.4, beta=3.0))
     assert_close(loss, 0.4 * value_loss(t.values, None, t.returns, t.mask)[0], **EXACT)
     assert set(stats) == {"value"}
-    only_policy = PPOTensors(mask=t.mask, logprobs=t.logprobs, old_logprobs=t.old_logprobs, advantages=t.advantages)
-    loss, stats = ppo_loss(only_policy, PPOCoefs(kl_coef=3.0, entropy_coef=3.0))
+    names = ("mask", "logprobs", "old_logprobs", "advantages")
+    only_policy = {name: getattr(t, name) for name in names}
+    loss, stats = loss_of(only_policy, LossCoefficients(beta=3.0, entropy_coef=3.0))
     assert_close(loss, policy_loss(t.logprobs, t.old_logprobs, t.advantages, t.mask, 0.2)[0], **EXACT)
     assert set(stats) == {"policy"} and "entropy" not in stats["policy"]
+    assert "kl" not in loss_of(vars(t), replace(COEFS, beta=0.0))[1]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_what_stands_where_nothing_counts_touches_neither_loss_nor_gradient(estimator):
     t, coefs = random_tensors(), replace(COEFS, kl_estimator=estimator)
-    loss, stats = ppo_loss(t, coefs)
+    loss, stats = loss_of(vars(t), coefs)
     junk = {name: torch.where(t.mask, x.detach(), torch.nan) for name, x in vars(t).items() if name != "mask"}
     for name in ("values", "logprobs", "entropy"):
         junk[name].requires_grad_()
-    dirty = PPOTensors(mask=t.mask, **junk)
-    dirty_loss, dirty_stats = ppo_loss(dirty, coefs)
+    dirty = SimpleNamespace(mask=t.mask, **junk)
+    dirty_loss, dirty_stats = loss_of(vars(dirty), coefs)
     assert_close((dirty_loss, dirty_stats), (loss, stats), rtol=0, atol=0)
     assert_close(gradients(dirty_loss, dirty), gradients(loss, t), rtol=0, atol=0)
 
@@ -101,17 +113,23 @@ def test_values_that_stay_within_the_clip_range_count_as_not_clipped():
 
 
 @pytest.mark.parametrize(
-    ("left_out", "coefs", "sentence"),
+    ("left_out", "coefs", "message"),
     [
         (["logprobs", "values"], COEFS, "neither logprobs nor values"),
-        (["returns"], COEFS, "got values without returns"),
-        (["old_values"], COEFS, "got values without old_values"),
-        (["old_logprobs", "advantages"], COEFS, "got logprobs without old_logprobs and advantages"),
+        (["old_values"], COEFS, "value_clip is 0.2 but old_values is None"),
         (["logprobs"], COEFS, "got entropy without logprobs"),
-        ([], PPOCoefs(kl_estimator="k4"), "kl_estimator is 'k4'"),
-        ([], PPOCoefs(dual_clip=0.5), "dual_clip is 0.5"),
+        ([], LossCoefficients(kl_estimator="k4"), "kl_estimator is 'k4'"),
+        ([], LossCoefficients(dual_clip=0.5), "dual_clip is 0.5"),
     ],
 )
-def test_a_loss_that_lacks_something_or_has_a_wrong_number_is_refused(left_out, coefs, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        ppo_loss(replace(random_tensors(), **dict.fromkeys(left_out)), coefs)
+def test_a_loss_that_lacks_something_or_has_a_wrong_number_is_rejected(left_out, coefs, message):
+    with pytest.raises(ValueError, match=message):
+        loss_of(vars(random_tensors()) | dict.fromkeys(left_out), coefs)
+
+
+@pytest.mark.parametrize("left_out", ["returns", "old_values", "old_logprobs", "advantages"])
+def test_an_experience_cannot_be_built_without_what_the_loss_needs(left_out):
+    tensors = vars(random_tensors())
+    constants = {name: tensors[name] for name in CONSTANTS if name != left_out}
+    with pytest.raises(TypeError, match=left_out):
+        Experience(pack=None, loss_mask=tensors["mask"], **constants)

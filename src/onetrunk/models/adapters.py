@@ -1,7 +1,6 @@
-"""The branches of the trunk: which LoRA adapter plays which role, how one is switched to, and the value head.
+"""The branches of the trunk: their LoRA adapters and files, the switch between roles, and the value head.
 
-Knows adapter names and parameters; no batch, no loss. PEFT's switching also flips `requires_grad`: `role` is the one
-place that switches, and it leaves every flag as it was.
+PEFT's `set_adapter` also changes `requires_grad`: `role` is the only place that switches, and it keeps every flag.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ POLICY = "default"
 VALUE = "value"
 REFERENCE = "reference"
 REWARD = "reward"
+ADAPTER_FILE = "adapter_model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
 VALUE_HEADS = ("shared", "detached", "adapter")
-_REFUSED_OPTIONS = {
+# LoRA options that are not supported, and why.
+UNSUPPORTED_OPTIONS = {
     "trainable_token_indices": "trains rows of the embedding, which every role shares",
     "layer_replication": "changes the layers of the shared trunk",
-    "alora_invocation_tokens": "acts from a token on, which PEFT's own forward tells the layers and a pack does not",
+    "alora_invocation_tokens": "starts at a token that PEFT's own forward passes to the layers and a pack does not",
     "arrow_config": "mixes adapters, where one adapter is one role",
     "kasa_config": "changes weights of the shared trunk",
     "monteclora_config": "draws random weights, so that the first PPO ratio would differ from 1",
@@ -43,11 +44,11 @@ _REFUSED_OPTIONS = {
 
 
 class ValueHead(nn.Module):
-    """A linear map from a hidden state to a value, in float32 whatever the trunk's dtype; zero at the start.
+    """A linear map from a hidden state to a value, always in float32; initialised with zeros.
 
     Args:
         hidden_size: width of the trunk.
-        device: where the trunk's last layer lives.
+        device: of the trunk's last layer.
     """
 
     def __init__(self, hidden_size: int, device: torch.device | None = None):
@@ -74,7 +75,7 @@ class ValueHead(nn.Module):
         """
         path = Path(folder) / VALUE_HEAD_FILE
         if not path.is_file():
-            raise ValueError(f"{path} is missing: the value head lies beside the adapter; pass a folder with both")
+            raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
         tensors = load_tensors(path)
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         expected = {name: tuple(p.shape) for name, p in self.linear.named_parameters()}
@@ -86,18 +87,18 @@ class ValueHead(nn.Module):
 
 
 def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
-    """Return the modules that carry adapters. A walk over all modules: a model that switches often keeps the list."""
+    """Return the modules that carry adapters. It walks over all modules, so a TrunkModel keeps the list."""
     return [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
 
 
 @contextlib.contextmanager
 def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Make `adapter` the active one (None: adapters off) inside the block; no `requires_grad` flag changes.
+    """Activate `adapter` (None: adapters off) inside the block; no `requires_grad` flag changes.
+
+    PEFT's `set_adapter` and `enable_adapters` set the flags of every adapter that they touch.
 
     Raises:
-        RuntimeError: an adapter is merged into the weights, and another one is asked for.
-
-    Source: PEFT's `set_adapter` and `enable_adapters` set the flags of every adapter that they touch.
+        RuntimeError: another adapter is merged into the weights.
     """
     layers = getattr(model, "tuner_layers", None) or find_tuner_layers(model)
     before = [(layer.active_adapters, layer.disable_adapters) for layer in layers]
@@ -105,9 +106,15 @@ def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
         yield
         return
     if any(layer.merged for layer in layers):
-        # PEFT skips every other adapter of a merged layer, so each role would get the answer of the merged one.
+        # PEFT skips every other adapter of a merged layer, so each role would get the output of the merged one.
         raise RuntimeError("an adapter is merged into the weights; switch to another adapter after it is unmerged")
-    flags = _adapter_flags(layers)
+    flags = [
+        (parameter, parameter.requires_grad)
+        for layer in layers
+        for name in layer.adapter_layer_names
+        if isinstance(getattr(layer, name, None), nn.Module)
+        for parameter in getattr(layer, name).parameters()
+    ]
     for layer in layers:
         _activate(layer, [adapter] if adapter else layer.active_adapters, adapter is None)
     _restore(flags)
@@ -132,19 +139,6 @@ def _activate(layer: BaseTunerLayer, names: list[str], disabled: bool) -> None:
         layer.enable_adapters(not disabled)
 
 
-def _adapter_flags(layers: list[BaseTunerLayer]) -> list[tuple[nn.Parameter, bool]]:
-    return [
-        (p, p.requires_grad)
-        for layer in layers
-        for name in layer.adapter_layer_names
-        for p in _parameters(getattr(layer, name, None))
-    ]
-
-
-def _parameters(container: nn.Module | None) -> list[nn.Parameter]:
-    return list(container.parameters()) if isinstance(container, nn.Module) else []
-
-
 def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
@@ -157,13 +151,13 @@ def adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter
 
 
 def layer_index(parameter_name: str, layers_name: str) -> int | None:
-    """Return the number of the decoder layer that a parameter belongs to, None outside the layers."""
-    found = re.search(rf"\.{re.escape(layers_name)}\.(\d+)\.", parameter_name)
-    return int(found.group(1)) if found else None
+    """Return the number of the decoder layer that a parameter belongs to, or None outside the layers."""
+    match = re.search(rf"\.{re.escape(layers_name)}\.(\d+)\.", parameter_name)
+    return int(match.group(1)) if match else None
 
 
 def list_name(model: nn.Module, modules: nn.ModuleList) -> str:
-    """Return the last part of the name that a list of modules has in `model`: "layers", or "h"."""
+    """Return the last part of the name of a module list in `model`, such as "layers" or "h"."""
     return next(name for name, m in model.named_modules() if m is modules).rsplit(".", 1)[-1]
 
 
@@ -175,27 +169,18 @@ def parse_adapter_layers(adapter_layers: str, num_layers: int) -> int:
     """
     if adapter_layers == "all":
         return 0
-    found = re.fullmatch(r"top-(\d+)", adapter_layers)
-    if not found or not 1 <= int(found.group(1)) <= num_layers:
+    match = re.fullmatch(r"top-(\d+)", adapter_layers)
+    if not match or not 1 <= int(match.group(1)) <= num_layers:
         raise ValueError(
             f"adapter_layers {adapter_layers!r} is neither 'all' nor 'top-k' with k from 1 to the model's"
             f" {num_layers} layers, for example 'top-{max(1, num_layers // 4)}'"
         )
-    return num_layers - int(found.group(1))
+    return num_layers - int(match.group(1))
 
 
 def require_lora(config: PeftConfig, subject: str) -> None:
-    """Reject every kind of PEFT adapter but plain LoRA, by its name.
-
-    Not by its class: AdaLoRA's config is a LoraConfig, and its ranks change only where its own schedule is called.
-
-    Args:
-        config: of the adapter.
-        subject: what the message calls it.
-
-    Raises:
-        ValueError: another peft_type.
-    """
+    """Raise a ValueError, in which the adapter is called `subject`, unless the adapter is plain LoRA."""
+    # By its type, not its class: AdaLoRA's config is a LoraConfig, and its ranks change only on a schedule of its own.
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != PeftType.LORA.value or not isinstance(config, LoraConfig):
         raise ValueError(
@@ -205,17 +190,17 @@ def require_lora(config: PeftConfig, subject: str) -> None:
 
 
 def check_adapter_config(config: PeftConfig) -> None:
-    """Refuse adapters that the shared trunk can't carry.
+    """Reject adapters that the shared trunk can't carry.
 
     Raises:
-        ValueError: not LoRA; trained whole modules; an adapted head or embedding; bias training; a start that is not
-            the base model itself; a variant of LoRA that changes the trunk or was not tried.
+        ValueError: not LoRA; whole modules that train; an adapted head or embedding; bias training; an initialisation
+            that differs from the base model; a variant of LoRA that changes the trunk or was not tried.
     """
     require_lora(config, "peft_config")
     if config.modules_to_save:
         raise ValueError(
             f"peft_config.modules_to_save={config.modules_to_save} would copy whole modules into the adapter, and the"
-            " trunk must stay frozen; leave it unset (the value head is kept beside the adapter)"
+            " trunk must stay frozen; leave it unset (the value head is saved separately)"
         )
     if config.bias != "none":
         raise ValueError(f"peft_config.bias={config.bias!r} trains biases of the frozen trunk; set bias='none'")
@@ -231,7 +216,7 @@ def check_adapter_config(config: PeftConfig) -> None:
             f"peft_config.init_lora_weights={config.init_lora_weights!r} starts the policy away from the base model or"
             " changes the base itself, so that adapters off would be no reference; set it to True or 'gaussian'"
         )
-    for option, reason in _REFUSED_OPTIONS.items():
+    for option, reason in UNSUPPORTED_OPTIONS.items():
         if getattr(config, option):
             raise ValueError(f"peft_config.{option} {reason}; leave it unset")
 
@@ -251,7 +236,7 @@ def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> Lora
                 " of them"
             )
         if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-            # PEFT would adapt every layer that the pattern matches, and refuse to load what it saved.
+            # PEFT would adapt every layer that the pattern matches, and then fail to load its own file.
             raise ValueError(
                 f"peft_config.target_modules={config.target_modules!r} is a pattern and {top} chooses layers; write"
                 " the layers into the pattern and set adapter_layers to 'all', or list module names"
@@ -263,11 +248,11 @@ def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> Lora
 
 
 def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
-    """Write into the config what PEFT would guess of the decoder layers, and guess wrong or warn.
+    """Set the fields of the config that PEFT would guess wrong or with a warning.
 
-    'all-linear' becomes the names of the linear modules where the config chooses layers: left to PEFT it becomes full
-    paths in a model of fewer than 20 linear modules, and those overrule the choice. `fan_in_fan_out` says that the
-    weights are transposed (GPT-2's Conv1D).
+    If the config chooses layers, 'all-linear' becomes the names of the linear modules: PEFT would make it full paths
+    in a model of fewer than 20 linear modules, and those overrule the choice. `fan_in_fan_out` means that the weights
+    are transposed (GPT-2's Conv1D).
     """
     kinds = {type(m) for m in layers.modules() if isinstance(m, (nn.Linear, Conv1D))}
     if kinds in ({Conv1D}, {nn.Linear}):
@@ -279,26 +264,27 @@ def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
 
 
 def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Return the config and a copy of the weights of the active adapter, for a policy to go on from.
+    """Return the config and a copy of the weights of the active adapter, for a policy to continue.
 
     Raises:
-        ValueError: several adapters are active, the adapter is merged, or `check_adapter_config` refuses it.
+        ValueError: several adapters are active, the adapter is merged, or `check_adapter_config` rejects it.
     """
     names = model.active_adapters
     if len(names) != 1:
-        raise ValueError(f"adapters {names} are active together; call model.set_adapter with the one to go on from")
+        raise ValueError(f"adapters {names} are active together; call model.set_adapter with the one to continue")
     config = copy.deepcopy(model.peft_config[names[0]])
     if getattr(config, "init_lora_weights", None) in (False, "eva", "orthogonal"):
-        config.init_lora_weights = True  # They leave the base alone, and the weights are loaded over the start.
+        # These leave the base unchanged; the loaded weights replace the initial ones.
+        config.init_lora_weights = True
     check_adapter_config(config)
     if any(layer.merged for layer in model.modules() if isinstance(layer, BaseTunerLayer)):
-        raise ValueError("the adapter is merged into the base model, which must stay the base; load the model anew")
+        raise ValueError("the adapter is merged into the base model, which must stay unchanged; load the model again")
     weights = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
     return config, {key: tensor.clone() for key, tensor in weights.items()}
 
 
 def first_trained_layer(model: nn.Module, layers_name: str) -> int:
-    """Return the lowest decoder layer with a weight of the policy or the value that trains; 0 for one outside layers.
+    """Return the lowest decoder layer with a trained weight of the policy or the value; 0 for one outside the layers.
 
     Raises:
         ValueError: nothing trains.
@@ -320,14 +306,11 @@ def copy_adapter(model: PeftModel, source: str, target: str, trainable: bool) ->
 
 
 def freeze_below(model: nn.Module, layers_name: str, first_layer: int) -> None:
-    """Freeze what the policy and the value have below a layer, and outside the layers where it is not the first."""
+    """Freeze the weights of the policy and the value below a layer; those outside the layers count as layer 0."""
     for adapter in (POLICY, VALUE):
         for name, parameter in adapter_parameters(model, adapter).items():
             if (layer_index(name, layers_name) or 0) < first_layer:
                 parameter.requires_grad_(False)
-
-
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def read_adapter(folder: str | Path) -> dict[str, Tensor]:
@@ -344,11 +327,7 @@ def read_adapter(folder: str | Path) -> dict[str, Tensor]:
 
 
 def check_adapter_fits(model: PeftModel, weights: dict[str, Tensor], adapter: str, source: str | Path) -> None:
-    """Refuse weights that are not one tensor for each of `adapter`, of its shape.
-
-    Raises:
-        ValueError: with `source`, where the weights come from, in the sentence.
-    """
+    """Raise a ValueError that names `source` unless the weights match the tensors of `adapter` and their shapes."""
     expected = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     wrong = sorted(expected.keys() ^ weights.keys())
     wrong += sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
@@ -362,24 +341,22 @@ def check_adapter_fits(model: PeftModel, weights: dict[str, Tensor], adapter: st
 
 
 def set_adapter_weights(model: PeftModel, weights: dict[str, Tensor], adapter: str, source: str | Path) -> None:
-    """Load weights under PEFT's names into `adapter`; no flag changes. Refuses what `check_adapter_fits` refuses."""
+    """Load weights under PEFT's names into `adapter`, if they pass `check_adapter_fits`; no flag changes."""
     check_adapter_fits(model, weights, adapter, source)
     set_peft_model_state_dict(model, weights, adapter_name=adapter)
 
 
 def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, Tensor]]:
-    """Return adapter name -> tensors for every adapter of `model` that is saved, from a folder of the same branches.
-
-    The reward adapter is not: it stays what its own folder says.
+    """Return adapter name -> tensors from a folder with the branches of `model`, except the reward adapter.
 
     Raises:
-        ValueError: a file is missing, one too many, or does not fit.
+        ValueError: a file is missing, unexpected, or does not fit.
         RuntimeError: a file is damaged.
     """
     folder = Path(folder)
     for adapter in {VALUE, REFERENCE} - set(model.peft_config):
         if (folder / adapter / ADAPTER_FILE).is_file():
-            raise ValueError(f"{folder} holds an adapter {adapter!r} and this trunk has none: build it as it was")
+            raise ValueError(f"{folder} holds an adapter {adapter!r} and this trunk has none; build it as before")
     sources = {
         adapter: folder if adapter == POLICY else folder / adapter
         for adapter in model.peft_config

@@ -1,8 +1,7 @@
 """The frozen base model: load it, find its body, layers and head, and make its dropout and padding harmless.
 
-Structure is found, not listed by family: the body is what `get_decoder` says, the layers are the one list in it of the
-config's length, the head is read off the config and can be proved by one forward (`verify_head`). Knows nothing of
-adapters beyond refusing one on the head, and nothing of training.
+Structure is detected, not listed by family: the body comes from `get_decoder`, the layers are its only list of the
+config's length, the head comes from the config and is proved by one forward (`verify_head`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from onetrunk.models.sources import pinned_source
 
 logger = logging.getLogger(__name__)
 
-# Decoders that pass every check of structure and can't be sampled from here.
+# Decoders that pass every check of structure but don't work here, and why.
 _UNSUPPORTED = {
     "kimi_linear": "its linear attention keeps states that batches of unequal prompts were not verified with",
     "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
@@ -58,12 +57,12 @@ def load_base(
     trust_remote_code: bool = False,
     device_map: Any = None,
 ) -> PreTrainedModel:
-    """Load a causal language model from safetensors; names and meaning of the arguments are transformers' own.
+    """Load a causal language model from safetensors; the arguments are those of transformers.
 
     Args:
         name_or_path: a local folder or a Hub name.
-        dtype: None takes the checkpoint's.
-        attn_implementation: None takes the family's default (Gemma 2 refuses sdpa).
+        dtype: None: the checkpoint's.
+        attn_implementation: None: the default of the model family.
         revision: branch, tag or commit; with `trust_remote_code` a full commit hash.
 
     Raises:
@@ -97,11 +96,7 @@ def load_base(
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Reject architectures that are known not to work as a trunk.
-
-    Raises:
-        ValueError: names the architecture and the reason.
-    """
+    """Raise a ValueError for an architecture that is known not to work as a trunk."""
     model_type = config.get_text_config().model_type
     if model_type in _UNSUPPORTED:
         raise ValueError(
@@ -125,13 +120,13 @@ def load_tokenizer(
 def repair_padding(
     tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig | None = None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, changed to pad with its end-of-sequence token where it has no usable padding token.
+    """Return the tokenizer; without a usable padding token it now pads with its end-of-sequence token.
 
-    That is safe here because every mask is built from lengths, never from `ids != pad`.
+    That is safe because every mask is built from lengths, never from `ids != pad`.
 
     Args:
-        model_config: when given, a padding token outside the model's vocabulary counts as unusable (the embedding
-            would fail on it), and the config's `pad_token_id` is set to the tokenizer's.
+        model_config: if given, a padding token outside the model's vocabulary counts as unusable (the embedding would
+            fail on it), and the config's `pad_token_id` is set to the tokenizer's.
 
     Raises:
         ValueError: no end-of-sequence token, or one outside the model's vocabulary: completions could not end.
@@ -157,7 +152,7 @@ def repair_padding(
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> tuple[int, ...]:
-    """Return the ids that end a completion, ascending: the tokenizer's end and those of the generation config."""
+    """Return the ids that end a completion, ascending: those of the tokenizer and of the generation config."""
     ids = {tokenizer.eos_token_id}
     if generation_config is not None:
         more = generation_config.eos_token_id
@@ -168,8 +163,8 @@ def stop_token_ids(
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout of the model to 0, so that `train()` computes what `eval()` does.
 
-    Three kinds: dropout modules; float attributes that attention code reads (`attention_dropout`); and the config's
-    `*_dropout` and `*_pdrop`, nested configs too, from which code may read at run time or a saved model be rebuilt.
+    These are dropout modules, float attributes that attention code reads (`attention_dropout`), and the `*_dropout`
+    and `*_pdrop` of the config and its nested configs, which code may read at run time.
     """
     for module in model.modules():
         if isinstance(module, _DROPOUT_MODULES):
@@ -186,11 +181,7 @@ def backbone(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the list of decoder layers inside the body: the only list there with one entry per layer.
-
-    Raises:
-        ValueError: no such list, or several.
-    """
+    """Return the list of decoder layers: the only list in the body with one entry per layer, else a ValueError."""
     body, depth = backbone(model), _base(model).config.get_text_config().num_hidden_layers
     lists = [child for child in body.children() if isinstance(child, nn.ModuleList) and len(child) == depth]
     if len(lists) != 1:
@@ -202,11 +193,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def check_cut_supported(model: nn.Module) -> None:
-    """Refuse a model whose layers share keys and values: its upper layers cannot run without its lower ones.
-
-    Raises:
-        ValueError: the config's `num_kv_shared_layers` is not 0.
-    """
+    """Raise a ValueError for a model whose layers share keys and values: its upper layers need the lower ones."""
     config = _base(model).config.get_text_config()
     shared = getattr(config, "num_kv_shared_layers", None)
     if shared:
@@ -240,22 +227,22 @@ class HeadSpec:
 
 
 def output_head(model: nn.Module) -> HeadSpec:
-    """Return the head's weight and formula, read off the model and its config.
+    """Return the head's weight and formula, from the model and its config.
 
     Raises:
         ValueError: the head is not `nn.Linear`, is quantised, or carries an adapter.
     """
     base = _base(model)
     head = base.get_output_embeddings()
-    found = type(head).__name__
+    kind = type(head).__name__
     if any(hasattr(head, name) for name in ("base_layer", "original_module")):
-        raise ValueError(f"the output head carries an adapter ({found}); leave it out of PEFT's target modules")
+        raise ValueError(f"the output head carries an adapter ({kind}); leave it out of PEFT's target modules")
     if type(head).__module__.startswith("bitsandbytes") or (
         isinstance(head, nn.Linear) and not head.weight.is_floating_point()
     ):
-        raise ValueError(f"the output head is quantised ({found}); add it to the quantization config's skip modules")
+        raise ValueError(f"the output head is quantised ({kind}); add it to the quantization config's skip modules")
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"the output head of {type(base).__name__} is {found}; only nn.Linear is supported")
+        raise ValueError(f"the output head of {type(base).__name__} is {kind}; only nn.Linear is supported")
     config = base.config.get_text_config()
     scale = getattr(config, "logit_scale", None)
     if scale is None:
@@ -271,16 +258,14 @@ def verify_head(model: nn.Module) -> None:
     scale or soft-cap is far above both.
 
     Raises:
-        ValueError: the model's logits are not our formula of the body's last hidden state.
-        RuntimeError: its weights are NaN or infinite, so that no formula holds.
+        ValueError: the model's logits differ from our formula of the body's last hidden state.
+        RuntimeError: its weights are NaN or infinite.
     """
     base, spec = _base(model), output_head(model)
     kept: list[Tensor] = []
     handle = backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
-    vocab_size, device = spec.weight.shape[0], base.get_input_embeddings().weight.device
     try:
-        ids = torch.linspace(0, vocab_size - 1, 8, device=device).long()[None]
-        logits = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+        logits = base(**probe_inputs(base)).logits.float()
     finally:
         handle.remove()
     tolerance = max(1e-3, 4 * torch.finfo(spec.weight.dtype).eps) * logits.abs().max().item()
@@ -293,6 +278,33 @@ def verify_head(model: nn.Module) -> None:
             f"the head of {type(base).__name__} computes something else than weight, bias, logit scale "
             f"{spec.logit_scale:g} and soft-cap {spec.softcap} (largest difference {error:.3g}); it is not supported"
         )
+
+
+def probe_inputs(model: nn.Module) -> dict[str, Any]:
+    """Return the inputs of a forward over 8 tokens, spread over the vocabulary, for the proofs of this room."""
+    embedding = model.get_input_embeddings().weight
+    ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+
+
+def keep_train_kernels(model: nn.Module) -> None:
+    """Set the quantised layers to train mode, where their arithmetic is always the same; they contain no dropout.
+
+    Call it before the first forward, and after every `eval()`.
+
+    Raises:
+        ValueError: the weights are repacked already, which bitsandbytes cannot undo.
+    """
+    for module in model.modules():
+        if not type(module).__module__.startswith("bitsandbytes"):
+            continue
+        module.training = True
+        quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if getattr(quant_state, "packing_format_for_cpu", False):
+            raise ValueError(
+                "a forward in eval mode on the CPU has repacked the 4-bit weights for inference, so they pass no"
+                " gradient; load the model anew and pass it before its first forward, or pass its name"
+            )
 
 
 def _base(model: nn.Module) -> PreTrainedModel:
@@ -310,23 +322,3 @@ def _zero_dropout_attributes(owner: object) -> None:
     for name, value in list(vars(owner).items()):
         if isinstance(value, float) and _DROPOUT_NAME.fullmatch(name):
             setattr(owner, name, 0.0)
-
-
-def keep_train_kernels(model: nn.Module) -> None:
-    """Set the quantised layers alone to train mode, where they have one arithmetic; they hold no dropout.
-
-    Call it before the first forward, and after every `eval()`.
-
-    Raises:
-        ValueError: the weights are repacked already; bitsandbytes does not bring them back as they were.
-    """
-    for module in model.modules():
-        if not type(module).__module__.startswith("bitsandbytes"):
-            continue
-        module.training = True
-        quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if getattr(quant_state, "packing_format_for_cpu", False):
-            raise ValueError(
-                "a forward in eval mode on the CPU has repacked the 4-bit weights for inference, and no gradient"
-                " passes them any more; load the model anew and hand it over before its first forward, or by its name"
-            )

@@ -1,7 +1,4 @@
-"""From what a user hands over (a name, a model, a PEFT model, a folder with an adapter) to a TrunkModel.
-
-Knows loading; no trainer.
-"""
+"""Build a TrunkModel from a name, a model, a PEFT model, or the folder of an adapter."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_peft_config() -> LoraConfig:
-    """Return the LoRA config that is used where none is given: rank 16 on every linear layer of the trunk."""
+    """Return the default LoRA config: rank 16 on every linear layer of the trunk."""
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -53,8 +50,8 @@ def build_trunk(
     """Return the trunk with its branches.
 
     Args:
-        model: a name or path of a base model or of an adapter, a transformers decoder, or a PeftModel. From an adapter
-            the policy goes on, and its reference is a frozen copy of it; a value head saved beside it goes on too.
+        model: a name or path of a base model or of an adapter, a transformers decoder, or a PeftModel. The policy
+            continues an adapter, with a frozen copy of it as the reference, and a value head saved with it.
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
         value_head: "shared", "detached" or "adapter".
         adapter_layers: "all" or "top-k".
@@ -62,8 +59,8 @@ def build_trunk(
         model_init_kwargs: keywords of from_pretrained, for a model given by name.
 
     Raises:
-        ValueError: settings that exclude each other, or a model that the trunk can't be made of.
-        TypeError: something else than a model.
+        ValueError: settings that exclude each other, or a model that can't be a trunk.
+        TypeError: not a model.
         RuntimeError: nothing loadable at its name.
     """
     model = source = fspath(model) if isinstance(model, PathLike) else model
@@ -83,8 +80,8 @@ def build_trunk(
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
-                "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to go"
-                " on training the adapter, or merge it first (model.merge_and_unload())"
+                "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to"
+                " continue the adapter, or merge it first (model.merge_and_unload())"
             )
         trunk = TrunkModel.from_adapter(model, value_head=value_head, adapter_layers=adapter_layers)
         if isinstance(source, str):
@@ -95,18 +92,14 @@ def build_trunk(
 
 
 def check_model_type(model: Any) -> None:
-    """Refuse what is neither a name nor a model.
-
-    Raises:
-        TypeError: says what there can be instead.
-    """
+    """Raise a TypeError for anything but a name or a model."""
     if not isinstance(model, (str, PathLike, PreTrainedModel, PeftModel)):
-        given = "None" if model is None else f"of type {type(model).__name__}"
-        raise TypeError(f"model is {given}; give a name or path, a transformers decoder, or a PeftModel")
+        kind = "None" if model is None else f"of type {type(model).__name__}"
+        raise TypeError(f"model is {kind}; give a name or path, a transformers decoder, or a PeftModel")
 
 
 def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None) -> None:
-    """Start the value head as the score head of a reward model of the same width, instead of at zero.
+    """Initialise the value head with the score head of a reward model of the same width.
 
     Args:
         trunk: its head is overwritten.
@@ -118,9 +111,9 @@ def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None)
     head = getattr(load_scorer(scorer, revision=revision), "score", None)
     weight, expected = getattr(head, "weight", None), trunk.value_head.linear.weight
     if weight is None or weight.shape != expected.shape:
-        given = "none" if weight is None else f"one of {list(weight.shape)}"
+        shape = "none" if weight is None else f"one of {list(weight.shape)}"
         raise ValueError(
-            f"value_head_init {scorer} has {given} as its head `score`, and the value head needs"
+            f"value_head_init {scorer} has {shape} as its head `score`, and the value head needs"
             f" {list(expected.shape)}; take a reward model of the trunk's own architecture and size, or leave it out"
         )
     with torch.no_grad():
@@ -135,7 +128,7 @@ def _restore_value(trunk: TrunkModel, adapter: str, revision: str | None) -> Non
     folder = Path(adapter)
     if (folder / VALUE_HEAD_FILE).is_file():
         trunk.value_head.load(folder)
-        logger.info("the value head goes on from %s", folder)
+        logger.info("the value head continues from %s", folder)
     if VALUE in trunk.peft_config and (folder / VALUE / ADAPTER_FILE).is_file():
         set_adapter_weights(trunk, read_adapter(folder / VALUE), VALUE, folder / VALUE)
 
@@ -162,12 +155,12 @@ def _load(
     if not is_adapter(name, revision):
         return load_base(name, quantization_config=quantization_config, **kwargs)
     if peft_config is not None:
-        raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out to go on")
+        raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out")
     base_name = adapter_base(name, revision)
     with base_of(name):
         base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
         base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
-    # PEFT lists every tensor of another shape; here all that does not fit is one sentence.
+    # PEFT would list every tensor that does not fit; `check_adapter_fits` raises one error instead.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
         model = put_adapter_on(base, name, revision, ignore_mismatched_sizes=True)

@@ -1,8 +1,7 @@
-"""Keeps what the layers below the cut made of a rollout's packs, so that no epoch runs those layers again.
+"""Keep the states at the cut of a rollout's packs, so that only the first epoch runs the layers below the cut.
 
-The states are kept as plain tensors: on the device of the trunk, in (pinned) memory of the host, or in a file that is
-mapped into memory and has no name any more, so that nothing is left of it after a kill. Knows tensors and places; no
-model and no trainer.
+The states are plain tensors: on the trunk's device, in (pinned) host memory, or in a memory-mapped file. The file is
+unlinked at once, so nothing is left of it after a kill.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 from onetrunk.costs import host_memory_bytes
 
 PLACES = ("auto", "off", "device", "cpu", "disk")
-# `auto` gives the states this share of a place's whole memory (not of what is free: the choice must not depend on when
-# a run starts), and takes the next place where they need more.
+# The share of a place's memory that `auto` may use before it takes the next place. A share of the total memory, not of
+# the free memory: the choice must not depend on when a run starts.
 DEVICE_SHARE = 0.1
 HOST_SHARE = 0.25
 
@@ -28,8 +27,8 @@ def choose_place(setting: str, num_bytes: int, device: torch.device) -> str:
     """Return "device", "cpu" or "disk" for the states of a rollout.
 
     Args:
-        setting: one of PLACES but "off"; all but "auto" are taken as they are.
-        num_bytes: of the states of one rollout at most, on one process.
+        setting: one of PLACES except "off"; any but "auto" is returned unchanged.
+        num_bytes: most bytes of the states of one rollout, on one process.
         device: of the trunk. On a CPU "device" and "cpu" are one place.
     """
     if setting != "auto":
@@ -43,18 +42,18 @@ def choose_place(setting: str, num_bytes: int, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class TrunkCache:
-    """Puts states away and counts them.
+    """Stores states.
 
     Args:
         place: "device", "cpu" or "disk".
-        folder: where the files of "disk" are made; they have no name once they are there.
+        folder: for the files of "disk".
     """
 
     place: str
     folder: str | Path = "."
 
     def keep(self, states: Tensor) -> Tensor:
-        """Return the same states [R, T, H] at the cache's place; they stay there as long as the tensor returned.
+        """Return the states [R, T, H] at the cache's place; they stay there as long as the returned tensor.
 
         Raises:
             RuntimeError: the disk has no room for them.
@@ -68,7 +67,7 @@ class TrunkCache:
 
 
 def _mapped_file(shape: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
-    """Return a tensor whose memory is a file without a name in `folder`."""
+    """Return a tensor whose memory is an unlinked file in `folder`."""
     num_bytes = shape.numel() * dtype.itemsize
     folder.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=".trunk-states-", dir=folder)

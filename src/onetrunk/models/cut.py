@@ -1,8 +1,8 @@
-"""Run the decoder layers below a cut alone, or those above it from kept states, inside the model's own forward.
+"""Run only the decoder layers below a cut, or only those above it from kept states, in the model's own forward.
 
-Every decoder of transformers walks one ModuleList and hands `layer_types[i]` masks to layer i, so the list must keep
-its length: stand-ins without parameters take the places of the layers that are left out. That a model can be run so is
-proved once (`verify_cut`). Knows layers; no roles, no packs.
+Every decoder of transformers walks one ModuleList and passes `layer_types[i]` masks to layer i, so the list must keep
+its length: stand-ins without parameters replace the layers that are left out. `verify_cut` proves once that a model
+can be run like this.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onetrunk.models.base import backbone, check_cut_supported, decoder_layers
+from onetrunk.models.base import backbone, check_cut_supported, decoder_layers, probe_inputs
 
 
 class _StandIn(nn.Module):
-    """Takes a layer's place and passes the states on; an attribute that the decoder reads is the layer's own."""
+    """Replaces a layer; passes the states on, and shows the layer's attributes, which the decoder reads."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        self.__dict__["stands_for"] = layer
+        # Not as submodules or buffers: a stand-in has no parameters and no state.
+        self.__dict__.update(stands_for=layer, states=None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stands_for"], name)
@@ -34,15 +35,13 @@ class _StandIn(nn.Module):
 class _Keep(_StandIn):
     """Keeps the states that reach its place."""
 
-    states: Tensor | None = None
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.__dict__["states"] = hidden_states
         return hidden_states
 
 
 class _HandIn(_StandIn):
-    """Hands the kept states to the layer above, whatever comes from below."""
+    """Passes kept states to the layer above, whatever comes from below."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.__dict__["states"]
@@ -62,18 +61,18 @@ def _replaced(layers: nn.ModuleList, stand_ins: dict[int, nn.Module]) -> Iterato
 
 @contextlib.contextmanager
 def only_below(layers: nn.ModuleList, cut: int) -> Iterator[list[Tensor]]:
-    """Inside the block a forward runs layers 0..cut-1 alone; the list yielded then holds the states that left them."""
+    """Inside the block a forward runs only layers 0..cut-1; the list then holds the states after them."""
     keep = _Keep(layers[cut])
-    kept: list[Tensor] = []
+    states: list[Tensor] = []
     with _replaced(layers, {cut: keep} | {i: _StandIn(layers[i]) for i in range(cut + 1, len(layers))}):
-        yield kept
-    if keep.__dict__.get("states") is not None:
-        kept.append(keep.__dict__["states"])
+        yield states
+    if keep.__dict__["states"] is not None:
+        states.append(keep.__dict__["states"])
 
 
 @contextlib.contextmanager
 def only_above(layers: nn.ModuleList, cut: int, states: Tensor) -> Iterator[None]:
-    """Inside the block a forward runs layers cut.. alone, starting from `states` [R, T, H]."""
+    """Inside the block a forward runs only the layers from `cut` on, starting from `states` [R, T, H]."""
     hand_in = _HandIn(layers[cut - 1])
     hand_in.__dict__["states"] = states
     with _replaced(layers, {cut - 1: hand_in} | {i: _StandIn(layers[i]) for i in range(cut - 1)}):
@@ -82,29 +81,28 @@ def only_above(layers: nn.ModuleList, cut: int, states: Tensor) -> Iterator[None
 
 @torch.no_grad()
 def verify_cut(model: nn.Module, cut: int) -> None:
-    """Prove over 8 tokens that the layers above `cut`, run from kept states, give what a full forward gives.
+    """Prove with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does.
 
     The largest difference may be .1% of the largest state, as in `verify_head`: kernels that add in any order pass.
 
     Raises:
-        ValueError: they don't: layers that share keys and values, return tuples, or hand on more than their states.
+        ValueError: they don't: layers that share keys and values, return tuples, or pass on more than their states.
     """
     check_cut_supported(model)
     body, layers = backbone(model), decoder_layers(model)
-    embedding = model.get_input_embeddings()
-    ids = torch.linspace(0, embedding.weight.shape[0] - 1, 8, device=embedding.weight.device).long()[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    inputs = probe_inputs(model)
     whole, error = body(**inputs).last_hidden_state.float(), float("inf")
     try:
         with only_below(layers, cut) as kept:
             body(**inputs)
-        body(**inputs | {"input_ids": ids.flip(1)})  # What a layer might leave for later ones is another row's now.
+        # Other tokens, so that anything a layer leaves for later layers belongs to another row.
+        body(**inputs | {"input_ids": inputs["input_ids"].flip(1)})
         with only_above(layers, cut, kept[0]):
             halves = body(**inputs).last_hidden_state.float()
         if halves.shape == whole.shape:
             error = (whole - halves).abs().max().item()
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
-        pass  # A layer that returns a tuple ends here.
+        pass  # A layer that returns a tuple raises one of these.
     if not error <= 1e-3 * whole.abs().max().item():
         raise ValueError(
             f"the layers of {type(body).__name__} can't be run in two halves (one returns more than its hidden states,"

@@ -1,6 +1,7 @@
-"""A base model out of nothing: a byte-level BPE tokenizer trained on texts, and a small Llama with random weights.
+"""Models to be trained: a language model with a new score head, a random student, a random base with its tokenizer.
 
-For recipes and tests that must not download anything. Knows texts and folders; training the model is the SFT stage's.
+Reward and distillation training start from `load_with_new_head` or `scorer_from_config`. `make_base` serves recipes
+and tests that must not download anything.
 """
 
 from __future__ import annotations
@@ -29,9 +30,114 @@ from onetrunk.models.scorer import not_scalar, score_layer
 from onetrunk.models.sources import pinned_source
 from onetrunk.utils.files import require_output_dir
 
+logger = logging.getLogger(__name__)
+
+# Modules of transformers that report weights which are missing, left over, or on one device.
+REPORTING = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 NUM_BYTES = 256
+
+
+def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
+    """Load a model to train as a reward model; a language model gets a new score head, a reward model keeps its head.
+
+    A new head is drawn from torch's global random state: seed it first.
+
+    Args:
+        **settings: for `from_pretrained` (dtype, revision, quantization_config, ...).
+
+    Raises:
+        RuntimeError: nothing loadable there.
+        ValueError: several labels, weights below the head missing from the checkpoint, or remote code without a
+            pinned commit.
+    """
+    source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
+    settings.pop("code_revision", None)
+    config = read_config("model", name, **source)
+    has_head = "ForSequenceClassification" in "".join(config.architectures or [])
+    if has_head and config.num_labels != 1:
+        raise not_scalar(name, config.num_labels)
+    with quiet_load():
+        model, loading = load_weights(
+            AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings
+        )
+    head = [n for n, module in model.named_modules() if module is score_layer(model)][0].split(".")[0]
+    # BERT's relatives also lack a pooler, which trains with the head.
+    missing_keys = sorted(
+        str(k) for k in loading["missing_keys"] if not str(k).startswith(head) and ".pooler." not in str(k)
+    )
+    if missing_keys:
+        raise ValueError(
+            f"the checkpoint of {name} lacks {len(missing_keys)} weights below the head, the first is"
+            f" {missing_keys[0]}, which would be newly initialised; give a model that has them"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def quiet_load() -> Iterator[None]:
+    """Silence transformers' report on missing weights inside the block: the caller checks them itself."""
+    levels = {name: logging.getLogger(f"transformers.{name}").level for name in REPORTING}
+    for name in levels:
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(f"transformers.{name}").setLevel(level)
+
+
+def load_reward_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token.
+
+    Raises:
+        RuntimeError: nothing loadable at `name`.
+        ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
+    """
+    tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer {name} has neither a padding token nor an end token, so rows of a batch can't be told"
+                " from their padding; set pad_token in its tokenizer_config.json"
+            )
+        logger.info("the tokenizer %s has no padding token: padding with %r instead", name, tokenizer.eos_token)
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def scorer_from_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a reward model with random weights, drawn from torch's global random state: seed it first.
+
+    Args:
+        settings: `model_type` (llama, bert, ...) and fields of its config.
+        tokenizer: sets the vocabulary and the special tokens.
+
+    Raises:
+        ValueError: a missing or unknown model_type, or fields that its config rejects.
+    """
+    fields = dict(settings)
+    model_type = fields.pop("model_type", None)
+    if not model_type:
+        raise ValueError(
+            f"student_config has no model_type, only {', '.join(map(str, fields)) or 'nothing'}; write for instance"
+            " {model_type: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4}"
+        )
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
+    try:
+        config = AutoConfig.for_model(
+            model_type, **{"vocab_size": len(tokenizer), **tokens, "num_labels": 1, **fields}
+        )
+        return AutoModelForSequenceClassification.from_config(config)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"student_config {dict(settings)} makes no model: {reason}; repair it") from error
+
+
+# --- a base out of nothing ---
 
 
 @dataclass(frozen=True)
@@ -39,11 +145,11 @@ class BaseShape:
     """The size of a base model.
 
     Args:
-        vocab_size: most tokens: 256 bytes, the special tokens, and what is merged from the texts.
+        vocab_size: most tokens: 256 bytes, the special tokens, and the merges learned from the texts.
         hidden_size: width; a multiple of num_heads.
         num_layers: decoder layers.
         num_heads: attention heads.
-        max_positions: longest prompt and completion together, tokens.
+        max_positions: most tokens of a prompt with its completion.
     """
 
     vocab_size: int = 512
@@ -73,21 +179,15 @@ def make_base(
     special_tokens: Sequence[str] = (),
     seed: int = 0,
 ) -> Path:
-    """Write a tokenizer trained on `texts` and a Llama with random weights into a folder; equal for equal arguments.
+    """Write a tokenizer trained on `texts` and a Llama with random weights into a folder, and return the folder.
 
     Args:
         texts: what the tokenizer learns its merges from.
-        output_dir: the folder, made where it is missing.
+        output_dir: the folder, created if missing.
         shape: the size; None: 2 layers of width 64.
         chat_template: Jinja text, saved with the tokenizer.
-        special_tokens: further tokens that are never split, those of the chat template for instance.
-        seed: of the weights; the caller's random state is left as it was.
-
-    Returns:
-        The folder: a name for `from_pretrained`.
-
-    Raises:
-        ValueError: a vocabulary too small for the bytes and the special tokens, or no texts.
+        special_tokens: further tokens that are never split, such as those of the chat template.
+        seed: of the weights; the global random state stays unchanged.
     """
     shape = shape or BaseShape()
     folder = require_output_dir(output_dir)
@@ -158,110 +258,3 @@ def _config(shape: BaseShape, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-
-
-logger = logging.getLogger(__name__)
-
-# Modules of transformers that report weights which are missing, left over, or on one device.
-REPORTING = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
-
-
-def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
-    """Load a model for training as a reward model; a language model gets a new score head, a reward model keeps its.
-
-    The head is drawn from torch's global random state: seed it before.
-
-    Args:
-        name: folder or Hub name of a model.
-        **settings: for `from_pretrained` (dtype, revision, quantization_config, ...).
-
-    Raises:
-        RuntimeError: nothing loadable there.
-        ValueError: several labels, weights below the head that the checkpoint lacks, or remote code without a pinned
-            commit.
-    """
-    source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
-    settings.pop("code_revision", None)
-    config = read_config("model", name, **source)
-    has_head = "ForSequenceClassification" in "".join(config.architectures or [])
-    if has_head and config.num_labels != 1:
-        raise not_scalar(name, config.num_labels)
-    with quiet_load():
-        model, loading = load_weights(
-            AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings
-        )
-    head = [n for n, module in model.named_modules() if module is score_layer(model)][0].split(".")[0]
-    # BERT's relatives also lack a pooler, which trains with the head.
-    absent = sorted(
-        str(k) for k in loading["missing_keys"] if not str(k).startswith(head) and ".pooler." not in str(k)
-    )
-    if absent:
-        raise ValueError(
-            f"the checkpoint of {name} lacks {len(absent)} weights below the head, the first is {absent[0]}, which"
-            " would be newly initialised; give a model that has them"
-        )
-    return model
-
-
-@contextlib.contextmanager
-def quiet_load() -> Iterator[None]:
-    """Drop the report on weights that are missing or left over: whoever loads here judges them himself."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in REPORTING]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
-
-def load_reward_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a reward model; without a padding token it pads with its end token.
-
-    An encoder's tokenizer needs no end token, unlike a policy's.
-
-    Raises:
-        RuntimeError: nothing loadable at `name`.
-        ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
-    """
-    tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"the tokenizer {name} has neither a padding token nor an end token, so rows of a batch can't be told"
-                " from their padding; set pad_token in its tokenizer_config.json"
-            )
-        logger.info("the tokenizer %s has no padding token: padding with %r instead", name, tokenizer.eos_token)
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def scorer_from_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return a reward model with random weights, drawn from torch's global random state: seed it before.
-
-    Args:
-        settings: `model_type` (llama, bert, ...) and fields of its config; the vocabulary and the special tokens are
-            the tokenizer's.
-        tokenizer: what its rows will be made with.
-
-    Raises:
-        ValueError: no or an unknown model_type, or fields that its config refuses.
-    """
-    fields = dict(settings)
-    model_type = fields.pop("model_type", None)
-    if not model_type:
-        raise ValueError(
-            f"student_config has no model_type, only {', '.join(map(str, fields)) or 'nothing'}; write for instance"
-            " {model_type: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4}"
-        )
-    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
-    try:
-        config = AutoConfig.for_model(
-            model_type, **{"vocab_size": len(tokenizer), **tokens, "num_labels": 1, **fields}
-        )
-        return AutoModelForSequenceClassification.from_config(config)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"student_config {dict(settings)} makes no model: {reason}; repair it") from error

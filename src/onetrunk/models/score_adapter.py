@@ -1,7 +1,7 @@
-"""A reward adapter as a branch of the trunk: LoRA weights and a score head beside those of the policy, never trained.
+"""A reward adapter as a frozen branch of the trunk: LoRA weights and a score head.
 
-It is what a sequence-classification model with an adapter is (TRL's RewardTrainer with a peft_config saves one), less
-the second base model. Knows PEFT's files and the trunk's layers; no text, no reward function.
+Such an adapter comes from a sequence-classification model (TRL's RewardTrainer with a peft_config saves one). On the
+trunk it needs no second base model; `load_adapter_scorer` loads it with a base of its own.
 """
 
 from __future__ import annotations
@@ -30,40 +30,36 @@ from onetrunk.models.adapters import (
 )
 from onetrunk.models.base import decoder_layers, output_head
 from onetrunk.models.loading import (
-    ADAPTER_FILES,
+    adding_adapter,
     can_be_on_hub,
-    damaged,
     put_adapter_on,
     read_adapter_config,
     read_adapter_weights,
-    reading,
 )
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
 from onetrunk.models.sources import adapter_base, check_base_marks
 from onetrunk.models.speedups.narrow import Positions
-from onetrunk.models.trials import check_patterns
 from onetrunk.types import Pack
-from onetrunk.utils.quiet import peft_calls
 
-# What PEFT trains whole for a sequence-classification model: only `score` is there in a decoder.
+# The modules that PEFT trains whole in a sequence-classification model; a decoder has only `score`.
 HEAD_MODULES = {"score", "classifier"}
 _HEAD_KEYS = ("base_model.model.score.weight", "base_model.model.score.bias")
-# How an adapter began: these leave the base model as it is.
+# Values of init_lora_weights that leave the base model unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class ScoreAdapter:
-    """A reward adapter, read and not yet on a trunk.
+    """A reward adapter that was read but is not on a trunk yet.
 
     Args:
         name: folder or Hub name.
         base: name of the base model that it was trained on.
         config: of its LoRA.
         weights: under PEFT's names.
-        head: "weight" [1, H], and "bias" [1] where it has one.
-        pad_token_id: the score is read at the last token that is another one; None: at the last.
+        head: "weight" [1, H], and "bias" [1] if it has one.
+        pad_token_id: the score is read at the last token that differs from it; None: at the last token.
     """
 
     name: str
@@ -75,7 +71,7 @@ class ScoreAdapter:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Say whether an adapter lies at a name; False where nothing does, which whoever loads a model will say."""
+    """Return whether `name` leads to an adapter; False also if it leads nowhere."""
     folder = Path(name).expanduser()
     if folder.exists():
         return (folder / "adapter_config.json").is_file()
@@ -86,14 +82,13 @@ def is_adapter_name(name: str) -> bool:
 
 
 def read_score_adapter(name: str) -> ScoreAdapter:
-    """Read the reward adapter at `name`, a folder or a name on the Hub; its pad token is left open.
+    """Read the reward adapter at `name`, a folder or a name on the Hub, without its pad token.
 
     Raises:
-        ValueError: no LoRA, a kind that the trunk can't carry, no score head, or one with several labels.
-        RuntimeError: its base model is not there.
+        ValueError: not LoRA, a variant that the trunk can't carry, no score head, or one with several labels.
+        RuntimeError: its base model is missing.
     """
-    folder = Path(name).expanduser()
-    source = str(folder) if folder.exists() else name
+    source = _source(name)
     base, config = adapter_base(source), read_adapter_config(source)
     config = _checked_config(name, config)
     weights = read_adapter_weights(source)
@@ -108,7 +103,7 @@ def read_score_adapter(name: str) -> ScoreAdapter:
     others = sorted(k for k in weights if ".lora_" not in k or ".lora_embedding" in k)
     if others:
         raise ValueError(
-            f"reward adapter {name} carries {len(others)} tensors beside LoRA on the layers and its head, the first is"
+            f"reward adapter {name} has {len(others)} tensors besides LoRA on the layers and its head, the first is"
             f" {others[0]}; the trunk stays frozen: merge the adapter into its base model and give that folder"
         )
     return ScoreAdapter(name, base, config, weights, head)
@@ -117,9 +112,9 @@ def read_score_adapter(name: str) -> ScoreAdapter:
 def load_adapter_scorer(
     name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
 ) -> PreTrainedModel:
-    """Load a reward adapter on a base model of its own: for scoring, in eval mode, frozen.
+    """Load a reward adapter on a base model of its own, for scoring: in eval mode, frozen.
 
-    What the trunk reads of a completion ends with the end token, so what this model reads does too.
+    Its rows end with the end token, as the completions that the trunk scores do.
 
     Args:
         name: folder or Hub name of a sequence-classification adapter with one label.
@@ -129,11 +124,10 @@ def load_adapter_scorer(
     Raises:
         ValueError, RuntimeError: as `read_score_adapter`.
     """
-    adapter = read_score_adapter(name)
-    source = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
+    adapter, source = read_score_adapter(name), _source(name)
     settings = {} if dtype is None else {"dtype": dtype}
     base = load_with_new_head(adapter.base, **settings)
-    # The model that PEFT wraps: its layers carry the adapter, its head is the adapter's.
+    # The model that PEFT wraps: its layers carry the adapter, and its head is that of the adapter.
     model = put_adapter_on(base, source).get_base_model()
     check_base_marks(model, source)
     model.config.update({READS_END: True, "name_or_path": source})
@@ -141,11 +135,16 @@ def load_adapter_scorer(
     return (model if device is None else model.to(device)).eval()
 
 
+def _source(name: str) -> str:
+    folder = Path(name).expanduser()
+    return str(folder) if folder.exists() else name
+
+
 def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
     if config.task_type != "SEQ_CLS":
         raise ValueError(
-            f"reward adapter {name} has the task_type {config.task_type}, and no score head; give one with SEQ_CLS, as"
-            " a sequence-classification model with an adapter saves it"
+            f"reward adapter {name} has the task_type {config.task_type}, so no score head; give one with SEQ_CLS,"
+            " which a sequence-classification model with an adapter saves"
         )
     require_lora(config, f"reward adapter {name}")
     config = copy.deepcopy(config)
@@ -162,14 +161,14 @@ def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
 
 
 class ScoreBranch(nn.Module):
-    """The head of the reward adapter, in float32, and where it reads.
+    """The head of the reward adapter, in float32, and the positions that it reads.
 
     Args:
-        adapter: what was read.
+        adapter: the adapter.
         hidden_size: width of the trunk.
         device: of the trunk's last layer.
         first_layer: the lowest layer that the adapter changes.
-        obstacle: why the states at the cut are of no use to it, a clause; None: it starts from them.
+        obstacle: why it cannot start from the states at the cut, a clause; None: it starts from them.
     """
 
     def __init__(
@@ -196,14 +195,14 @@ class ScoreBranch(nn.Module):
 
     @property
     def from_states(self) -> bool:
-        """True where it starts from the states at the cut; False where it runs every layer."""
+        """Whether it starts from the states at the cut; otherwise it runs every layer."""
         return self.obstacle is None
 
     def last_tokens(self, pack: Pack) -> Tensor:
-        """Return the place [R] of each row at which the score is read.
+        """Return the column [R] of each row at which the score is read.
 
-        Source: transformers' GenericForSequenceClassification: the last token that is not the pad token, also where
-        that is the end token, which the model then never saw at its end.
+        Source: transformers' GenericForSequenceClassification: the last token that is not the pad token, even if the
+        pad token is the end token.
         """
         counts = pack.attention_mask.bool()
         if self.pad_token_id is not None:
@@ -215,7 +214,7 @@ class ScoreBranch(nn.Module):
 
         Args:
             pack: the rows.
-            run: returns the last hidden states [R, T, H] under this adapter, right at the positions that are read.
+            run: returns the last hidden states [R, T, H] under this adapter, valid at the positions that are read.
         """
         last = self.last_tokens(pack)
         rows = torch.arange(pack.num_rows, device=last.device)
@@ -224,7 +223,7 @@ class ScoreBranch(nn.Module):
 
 
 def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
-    """Make `adapter` the branch `reward` of a TrunkModel, in place of one that is there; no flag of another changes.
+    """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes.
 
     Raises:
         ValueError: it does not fit this trunk.
@@ -233,12 +232,7 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)
-    path = f"adapter_config.json in {adapter.name}"
-    try:
-        check_patterns(adapter.config, [name for name, _ in trunk.get_base_model().named_modules()])
-    except ValueError as error:
-        raise damaged("adapter", adapter.name, path, str(error)) from error
-    with peft_calls(), reading("adapter", adapter.name, ADAPTER_FILES, path):
+    with adding_adapter(adapter.config, trunk.get_base_model(), adapter.name):
         trunk.add_adapter(REWARD, copy.deepcopy(adapter.config))
     set_adapter_weights(trunk, adapter.weights, REWARD, adapter.name)
     for parameter in adapter_parameters(trunk, REWARD).values():
@@ -253,13 +247,13 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     elif first_layer < trunk.cut:
         obstacle = f"it changes layer {first_layer} and the cut is at {trunk.cut}"
     elif lowest_layer(trunk, POLICY) < trunk.cut:
-        obstacle = "the policy goes on from an adapter that is at work below the cut, where this one is not"
+        obstacle = "the policy continues an adapter that is active below the cut, where this one is not"
     hidden_size = base.config.get_text_config().hidden_size
     device = output_head(base).weight.device
     trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, first_layer, obstacle)
 
 
 def lowest_layer(trunk: PeftModel, adapter: str) -> int:
-    """Return the lowest decoder layer that an adapter changes; 0 for what lies outside the layers."""
+    """Return the lowest decoder layer that an adapter changes; 0 for weights outside the layers."""
     layers = list_name(trunk, decoder_layers(trunk.get_base_model()))
     return min((layer_index(name, layers) or 0 for name in adapter_parameters(trunk, adapter)), default=0)

@@ -1,7 +1,7 @@
-"""A separate scalar reward model: load it, refuse one that would give random numbers, score texts with it.
+"""A separate reward model: load it, turn prompts and completions into its rows, score them, scale the scores.
 
-Knows sequence-classification models and their tokenizers. Knows no prompt, no dataset and no reward function; what a
-text is made of is decided in `rewards/model.py`.
+Rows must be read as the reward model was trained: with or without special tokens (a chat template writes its own), and
+with or without an end token. `onetrunk/rewards/model.py` decides which rows are scored.
 """
 
 from __future__ import annotations
@@ -22,30 +22,21 @@ from onetrunk.models.loading import check_source, load_weights, read_config, rea
 from onetrunk.types import Conversation, Message, Prompt
 from onetrunk.utils.files import atomic_write_json, read_json
 
-# Tokenizers that know no limit report a number beyond any text.
+Completion = str | list[Message]
+
+# Tokenizers without a limit report a number beyond any text.
 NO_LIMIT = 10**9
 # Key of config.json: True where the model was trained on rows that end with the end token.
 READS_END = "reads_end_token"
-# Rows of a batch are at least this share of its longest: padding costs as much as text.
+# Rows of a batch have at least this share of the tokens of its longest: padding costs as much as text.
 SHORTEST = 0.75
+# Marks the end of a rendered completion; what the chat template adds after it is dropped.
+CUT_MARK = "<onetrunk:cut>"
+SCALE_FILE = "score_scale.json"
+SMALLEST_STD = 1e-8
 
 
-def scorer_source(path: str | Path) -> str:
-    """Return the folder or Hub name of a reward model; nothing in it is read.
-
-    Raises:
-        FileNotFoundError: what looks like a path does not exist.
-        RuntimeError: a file, or a folder without a model.
-        ValueError: an adapter.
-    """
-    folder = Path(path).expanduser()
-    name = str(folder) if folder.exists() else str(path)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
-    check_source(name, "reward model")
-    return name
+# --- load ---
 
 
 def load_scorer(
@@ -64,61 +55,67 @@ def load_scorer(
         dtype: None for the checkpoint's own.
 
     Raises:
-        FileNotFoundError: what looks like a path does not exist.
+        FileNotFoundError: a path that does not exist.
         RuntimeError: nothing loadable there.
-        ValueError: an adapter, several labels, or weights that the checkpoint lacks.
+        ValueError: an adapter, several labels, or weights missing from the checkpoint.
     """
     name = scorer_source(path)
     config = read_config("reward model", name, revision=revision)
-    settings = {} if dtype is None else {"dtype": dtype}
+    settings = {"revision": revision, "trust_remote_code": False} | ({} if dtype is None else {"dtype": dtype})
     if "ForSequenceClassification" not in "".join(config.architectures or []):
-        settings["num_labels"] = 1  # Its head is missing; load far enough to name the missing weights.
+        settings["num_labels"] = 1  # Its head is missing; load it to name the missing weights.
     elif config.num_labels != 1:
         raise not_scalar(name, config.num_labels)
-    model, loading = load_weights(
-        AutoModelForSequenceClassification,
-        "reward model",
-        name,
-        config,
-        revision=revision,
-        trust_remote_code=False,
-        **settings,
-    )
-    absent = sorted(map(str, loading["missing_keys"]))
-    if absent:
+    model, loading = load_weights(AutoModelForSequenceClassification, "reward model", name, config, **settings)
+    missing_keys = sorted(map(str, loading["missing_keys"]))
+    if missing_keys:
         raise ValueError(
-            f"reward model {name}: its checkpoint lacks {', '.join(absent)}, which would be newly initialised and "
-            "score at random; give a model that was trained as a reward model (sequence classification, one label)"
+            f"reward model {name}: its checkpoint lacks {', '.join(missing_keys)}, which would be newly initialised"
+            " and score at random; give a trained reward model (sequence classification, one label)"
         )
     model.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()
 
 
+def scorer_source(path: str | Path) -> str:
+    """Return the folder or Hub name of a reward model, without reading any of its files.
+
+    Raises:
+        FileNotFoundError: a path that does not exist.
+        RuntimeError: a file, or a folder without a model.
+        ValueError: an adapter.
+    """
+    folder = Path(path).expanduser()
+    name = str(folder) if folder.exists() else str(path)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
+    check_source(name, "reward model")
+    return name
+
+
 def not_scalar(name: str, num_labels: int) -> ValueError:
-    """Return the error for a reward model with another number of labels than 1."""
+    """Return the error for a reward model whose number of labels is not 1."""
     return ValueError(f"reward model {name} has {num_labels} labels; expected 1, a score: give a scalar reward model")
 
 
 def check_scorer(model: PreTrainedModel) -> None:
-    """Refuse a model that does not give one number per text.
-
-    Raises:
-        ValueError: it has another number of labels than 1.
-    """
-    if getattr(model, "num_labels", None) != 1:
-        labels = getattr(model, "num_labels", "no")
+    """Raise a ValueError unless the model gives one number per text."""
+    labels = getattr(model, "num_labels", "no")
+    if labels != 1:
         raise ValueError(
             f"reward model {type(model).__name__} has {labels} labels; expected a sequence-classification model with 1"
         )
 
 
 def reads_end_token(model: PreTrainedModel) -> bool:
-    """Say whether the model reads its score behind an end token, as its config tells; False where it tells nothing."""
+    """Return whether the config says that the model reads its score after an end token."""
     return bool(model.config.to_dict().get(READS_END, False))
 
 
 def score_layer(model: nn.Module) -> nn.Linear:
-    """Return the layer that makes the score: the last linear one with a single output, of PEFT the copy that trains.
+    """Return the layer that computes the score: the last linear one with one output (in PEFT, the trained copy).
 
     Raises:
         ValueError: there is none.
@@ -132,11 +129,86 @@ def score_layer(model: nn.Module) -> nn.Linear:
     return layers[-1]
 
 
+def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer saved with a reward adapter, or None."""
+    folder = Path(name).expanduser()
+    is_folder, file = folder.is_dir(), "tokenizer_config.json"
+    if not ((folder / file).is_file() if is_folder else has_file(name, file)):
+        return None
+    return read_tokenizer(str(folder) if is_folder else name, "tokenizer of the reward adapter")
+
+
+# --- rows ---
+
+
 def length_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the most tokens that both the model's positions and its tokenizer allow; None if neither says."""
+    """Return the most tokens that both the model's positions and its tokenizer allow, or None without a limit."""
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
-    known = [limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT]
-    return min(known, default=None)
+    return min((limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT), default=None)
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    max_length: int | None,
+    end_token: bool,
+    name: str,
+    stopped: Sequence[bool] | None = None,
+) -> tuple[list[list[int]], int]:
+    """Return the token ids of each row for a reward model, and how many rows were shortened.
+
+    A completion that was cut off at a length limit gets no end token, so that its score equals that of a reward
+    adapter on the policy's trunk.
+
+    Args:
+        prompts: n texts or n conversations.
+        completions: n texts, or n lists that end with an assistant message.
+        max_length: tokens; None for no limit.
+        end_token: whether rows end with the end token (`encode_texts`).
+        name: of the reward model, for errors.
+        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
+
+    Raises:
+        ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
+    """
+    stopped = [True] * len(prompts) if stopped is None else stopped
+    rows = list(zip(prompts, completions, stopped, strict=True))
+    conversational = bool(rows) and not isinstance(prompts[0], str)
+    texts = [
+        _render(tokenizer, prompt, completion, is_stopped, name) if conversational else prompt + completion
+        for prompt, completion, is_stopped in rows
+    ]
+    return encode_texts(
+        tokenizer, texts, max_length, add_special_tokens=not conversational, end_token=end_token, stopped=stopped
+    )
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], is_stopped: bool, name: str
+) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the prompts are conversations and the tokenizer of reward model {name!r} has no chat "
+            "template; set tokenizer.chat_template to the one it was trained with"
+        )
+    messages = [*prompt, *completion]
+    if prompt and prompt[-1]["role"] == "assistant":
+        # The completion continues the prompt's last message: one message, not two in a row.
+        opened = messages[len(prompt) - 1]
+        joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
+        messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
+    if is_stopped:
+        return apply_chat_template(tokenizer, messages, tokenize=False)
+    # transformers' continue_final_message raises where a template rewrites the message (moves the reasoning, say).
+    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + CUT_MARK}
+    text, mark, _ = apply_chat_template(tokenizer, messages, tokenize=False).rpartition(CUT_MARK)
+    if not mark:
+        raise ValueError(
+            f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"
+            " was cut off cannot be scored; set tokenizer.chat_template to one that keeps the whole message"
+        )
+    return text
 
 
 def encode_texts(
@@ -147,13 +219,13 @@ def encode_texts(
     end_token: bool = False,
     stopped: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], int]:
-    """Tokenize texts; of one that is too long, keep the first special token and the end, where the completion is.
+    """Tokenize texts. A text that is too long keeps its first special token and its end, where the completion is.
 
     Args:
         max_length: tokens; None for no limit.
-        add_special_tokens: False for texts that a chat template has written, special tokens and all.
-        end_token: True lets every row end with the tokenizer's end token, as sampled completions do: it is added, or
-            the white space that a chat template writes behind it is left out.
+        add_special_tokens: False for texts from a chat template, which writes them itself.
+        end_token: True makes every row end with the tokenizer's end token, as sampled completions do: it is added, or
+            the white space that a chat template writes after it is dropped.
         stopped: n booleans, False for a text that was cut off at a length limit: it never ends with an end token.
             None: no text was cut off.
 
@@ -163,7 +235,7 @@ def encode_texts(
     Raises:
         ValueError: a text without tokens.
     """
-    # Not verbose: what is too long is shortened or dropped, and that is said.
+    # Not verbose: texts that are too long are shortened here, and counted.
     rows = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"] if texts else []
     empty = [index for index, row in enumerate(rows) if not row]
     if empty:
@@ -172,7 +244,7 @@ def encode_texts(
         rows = [without_second_bos(row, tokenizer.bos_token_id) for row in rows]
     stopped = [True] * len(rows) if stopped is None else stopped
     rows = [
-        (_at_end_token(tokenizer, row) if end_token else row) if is_stopped else _without_end_token(tokenizer, row)
+        (_with_end_token(tokenizer, row) if end_token else row) if is_stopped else _without_end_token(tokenizer, row)
         for row, is_stopped in zip(rows, stopped, strict=True)
     ]
     if max_length is None:
@@ -187,7 +259,7 @@ def encode_texts(
     return rows, num_shortened
 
 
-def _at_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:
+def _with_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:
     end = tokenizer.eos_token_id
     if end is None:
         return row
@@ -199,20 +271,20 @@ def _at_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[in
 
 
 def _without_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:
-    """Return a row without the end token that the tokenizer adds by itself.
-
-    An encoder's end token is its separator (RoBERTa), which closes every text, however it ended.
-    """
     end = tokenizer.eos_token_id
+    # An encoder's end token is its separator (RoBERTa), which closes every text, however it ended.
     is_separator = end is not None and end == tokenizer.sep_token_id
     return row[:-1] if len(row) > 1 and row[-1] == end and not is_separator else row
+
+
+# --- scores ---
 
 
 def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_size: int) -> Tensor:
     """Score rows of token ids in batches of similar length, padded on the right.
 
-    A decoder reads its score at the last token that differs from the pad token of its config. Where the config names
-    one, the model was trained with it and it is kept, be it the end token too.
+    A decoder reads its score at the last token that differs from the pad token of its config. A pad token in the
+    config is the one that the model was trained with, so it is kept, even if it is the end token too.
 
     Args:
         rows: n lists of token ids, none empty.
@@ -223,7 +295,7 @@ def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_siz
     """
     pad_token_id = model.config.get_text_config().pad_token_id
     scores = torch.empty(len(rows))
-    # The longest come first: what does not fit into memory fails at once.
+    # The longest first, so that an out-of-memory error comes at once.
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for indices in _batches(order, [len(row) for row in rows], batch_size):
         batch = [rows[index] for index in indices]
@@ -235,7 +307,7 @@ def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_siz
 
 
 def _batches(order: list[int], lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Cut rows, the longest first, into batches: of batch_size at most, no row below SHORTEST of its longest."""
+    """Cut rows, the longest first, into batches of at most batch_size, no row below SHORTEST of its longest."""
     start = 0
     for end in range(1, len(order) + 1):
         is_full = end == len(order) or end - start == batch_size
@@ -245,7 +317,7 @@ def _batches(order: list[int], lengths: Sequence[int], batch_size: int) -> Itera
 
 
 def _score_without_pad_token(model: PreTrainedModel, batch: list[list[int]]) -> Tensor:
-    """Pad with a token that the batch does not hold, so that the score is read at the last token, as unpadded."""
+    """Pad with a token that the batch does not contain, so that the score is read at the last token."""
     config = model.config.get_text_config()
     present = set().union(*batch)
     absent = next((token for token in range(config.vocab_size) if token not in present), None)
@@ -267,100 +339,12 @@ def _score_batch(model: PreTrainedModel, batch: list[list[int]], pad_token_id: i
     return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().cpu()
 
 
-Completion = str | list[Message]
-# Shows where a rendered completion ends and its chat template goes on with an end token.
-CUT_MARK = "<onetrunk:cut>"
-
-
-def encode_rows(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    max_length: int | None,
-    end_token: bool,
-    name: str,
-    stopped: Sequence[bool] | None = None,
-) -> tuple[list[list[int]], int]:
-    """Return what a reward model reads of each row: n lists of token ids, and how many of them are shortened.
-
-    A completion that was cut off at a length limit is read as it is, without an end token, so that its score is the
-    one that a reward adapter on the policy's trunk gives.
-
-    Args:
-        prompts: n texts or n conversations.
-        completions: n texts, or n lists that end with an assistant message.
-        max_length: tokens; None for no limit.
-        end_token: True where its rows end with the end token (`encode_texts`).
-        name: of the reward model, for errors.
-        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
-
-    Raises:
-        ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
-    """
-    stopped = [True] * len(prompts) if stopped is None else stopped
-    rows = list(zip(prompts, completions, stopped, strict=True))
-    conversational = bool(rows) and not isinstance(prompts[0], str)
-    texts = [
-        _render(tokenizer, prompt, completion, is_stopped, name) if conversational else prompt + completion
-        for prompt, completion, is_stopped in rows
-    ]
-    return encode_texts(
-        tokenizer, texts, max_length, add_special_tokens=not conversational, end_token=end_token, stopped=stopped
-    )
-
-
-def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that lies beside a reward adapter, None where none does."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        has_own = (folder / "tokenizer_config.json").is_file()
-    else:
-        has_own = has_file(name, "tokenizer_config.json")
-    source = str(folder) if folder.is_dir() else name
-    return read_tokenizer(source, "tokenizer of the reward adapter") if has_own else None
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], is_stopped: bool, name: str
-) -> str:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the prompts are conversations and the tokenizer of reward model {name!r} has no chat "
-            "template; set tokenizer.chat_template to the one it was trained with"
-        )
-    messages = [*prompt, *completion]
-    if prompt and prompt[-1]["role"] == "assistant":
-        # The completion continues the prompt's last message: one message, not two in a row.
-        opened = messages[len(prompt) - 1]
-        joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
-        messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
-    if is_stopped:
-        return apply_chat_template(tokenizer, messages, tokenize=False)
-    # transformers' continue_final_message raises where a template rewrites the message (it moves the reasoning, say).
-    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + CUT_MARK}
-    text, mark, _ = apply_chat_template(tokenizer, messages, tokenize=False).rpartition(CUT_MARK)
-    if not mark:
-        raise ValueError(
-            f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"
-            " was cut off cannot be scored; set tokenizer.chat_template to one that keeps the whole message"
-        )
-    return text
-
-
-SCALE_FILE = "score_scale.json"
-SMALLEST_STD = 1e-8
-
-
 @dataclass(frozen=True)
 class ScoreScale:
-    """Mean and standard deviation of scores.
-
-    Args:
-        mean: of the scores.
-        std: their standard deviation, above 0.
+    """Mean and standard deviation of a reward model's scores.
 
     Raises:
-        ValueError: not finite, or no spread.
+        ValueError: not finite, or a standard deviation of 0.
     """
 
     mean: float
@@ -380,33 +364,28 @@ class ScoreScale:
         return cls(float(scores.mean()), float(scores.std()) if len(scores) > 1 else 0.0)
 
     def standardize(self, scores: Tensor) -> Tensor:
-        """Return the scores less the mean, in standard deviations."""
+        """Return the scores minus the mean, in standard deviations."""
         return (scores - self.mean) / self.std
 
     def restore(self, standardized: Tensor) -> Tensor:
-        """Return what `standardize` was given."""
+        """Invert `standardize`."""
         return standardized * self.std + self.mean
 
     def save(self, folder: str | Path) -> None:
-        """Write the scale beside a reward model."""
+        """Write the scale into the folder of a reward model."""
         atomic_write_json(Path(folder) / SCALE_FILE, asdict(self))
 
 
 def read_score_scale(name: str) -> ScoreScale | None:
-    """Return the scale beside the reward model at `name`, a folder or a Hub name; None where none was written.
+    """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None.
 
     Raises:
         RuntimeError: the file is damaged.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        path = folder / SCALE_FILE
-        if not path.is_file():
-            return None
-    elif has_file(name, SCALE_FILE):
-        path = Path(cached_file(name, SCALE_FILE))
-    else:
+    if not ((folder / SCALE_FILE).is_file() if folder.is_dir() else has_file(name, SCALE_FILE)):
         return None
+    path = folder / SCALE_FILE if folder.is_dir() else Path(cached_file(name, SCALE_FILE))
     data = read_json(path)
     try:
         return ScoreScale(float(data["mean"]), float(data["std"]))

@@ -1,7 +1,7 @@
-"""Try in a process of its own what a file from elsewhere could make endless: regular expressions and chat templates.
+"""Try in a child process what a file from elsewhere could make endless: regular expressions and chat templates.
 
-Neither can be interrupted where it runs: both keep the interpreter inside C code. The child has limits of processor
-time and memory that do not depend on how busy the machine is.
+Neither can be interrupted in this process: both keep the interpreter inside C code. The child's limits of processor
+time and memory do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -21,49 +21,41 @@ from transformers import PreTrainedTokenizerBase
 logger = logging.getLogger(__name__)
 
 CPU_SECONDS, MEMORY_GIB = 2, 2
-# Only where the child waits for something that never comes: far more than its processor time on a busy machine.
+# For a child that waits for something that never comes: far more than its processor time on a busy machine.
 WAIT_SECONDS = 300
 MOST_PATTERNS = 1000
-# What can make matching branch: a name with dots has none of it.
+# What can make matching branch; a name with dots contains none of it.
 _BRANCHING = re.compile(r"[*+?{(|\\]")
 
-_LIMITS = """
-import json, resource, sys
-def limit(seconds, gib):
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 1,) * 2)
-    if sys.platform == "linux":
-        pages = int(open("/proc/self/statm").read().split()[0])
-        most = pages * resource.getpagesize() + gib * 2**30
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-given = json.load(sys.stdin)
-"""
-_MATCH = f"""{_LIMITS}
-import re
-limit({CPU_SECONDS}, {MEMORY_GIB})
+# Reads a job, imports what it needs, sets its own limits, and prints the fault that it found as JSON.
+_CHILD = f"""
+import json, re, resource, sys
+job = json.load(sys.stdin)
+if "messages" in job:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (int(used + {CPU_SECONDS}) + 1,) * 2)
+if sys.platform == "linux":
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {MEMORY_GIB} * 2**30,) * 2)
 fault = None
-for pattern in given["patterns"]:
+if "messages" in job:
+    try:
+        render_jinja_template([job["messages"]], add_generation_prompt=True, **job["settings"])
+    except (TemplateSyntaxError, RecursionError, OverflowError, MemoryError, SyntaxError) as error:
+        fault = f"{{type(error).__name__}}: {{error}}"
+    except Exception:
+        pass  # The template may want other messages; the caller who renders those sees its error.
+for pattern in job.get("patterns", []):
     try:
         pattern = re.compile(pattern)
     except (re.error, RecursionError, OverflowError, MemoryError) as error:
         fault = f"{{pattern!r:.200}} is no regular expression ({{error}})"
         break
-    for name in given["names"]:
+    for name in job["names"]:
         pattern.match(name)
-print(json.dumps(fault))
-"""
-_RENDER = f"""{_LIMITS}
-from jinja2 import TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
-limit({CPU_SECONDS}, {MEMORY_GIB})
-fault = None
-try:
-    render_jinja_template([given["messages"]], add_generation_prompt=True, **given["settings"])
-except (TemplateSyntaxError, RecursionError, OverflowError, MemoryError, SyntaxError) as error:
-    fault = f"{{type(error).__name__}}: {{error}}"
-except Exception:
-    pass  # It may want other messages, or none from a user first; whoever gives them is told.
 print(json.dumps(fault))
 """
 _PROBE = [
@@ -73,16 +65,11 @@ _PROBE = [
 ]
 
 
-def _tried(code: str, given: dict[str, Any]) -> str | None:
-    """Return what the child found wrong; None for nothing.
-
-    Raises:
-        TimeoutError: it went beyond its limits.
-    """
+def _fault(job: dict[str, Any]) -> str | None:
+    """Return the fault that the child found, or None; raise TimeoutError if it went beyond its limits."""
+    command = [sys.executable, "-c", _CHILD]
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", code], input=json.dumps(given), capture_output=True, text=True, timeout=WAIT_SECONDS
-        )
+        child = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=WAIT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise TimeoutError from error
     if child.returncode < 0:
@@ -90,25 +77,21 @@ def _tried(code: str, given: dict[str, Any]) -> str | None:
     try:
         return json.loads(child.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        logger.debug("a trial could not be made: %s", child.stderr[-1000:])
+        logger.debug("the child that tries patterns and templates failed: %s", child.stderr[-1000:])
         return None
 
 
 def check_patterns(config: PeftConfig, module_names: Sequence[str]) -> None:
-    """Refuse an adapter config whose patterns are no regular expressions, or take too long on the names of a model.
-
-    Args:
-        config: of an adapter; its patterns are matched as PEFT does.
-        module_names: of the model that the adapter is put on.
+    """Reject an adapter whose patterns are no regular expressions, or take too long on a model's module names.
 
     Raises:
         ValueError: a clause that continues the file's name.
     """
-    written = list(_patterns(config))
-    if len(written) <= MOST_PATTERNS and not any(_BRANCHING.search(text) for text, _ in written):
+    patterns = list(_patterns(config))
+    if len(patterns) <= MOST_PATTERNS and not any(_BRANCHING.search(text) for text, _ in patterns):
         return
     try:
-        fault = _tried(_MATCH, {"patterns": [pattern for _, pattern in written], "names": list(module_names)})
+        fault = _fault({"patterns": [pattern for _, pattern in patterns], "names": list(module_names)})
     except TimeoutError as error:
         raise ValueError(
             f"has patterns of module names (target_modules, rank_pattern, ...) that take more than {CPU_SECONDS} s to"
@@ -119,27 +102,26 @@ def check_patterns(config: PeftConfig, module_names: Sequence[str]) -> None:
 
 
 def _patterns(config: PeftConfig) -> Iterable[tuple[str, str]]:
-    """Yield each text of a config that is read as a regular expression, and the expression that PEFT makes of it."""
-    for field in ("target_modules", "exclude_modules"):
+    """Yield each text of a config that PEFT reads as a regular expression, and the expression that it makes of it."""
+    # PEFT's fields; whether the text, the entries of a list or the keys of a dict are patterns; and the expression.
+    table = [
+        ("target_modules", str, r"(?:{})\Z"),
+        ("exclude_modules", str, r"(?:{})\Z"),
+        ("rank_pattern", dict, r"(.*\.)?({})$"),
+        ("alpha_pattern", dict, r"(.*\.)?({})$"),
+        ("layers_pattern", (str, list, set, tuple), r"(?:^|.*?\.){}\.(?P<idx>\d+)\."),
+        ("modules_to_save", (list, set, tuple), r"(^|.*\.){}($|\..*)"),
+    ]
+    for field, kinds, expression in table:
         value = getattr(config, field, None)
-        if isinstance(value, str) and value != "all-linear":
-            yield value, rf"(?:{value})\Z"
-    for field in ("rank_pattern", "alpha_pattern"):
-        value = getattr(config, field, None)
-        yield from ((key, rf"(.*\.)?({key})$") for key in (value if isinstance(value, dict) else {}))
-    layers = getattr(config, "layers_pattern", None)
-    for text in [layers] if isinstance(layers, str) else _texts(layers):
-        yield text, rf"(?:^|.*?\.){text}\.(?P<idx>\d+)\."
-    for text in _texts(getattr(config, "modules_to_save", None)):
-        yield text, rf"(^|.*\.){text}($|\..*)"
-
-
-def _texts(value: Any) -> Iterable[str]:
-    return [text for text in value if isinstance(text, str)] if isinstance(value, (list, set, tuple)) else []
+        if isinstance(value, kinds) and value != "all-linear":
+            for text in [value] if isinstance(value, str) else value:
+                if isinstance(text, str):
+                    yield text, expression.replace("{}", text)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template that is no template, or does not end on a short conversation.
+    """Reject a chat template that is no template, or does not end on a short conversation.
 
     Raises:
         ValueError: a clause that continues "a chat template that".
@@ -159,9 +141,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _template_fault(template: str, tokens: str) -> str | None:
-    settings = {"chat_template": template, **json.loads(tokens)}
     try:
-        fault = _tried(_RENDER, {"messages": _PROBE, "settings": settings})
+        fault = _fault({"messages": _PROBE, "settings": {"chat_template": template, **json.loads(tokens)}})
     except TimeoutError:
         return f"takes more than {CPU_SECONDS} s or {MEMORY_GIB} GiB for a short conversation"
     return f"cannot run ({fault})" if fault else None

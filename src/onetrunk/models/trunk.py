@@ -1,10 +1,9 @@
-"""One frozen base model that plays every role of PPO: a pass of roles over a pack -> logprobs, values, entropy.
+"""One frozen base model that plays every role of PPO: roles run over a pack and return logprobs, values, scores.
 
 The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden state, or on that of an
 adapter of its own; the reference is the trunk with adapters off, or a frozen copy of the adapter that the policy
-started from. Layers below the cut carry nothing that trains: they run once a pack, without gradient, and every role
-starts from there.
-Knows packs and roles; no reward, no objective and no optimizer.
+started from. The layers below the cut contain nothing that trains: they run once per pack, without gradient, and
+every role starts from their output.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
@@ -55,57 +54,29 @@ from onetrunk.models.sources import write_base_marks
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
 from onetrunk.ops.logprobs import fused_token_logprobs
-from onetrunk.types import Pack
+from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.quiet import peft_calls
-
-
-class PackOutput(NamedTuple):
-    """What the roles say of a pack, float32 [R, C] and 0 outside the completions; None for a role that was not asked.
-
-    Args:
-        logprobs: of the completion tokens under the policy, after temperature.
-        entropy: of the policy's distribution at each token, nats.
-        values: of the state that predicts each token.
-        next_values: [R] value of the state after the last completion token.
-        ref_logprobs: of the completion tokens under the reference.
-        scores: [R] of prompt and completion under the reward adapter.
-        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype.
-    """
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    next_values: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    scores: Tensor | None = None
-    states: Tensor | None = None
-
-
-def spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
-    """Return [R, C] with the N entries of `flat` at (rows, columns), 0 elsewhere."""
-    return flat.new_zeros(mask.shape).index_put((rows, columns), flat)
-
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")
 
 
 class TrunkModel(PeftModelForCausalLM):
-    """A PEFT model whose forward over a pack answers for the policy, the value, the reference and a reward adapter.
+    """A PEFT model whose forward over a pack computes the policy, the value, the reference and a reward adapter.
 
     Called without a pack it is the plain PEFT model with the policy active, so that sampling, `generate` and every
-    tool for PEFT models work on it. `model.cut` is the first layer that trains (0: all do).
+    tool for PEFT models work on it. `model.cut` is the first layer that trains (0: all layers train).
 
     Args:
         base: a decoder that transformers loads; it is frozen, and its dropout set to 0.
         peft_config: LoRA config of the policy.
-        value_head: "shared" (gradient of the value loss reaches the policy's adapter), "detached" (stop-gradient) or
-            "adapter" (a LoRA of its own on the same trunk).
-        adapter_layers: "all", or "top-k" to adapt the last k layers alone.
+        value_head: "shared" (the gradient of the value loss reaches the policy's adapter), "detached" (stop-gradient)
+            or "adapter" (a LoRA of its own on the same trunk).
+        adapter_layers: "all", or "top-k" to adapt only the last k layers.
         initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a
-            frozen copy of them, and what of them lies below the cut stays frozen and active in every role.
+            frozen copy of them. Those below the first trained layer stay frozen and active in every role.
 
     Raises:
-        ValueError: a setting above that the trunk can't carry; the sentence names it.
+        ValueError: a setting that the trunk can't carry; the message names it.
     """
 
     def __init__(
@@ -125,8 +96,8 @@ class TrunkModel(PeftModelForCausalLM):
         keep_train_kernels(base)
         verify_head(base)
         disable_dropout(base)
-        whole = initial_adapter is not None
-        config = policy_config(peft_config, 0 if whole else first_layer, num_layers)
+        # An initial adapter keeps all its layers; `freeze_below` freezes the lower ones.
+        config = policy_config(peft_config, first_layer if initial_adapter is None else 0, num_layers)
         fit_layers(config, decoder_layers(base))
         with peft_calls():
             super().__init__(base, config, POLICY)
@@ -139,7 +110,7 @@ class TrunkModel(PeftModelForCausalLM):
         self._attach_branches(initial_adapter, first_layer)
         self.tuner_layers = find_tuner_layers(self)
         fuse_lora(self.tuner_layers)
-        # What models/speedups/merged.py has proved, by the way in which the model is called.
+        # Results of the proofs in speedups/merged.py, by the way in which the model is called.
         self.merge_proofs: dict[Any, bool] = {}
         hidden_size = base.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
@@ -159,7 +130,7 @@ class TrunkModel(PeftModelForCausalLM):
 
     @classmethod
     def from_adapter(cls, model: PeftModel, *, value_head: str = "shared", adapter_layers: str = "all") -> TrunkModel:
-        """Return a trunk whose policy goes on from the active adapter of `model`; the adapter leaves `model`."""
+        """Return a trunk whose policy continues the active adapter of `model`, which is removed from `model`."""
         config, weights = initial_weights(model)
         return cls(
             model.unload(), config, value_head=value_head, adapter_layers=adapter_layers, initial_adapter=weights
@@ -178,7 +149,7 @@ class TrunkModel(PeftModelForCausalLM):
 
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
-        """Play a role ("policy", "value", "reference", "reward") in the block, for passes without a pack too."""
+        """Play a role ("policy", "value", "reference", "reward") in the block, also for forwards without a pack."""
         adapters = {
             "policy": POLICY,
             "value": VALUE if self.value_head_kind == "adapter" else POLICY,
@@ -205,14 +176,14 @@ class TrunkModel(PeftModelForCausalLM):
         entropy_grad: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return the PackOutput of `roles` over `pack`; without a pack, what the plain PEFT model returns.
+        """Return the PackOutput of `roles` over `pack`; without a pack, the output of the plain PEFT model.
 
         Args:
             pack: the rows, on the model's device.
-            roles: some of "policy", "value", "reference", "reward" and "trunk". Values without "policy" leave the
-                policy's adapter without gradient (value pretraining).
+            roles: some of "policy", "value", "reference", "reward" and "trunk". "value" without "policy" gives the
+                policy's adapter no gradient (value pretraining).
             states: [R, T, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
-            temperature: divides the logits of policy and reference alike.
+            temperature: divides the logits of policy and reference.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
         """
         if pack is None:
@@ -246,9 +217,9 @@ class TrunkModel(PeftModelForCausalLM):
         return PackOutput(**out)
 
     def _run(self, pack: Pack, read: Positions | None = None) -> Tensor:
-        """Return the last hidden states [R, T, H] of the decoder as it is set up now."""
-        # No attention mask: rows are padded on the right, so a causal layer never looks from a token at padding, and
-        # attention that is causal alone runs in half the time of attention under a mask. Positions count from 0.
+        """Return the last hidden states [R, T, H] of the decoder, under the active adapter and cut."""
+        # No attention mask: rows are padded on the right, so a token never attends to padding, and purely causal
+        # attention runs in half the time of attention with a mask. Positions count from 0.
         with self.narrow.at(read or Positions.of(pack)):
             return backbone(self.get_base_model())(input_ids=pack.input_ids, use_cache=False).last_hidden_state
 
@@ -281,7 +252,7 @@ class TrunkModel(PeftModelForCausalLM):
                 logit_scale=head.logit_scale,
                 entropy_grad=entropy_grad,
             )
-        return tuple(spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
+        return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
 
     def _values(self, hidden: Tensor | None, pack: Pack, states: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.value_head_kind == "adapter":
@@ -294,7 +265,7 @@ class TrunkModel(PeftModelForCausalLM):
         values = self.value_head(hidden[rows, first[rows] + columns])
         every_row = torch.arange(pack.num_rows, device=hidden.device)
         next_values = self.value_head(hidden[every_row, first + pack.completion_mask.sum(dim=1)])
-        return spread(values, rows, columns, pack.completion_mask), next_values
+        return _spread(values, rows, columns, pack.completion_mask), next_values
 
     def train(self, mode: bool = True) -> TrunkModel:
         """Set train or eval mode; a quantised base computes the same in both."""
@@ -307,7 +278,7 @@ class TrunkModel(PeftModelForCausalLM):
     ) -> None:
         """Recompute the activations of each layer in the backward, under the adapter that was active in the forward.
 
-        Source: torch.utils.checkpoint, `context_fn`. Without it the recompute would see the adapter of the last role.
+        Without `context_fn` of torch.utils.checkpoint the recompute would use the adapter of the last role.
         """
         settings = dict(activation_checkpointing_kwargs or {})
         if settings.pop("use_reentrant", False) or "context_fn" in settings:
@@ -328,11 +299,11 @@ class TrunkModel(PeftModelForCausalLM):
             yield
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Do the same under transformers' older name, which PEFT would otherwise pass on to the base model."""
+        """Do the same under transformers' older name, which PEFT would otherwise forward to the base model."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Write what trains and the reference (the policy at the root, as PEFT and vLLM expect it) into a folder."""
+        """Write the trained branches and the reference into a folder; the policy at the root, for PEFT and vLLM."""
         kwargs.setdefault("save_embedding_layers", False)
         kwargs.setdefault("selected_adapters", [name for name in self.peft_config if name != REWARD])
         super().save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
@@ -341,12 +312,17 @@ class TrunkModel(PeftModelForCausalLM):
             write_base_marks(self.get_base_model(), save_directory)
 
     def load_branches(self, folder: str | Path) -> None:
-        """Load every adapter and the value head from a folder that `save_pretrained` wrote; what trains stays so.
+        """Load every adapter and the value head from a folder that `save_pretrained` wrote.
 
         Raises:
-            ValueError: a file is missing, one too many, or does not fit this trunk; no weight has changed then.
+            ValueError: a file is missing, unexpected, or does not fit this trunk; no weight has changed then.
         """
         weights = read_branches(self, folder)
         self.value_head.load(folder)
         for adapter, tensors in weights.items():
             set_adapter_weights(self, tensors, adapter, folder)
+
+
+def _spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
+    """Return [R, C] with the N entries of `flat` at (rows, columns), 0 elsewhere."""
+    return flat.new_zeros(mask.shape).index_put((rows, columns), flat)

@@ -1,4 +1,4 @@
-"""The arithmetic of PPO as pure functions of tensors; knows no model, no tokenizer and no Hugging Face package."""
+"""The arithmetic of PPO as pure functions of tensors."""
 
 from onetrunk.ops.advantages import (
     AdaptiveKLController,
@@ -11,22 +11,15 @@ from onetrunk.ops.advantages import (
 )
 from onetrunk.ops.logprobs import fused_token_logprobs, token_logprobs
 from onetrunk.ops.losses import (
-    PPOCoefs,
-    PPOTensors,
     bradley_terry_loss,
     explained_variance,
     explained_variance_from_stats,
     policy_loss,
-    policy_loss_reference,
     ppo_loss,
     ppo_loss_reference,
     value_loss,
-    value_loss_reference,
 )
 from onetrunk.ops.masking import (
-    Moments,
-    at_least_float32,
-    first_stop,
     length_mask,
     masked_mean,
     masked_moments,
@@ -40,15 +33,10 @@ from onetrunk.ops.packing import deal_rows, make_pack, pad_rows, plan_packs
 __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
-    "Moments",
-    "PPOCoefs",
-    "PPOTensors",
-    "at_least_float32",
     "bradley_terry_loss",
     "deal_rows",
     "explained_variance",
     "explained_variance_from_stats",
-    "first_stop",
     "fused_token_logprobs",
     "gae",
     "gae_reference",
@@ -65,11 +53,9 @@ __all__ = [
     "pad_rows",
     "plan_packs",
     "policy_loss",
-    "policy_loss_reference",
     "ppo_loss",
     "ppo_loss_reference",
     "token_logprobs",
     "token_rewards",
     "value_loss",
-    "value_loss_reference",
 ]

@@ -1,9 +1,9 @@
 """KL estimators and controllers, per-token rewards, generalised advantage estimation.
 
 Tensors are [R, C] as in types.py: column t belongs to the t-th completion token, values[t] is the value of the state
-that predicts it, the score of a completion arrives at its last counted token. Entries outside a mask do not count
-wherever they stand, and come out as 0. Knows no model and no config. Math from Schulman et al. 2016 (GAE, 1506.02438),
-Schulman 2020 "Approximating KL Divergence", and Ziegler et al. 2019 (1909.08593) for the adaptive coefficient.
+that predicts it, the score of a completion arrives at its last counted token. Results are 0 outside the mask. Math
+from Schulman et al. 2016 (GAE, 1506.02438), Schulman 2020 "Approximating KL Divergence", and Ziegler et al. 2019
+(1909.08593) for the adaptive coefficient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from onetrunk.ops.masking import at_least_float32
 
 KL_ERROR_LIMIT = 0.2
-# Tokens of a block in `gae`: its matrix stays in the cache, and 4096 tokens are blocks of blocks.
+# Tokens of a block in `gae`: small enough that its matrix stays in the cache.
 BLOCK = 64
 
 
@@ -28,12 +28,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         logprobs: any shape, of the policy that sampled the tokens.
         ref_logprobs: the same shape, of the reference.
         estimator: with d = logprobs - ref_logprobs, "k1": d, "k2": d^2 / 2, "k3": exp(-d) - 1 + d.
-
-    Returns:
-        The shape of logprobs.
-
-    Raises:
-        ValueError: the estimator is unknown.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -60,15 +54,12 @@ def token_rewards(
     """Return r_t = -beta * kl_t + [t = last counted token] * score.
 
     Args:
-        scores: [R], one per completion; that of a row whose mask is empty is not used.
+        scores: [R], one per completion; unused where a row's mask is empty.
         logprobs: [R, C] of the policy at rollout time.
         ref_logprobs: [R, C] of the reference; None leaves the KL term out.
         mask: [R, C] bool.
         beta: coefficient of the KL term; 0 leaves it out.
         estimator: see `kl_estimate`.
-
-    Returns:
-        [R, C], 0 outside the mask.
 
     Source: Ziegler et al. 2019, equation 2, spread over tokens as in Huang et al. 2023.
     """
@@ -91,9 +82,9 @@ def gae(
     """Return generalised advantages and the returns that they imply.
 
     delta_t = r_t + gamma * V_{t+1} - V_t, A_t = delta_t + gamma * lam * A_{t+1}, R_t = A_t + V_t, where t + 1 is the
-    next COUNTED token: a masked gap inside a completion (tool output) is as if cut out. Computed as products of blocks
-    of tokens with a matrix of powers of gamma * lam, and in float64 where the device has it: at lam near 1 the
-    rounding of lam alone to float32 would show in the fifth digit.
+    next COUNTED token: a masked gap inside a completion (tool output) is skipped. Computed as products of blocks of
+    tokens with a matrix of powers of gamma * lam, in float64 where the device has it: at lam near 1, rounding lam to
+    float32 would show in the fifth digit.
 
     Args:
         rewards: [R, C], the score included.
@@ -111,9 +102,9 @@ def gae(
     dtype, work = rewards.dtype, _work_dtype(rewards)
     rows, width = mask.shape
     rewards, values = (torch.where(mask, x.to(work), 0.0) for x in (rewards, values))
-    before = F.pad(mask, (1, 0)).cumsum(1)  # counted tokens before each, and all of them behind the last
+    before = F.pad(mask, (1, 0)).cumsum(1)  # counted tokens before each, and the count of all in the last column
     lengths = before[:, -1:]
-    # Counted tokens side by side at the left; whatever does not count is 0 and goes to one column behind them.
+    # Counted tokens move together to the left; all others are 0 and share the last column.
     places = torch.where(mask, before[:, :-1], width)
     in_order = values.new_zeros(rows, width + 1).scatter_(1, places, values)
     if bootstrap_values is not None:
@@ -135,19 +126,7 @@ def gae_reference(
     lam: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `gae` returns, by the recursion token after token: the reference that it is tested against.
-
-    Args:
-        rewards: [R, C].
-        values: [R, C].
-        mask: [R, C] bool.
-        gamma: discount.
-        lam: one number or a tensor [R].
-        bootstrap_values: [R] or None.
-
-    Returns:
-        advantages [R, C] and returns [R, C].
-    """
+    """Return what `gae` returns, by the recursion over tokens: its naive twin."""
     rows = len(rewards)
     lams = lam.tolist() if isinstance(lam, Tensor) else [lam] * rows
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
@@ -170,12 +149,6 @@ def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
         lengths: [R], counted tokens of each completion; 0 gives 0.
         alpha: above 0; the paper takes .05.
 
-    Returns:
-        [R] float32.
-
-    Raises:
-        ValueError: alpha is not above 0.
-
     Source: VAPO, 2504.05118, length-adaptive GAE: 1 / (1 - lam), the sum of the weights, grows as alpha * length.
     """
     if not alpha > 0:
@@ -184,17 +157,13 @@ def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
 
 
 class FixedKLController:
-    """A KL coefficient that stays where it was set.
-
-    Args:
-        beta: the coefficient, at least 0.
-    """
+    """A constant KL coefficient, at least 0."""
 
     def __init__(self, beta: float) -> None:
         self.value = _checked_beta(beta)
 
     def update(self, kl: float, n: int) -> None:
-        """Change nothing; the twin of `AdaptiveKLController.update`."""
+        """Change nothing; see `AdaptiveKLController.update`."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficient, ready for JSON."""
@@ -205,15 +174,12 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """A KL coefficient that is steered towards a target KL.
+    """A KL coefficient that follows a target KL.
 
     Args:
         init: the coefficient at the start, at least 0.
         target: KL per completion, in nats: the sum over tokens, averaged over rows.
         horizon: completions over which an error of 1 would double the coefficient.
-
-    Raises:
-        ValueError: a number is out of its range.
 
     Source: Ziegler et al. 2019, section 2.2.
     """
@@ -229,8 +195,8 @@ class AdaptiveKLController:
         """Move the coefficient by 1 + clip(kl / target - 1, +-.2) * n / horizon.
 
         Args:
-            kl: mean over the completions of the KL summed over their tokens, in nats.
-            n: completions that kl was measured on.
+            kl: KL per completion, in nats, averaged over completions.
+            n: number of these completions.
 
         Raises:
             RuntimeError: kl is not finite.
@@ -273,7 +239,7 @@ def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
     within = F.pad(x, (0, -width % block)).view(rows, -1, block)
     within = within @ (triangle[0] if len(triangle) == 1 else triangle)
     if within.shape[1] > 1:
-        # What a block's end lacks is the whole sum at the head of the next block.
+        # The end of a block lacks the whole sum at the start of the next block.
         following = F.pad(_discounted_sums(within[:, :, 0], powers[:, -1:])[:, 1:], (0, 1))
         within = within + following[:, :, None] * powers[:, None, 1:].flip(2)
     return within.reshape(rows, -1)[:, :width]

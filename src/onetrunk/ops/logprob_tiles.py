@@ -1,82 +1,18 @@
-"""Logprobs, entropies and their gradients from tiles of logits that are each looked at once.
+"""Logprobs, entropies and their gradients from tiles of logits that are each computed once.
 
-A tile is some tokens by some columns of the vocabulary. A softmax over all tiles needs no tile twice: sums of
-exp(z - highest) are kept per token, and rescaled where a later tile has a higher logit (online softmax). The gradient
-of a token's logprob, W_y - sum_v p_v W_v, is a sum over tiles too. The target's own term stays outside the sums:
-1 - p_y = (sum over the others) / (sum over all) then has no cancellation as p_y nears 1, also with bfloat16 products.
-
-Knows hidden states and a frozen head. From Milakov and Gimelshein 2018 (1805.02867, online softmax) and Dao et al.
-2022 (2205.14135), whose attention is this sum with the head's rows as keys and as values.
+A tile is some tokens by some columns of the vocabulary. A running softmax (running_softmax.py) needs no tile twice,
+and the gradient of a token's logprob, W_y - sum_v p_v W_v, is a sum over tiles too. From Milakov and Gimelshein 2018
+(1805.02867, online softmax) and Dao et al. 2022 (2205.14135), whose attention is this sum with the head's rows as keys
+and as values.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from onetrunk.ops.kernels import runs_kernels
-
-
-@dataclass(frozen=True)
-class Head:
-    """A frozen language-model head and what is done to its logits; fields as in `logprobs.token_logprobs`."""
-
-    weight: Tensor
-    bias: Tensor | None
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; logprobs need a temperature above 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap is {self.softcap}; set a number above 0, or None for no soft-capping")
-
-    @property
-    def factor(self) -> float:
-        """What every logit is multiplied by, before and after soft-capping together."""
-        return self.logit_scale / self.temperature
-
-    def damping(self, logits: Tensor) -> Tensor | None:
-        """Return by what soft-capping lowers d logits / d (hidden @ weight.T) below `factor`; None without it."""
-        if self.softcap is None:
-            return None
-        # d tanh(u) / du = 1 - tanh(u)^2, and tanh(u) = logits * temperature / softcap
-        return 1 - (logits * (self.temperature / self.softcap)) ** 2
-
-
-@dataclass
-class RunningSums:
-    """What is known of n tokens after some tiles; all [n], v runs over the columns seen but the target's.
-
-    Attributes:
-        highest: the largest logit seen, the target's included.
-        others: sum of exp(z_v - highest).
-        spread: sum of exp(z_v - highest) * (z_v - highest).
-        target: z_y; NaN until its column has been seen, and for good where there is no such column.
-    """
-
-    highest: Tensor
-    others: Tensor
-    spread: Tensor
-    target: Tensor
-
-    @classmethod
-    def of(cls, num_tokens: int, dtype: torch.dtype, device: torch.device) -> RunningSums:
-        """Return the sums over no columns."""
-        # The lowest finite number: -inf would make NaN of a tile in which every logit is -inf.
-        highest = torch.full((num_tokens,), torch.finfo(dtype).min, dtype=dtype, device=device)
-        return cls(highest, torch.zeros_like(highest), torch.zeros_like(highest), torch.full_like(highest, torch.nan))
-
-    def logprobs_and_entropy(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logprobs and entropies of the tokens, and the sums of exp(z_v - highest) over ALL v; each [n]."""
-        own = self.target - self.highest
-        total = self.others + own.exp()
-        entropy = total.log() - (self.spread + own.exp() * own) / total
-        return own - total.log(), entropy, total
+from onetrunk.ops.running_softmax import Head, RunningSums
 
 
 class Chunk:
@@ -85,10 +21,10 @@ class Chunk:
     Args:
         hidden: [n, H] in the dtype of the head's weight.
         targets: [n] int64.
-        head: whose logits.
+        head: the frozen head.
         width: columns of a tile.
-        wants_grad: sum up the gradient vectors of the logprobs too.
-        entropy_grad: and those of the entropies.
+        wants_grad: also sum up the gradient vectors of the logprobs.
+        entropy_grad: also sum up those of the entropies.
     """
 
     def __init__(
@@ -96,7 +32,7 @@ class Chunk:
     ) -> None:
         self.hidden, self.targets, self.head, self.width = hidden, targets, head, min(width, len(head.weight))
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.sums = RunningSums.of(len(hidden), self.dtype, hidden.device)
+        self.sums = RunningSums.empty(len(hidden), self.dtype, hidden.device)
         # Sums of the head's rows, weighted by exp(z_v - highest), and by that times (z_v - highest).
         self.rows, self.spread_rows = (
             torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device) if wanted else None
@@ -105,25 +41,25 @@ class Chunk:
         self._buffers: dict[str, Tensor] = {}
 
     def run(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return logprobs [n], entropies [n] and the gradients [n, H] of each, None where not asked for."""
+        """Return logprobs [n], entropies [n] and the gradients [n, H] of each, None where not wanted."""
         for start in range(0, len(self.head.weight), self.width):
             self._add_tile(start)
         logprobs, entropy, total = self.sums.logprobs_and_entropy()
         if self.rows is None:
             return logprobs, entropy, None, None
         damping = self.head.damping(self.sums.target)
-        own_rows = self.head.weight[self.targets].to(self.dtype)
+        target_rows = self.head.weight[self.targets].to(self.dtype)
         if damping is not None:
-            own_rows *= damping[:, None]
+            target_rows *= damping[:, None]
         entropy_grads = None
         if self.spread_rows is not None:
             # dH / dz_v = -p_v * (log p_v + H), with log p_v = (z_v - highest) - log(total)
             others = self.spread_rows + (entropy - total.log())[:, None] * self.rows
-            entropy_grads = own_rows * (logprobs.exp() * (logprobs + entropy))[:, None] + others / total[:, None]
+            entropy_grads = target_rows * (logprobs.exp() * (logprobs + entropy))[:, None] + others / total[:, None]
             entropy_grads *= -self.head.factor
         # d log p_y / dz_v = [v = y] - p_v
-        own_rows *= (self.sums.others / total)[:, None]
-        logprob_grads = own_rows.addcdiv_(self.rows, total[:, None], value=-1)
+        target_rows *= (self.sums.others / total)[:, None]
+        logprob_grads = target_rows.addcdiv_(self.rows, total[:, None], value=-1)
         return logprobs, entropy, logprob_grads.mul_(self.head.factor), entropy_grads
 
     def _add_tile(self, start: int) -> None:
@@ -144,15 +80,16 @@ class Chunk:
             _add_product(self.rows, weights, weight)
 
     def _absorb(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Add a tile to the sums and return how they were rescaled and by what to weight the tile's rows.
+        """Add a tile to the sums; return how the sums were rescaled and the weights of the head's rows.
 
         Args:
-            logits: [n, w] as the product gave them; overwritten.
+            logits: [n, w] raw logits; overwritten.
             targets: [n] columns of the targets, outside 0..w-1 where the target is in another tile.
 
         Returns:
-            decay [n] and shift [n], old minus new highest and its exp; exp(z - highest) * damping [n, w] and the
-            same times (z - highest), 0 at the targets, in the dtype of logits; None where no gradient is formed.
+            decay [n] and shift [n]: shift is the old minus the new highest logit, decay its exp. Then exp(z - highest)
+            * damping [n, w] and the same times (z - highest), 0 at the targets, in the dtype of logits; None where no
+            gradient is formed.
         """
         width, sums = logits.shape[1], self.sums
         z = logits if logits.dtype == self.dtype else self._buffer("z", width, self.dtype).copy_(logits)
@@ -178,7 +115,7 @@ class Chunk:
         return decay, shift, probs if probs.dtype == logits.dtype else logits.copy_(probs), spread_weights
 
     def _transform(self, z: Tensor) -> Tensor | None:
-        """Scale, cap and cool the logits in place; return their damping, None where it is 1 or not needed."""
+        """Scale, cap and cool the logits in place; return their damping, or None where it is 1 or not needed."""
         head = self.head
         if head.logit_scale != 1:
             z *= head.logit_scale

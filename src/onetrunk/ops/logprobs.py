@@ -1,14 +1,13 @@
-"""Logprobs and entropies of given tokens from hidden states: a naive reference and its fused twin.
+"""Logprobs and entropies of target tokens from hidden states: a naive reference and its fused twin.
 
-`token_logprobs` forms all [N, V] logits; `fused_token_logprobs` goes over tiles of them (logprob_tiles.py) and never
-holds more than one. The gradient of a token's logprob with respect to its hidden state is one vector,
-W_y - sum_v p_v W_v, so the fused op forms it in the forward and its backward multiplies by the upstream number: it
-serves any objective over logprobs. Knows hidden states and a frozen head, no model.
+`token_logprobs` forms all [N, V] logits; `fused_token_logprobs` goes over tiles of them (logprob_tiles.py) and holds
+one at a time. The gradient of a token's logprob with respect to its hidden state is one vector, W_y - sum_v p_v W_v.
+The fused op computes it in the forward, and its backward multiplies it by the upstream gradient.
 
-Arithmetic, the same in both: hidden @ weight.T + bias in the dtype of the operands (bf16 in, bf16 out, as the model's
-own lm_head gives it; autocast acts as it does there), then float32 (float64 stays): * logit_scale, softcap
-cap * tanh(x / cap), / temperature, log-softmax. That is the order of transformers: Cohere multiplies by its
-`logit_scale`, Granite divides by its `logits_scaling` (pass 1 / logits_scaling), Gemma 2 caps after.
+Both compute hidden @ weight.T + bias in the dtype of the operands (as the model's own lm_head does, also under
+autocast), then in float32 (float64 stays): * logit_scale, softcap cap * tanh(x / cap), / temperature, log-softmax.
+That is the order of transformers: Cohere multiplies by its `logit_scale`, Granite divides by its `logits_scaling`
+(pass 1 / logits_scaling), Gemma 2 caps after.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onetrunk.ops.logprob_tiles import Chunk, Head
+from onetrunk.ops.logprob_tiles import Chunk
 from onetrunk.ops.masking import at_least_float32
+from onetrunk.ops.running_softmax import Head
 
-# Measured on CPU: tiles that stay in the cache keep the products at their full speed. A GPU wants larger products.
+# Measured on CPU: products run at full speed if the tiles stay in the cache. A GPU needs larger products.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
@@ -38,9 +38,9 @@ def token_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprob of every target and the entropy of its distribution, by way of all [N, V] logits.
+    """Return the logprob of every target and the entropy of its distribution, from all [N, V] logits.
 
-    The reference that `fused_token_logprobs` is tested against; differentiable in everything.
+    The naive twin of `fused_token_logprobs`; differentiable in every tensor.
 
     Args:
         hidden: [N, H] states that predict the targets, after the final norm.
@@ -57,7 +57,7 @@ def token_logprobs(
     Raises:
         ValueError: temperature or softcap is not above 0.
     """
-    Head(weight, bias, temperature, softcap, logit_scale)  # refuses what is out of range
+    Head(weight, bias, temperature, softcap, logit_scale)  # checks the ranges
     logits = at_least_float32(F.linear(hidden, weight, bias))
     if logit_scale != 1:
         logits = logits * logit_scale
@@ -83,13 +83,12 @@ def fused_token_logprobs(
     chunk_bytes: int | None = None,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `token_logprobs` returns, tile by tile of tokens and vocabulary, never holding [N, V].
+    """Return what `token_logprobs` returns, tile by tile of tokens and vocabulary, without [N, V] in memory.
 
-    Two products per tile where hidden requires grad, one otherwise, and a third with `entropy_grad`; none is done
-    again in the backward. Tiles do not depend on whether gradients are formed, so the logprobs are bitwise the same
-    with grad and without: a policy that has not moved has ratio 1 exactly. Two to four tensors of a tile's size live
-    at a time. The gradient vectors [N, H], in float32, are what is kept for the backward: memory does not grow with
-    the vocabulary.
+    Each tile takes two products if hidden requires grad, one otherwise, and a third with `entropy_grad`; the backward
+    takes none. The tiles are the same with and without gradients, so the logprobs are bitwise the same: an unchanged
+    policy has ratio 1 exactly. Only the float32 gradient vectors [N, H] are kept for the backward, so memory does not
+    grow with the vocabulary.
 
     Args:
         hidden: [N, H]; the gradient flows here only. N may be 0.
@@ -99,17 +98,17 @@ def fused_token_logprobs(
         bias: [V], frozen, or None.
         softcap: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
-        chunk_size: most tokens of a tile; by the device where None. Every chunk reads the head from memory once.
-        chunk_bytes: most bytes of a tile's logits in float32 (float64 for float64 input), which sets its columns, at
-            least one; by the device where None.
-        entropy_grad: True makes the entropy differentiable; otherwise it is a metric without gradient.
+        chunk_size: most tokens of a tile; None: chosen by the device. Every chunk reads the head from memory once.
+        chunk_bytes: most bytes of a tile's logits in float32 (float64 for float64 input), which sets its number of
+            columns; None: chosen by the device.
+        entropy_grad: make the entropy differentiable.
 
     Returns:
         logprobs [N] and entropy [N] in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: weight or bias requires grad, a shape does not fit, a number is out of its range, or (on a CPU,
-            where looking costs nothing; elsewhere it gives NaN) a target is.
+        ValueError: weight or bias requires grad, a shape does not fit, a number is out of its range, or a target is
+            (checked on a CPU only; elsewhere its logprob is NaN).
 
     Source: gradient of the log-softmax; forming it in the forward: Liger Kernel (2410.10989).
     """
@@ -119,9 +118,9 @@ def fused_token_logprobs(
     chunk_bytes = CHUNK_BYTES[device] if chunk_bytes is None else chunk_bytes
     for name, number in (("chunk_size", chunk_size), ("chunk_bytes", chunk_bytes)):
         if number < 1:
-            raise ValueError(f"{name} is {number}; set it to 1 or more, or None to have it chosen by the device")
+            raise ValueError(f"{name} is {number}; set it to 1 or more, or None to let the device choose it")
     head = Head(_autocast_once(weight), _autocast_once(bias), temperature, softcap, logit_scale)
-    # Inside the forward of a Function grad mode is off, and needs_input_grad does not know of torch.no_grad().
+    # Decided here: inside the forward of a Function grad mode is off, and needs_input_grad ignores torch.no_grad().
     wants_grad = torch.is_grad_enabled() and hidden.requires_grad
     tiling = _Tiling(chunk_size, chunk_bytes, wants_grad, wants_grad and entropy_grad)
     return _FusedTokenLogprobs.apply(hidden, targets, head, tiling)
@@ -129,7 +128,7 @@ def fused_token_logprobs(
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a pass is cut into tiles, and which gradients it forms."""
+    """The tiles of a call, and the gradients that it computes."""
 
     chunk_size: int
     chunk_bytes: int
@@ -137,13 +136,13 @@ class _Tiling:
     entropy_grad: bool
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        """Return the tokens of every chunk: as few chunks as there can be, of about the same size."""
+        """Return the tokens of every chunk: as few chunks as possible, of about the same size."""
         count = -(-num_tokens // self.chunk_size)
         size = -(-num_tokens // max(1, count))
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, max(1, size))]
 
     def width(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Return the columns of a tile of so many tokens."""
+        """Return the number of columns of a tile of `num_tokens` tokens."""
         columns = max(1, self.chunk_bytes // (num_tokens * dtype.itemsize))
         return columns - columns % 64 if columns > 64 else columns
 
@@ -154,18 +153,18 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         ctx.hidden_dtype = hidden.dtype
         hidden = _autocast_once(hidden)
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=_math_dtype(hidden)) for _ in range(2))
-        asked = (tiling.wants_grad, tiling.entropy_grad)
-        grads = [torch.empty_like(hidden, dtype=logprobs.dtype) if wanted else None for wanted in asked]
-        # The operands have their dtypes; autocast would take the sums of a tile to another one.
+        wanted = (tiling.wants_grad, tiling.entropy_grad)
+        grads = [torch.empty_like(hidden, dtype=logprobs.dtype) if is_wanted else None for is_wanted in wanted]
+        # The operands have their dtypes already; autocast would cast the sums of a tile.
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in tiling.chunks(len(hidden)):
                 width = tiling.width(rows.stop - rows.start, logprobs.dtype)
-                chunk = Chunk(hidden[rows], targets[rows], head, width, *asked)
-                logprobs[rows], entropy[rows], *of_chunk = chunk.run()
-                for all_rows, some in zip(grads, of_chunk, strict=True):
-                    if all_rows is not None:
-                        all_rows[rows] = some
-        ctx.save_for_backward(*(each for each in grads if each is not None))
+                chunk = Chunk(hidden[rows], targets[rows], head, width, *wanted)
+                logprobs[rows], entropy[rows], *chunk_grads = chunk.run()
+                for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
+                    if grad is not None:
+                        grad[rows] = chunk_grad
+        ctx.save_for_backward(*(grad for grad in grads if grad is not None))
         if not tiling.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -199,7 +198,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
 
 
 def _autocast_once(tensor: Tensor | None) -> Tensor | None:
-    # Autocast keeps no copy of a frozen tensor: left to it, every product of every tile would cast the head anew.
+    # Autocast caches no copy of a frozen tensor: it would cast the head again in every product of every tile.
     if tensor is None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))

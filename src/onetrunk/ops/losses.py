@@ -1,16 +1,12 @@
-"""Clipped policy loss, clipped value loss, Bradley-Terry loss, explained variance.
+"""The PPO loss and its two terms, the Bradley-Terry loss, explained variance.
 
-Logprobs, values and advantages are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted
-tokens divided by `num_tokens`, the count of the whole optimizer step, so that the losses of its packs add up to the
-loss of the step however it was cut. The stats follow the same rule: every one is a sum over counted tokens divided by
-`num_tokens` (packs and ranks ADD), but for `ratio_max`, a maximum. Math in float32 at least. On a GPU a PPO loss is
-one kernel (loss_kernel.py), elsewhere its reference. Knows no model and no config. From Schulman et al. 2017 (PPO,
-1707.06347).
+Tensors are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted tokens divided by
+`num_tokens`, the token count of the whole optimizer step, so the losses of its packs add up to the loss of the step.
+So do the stats, except `ratio_max`, which is a maximum. Math in float32 at least. On a GPU `ppo_loss` is one kernel
+(kernels/loss.py), elsewhere its reference. From Schulman et al. 2017 (PPO, 1707.06347).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +15,88 @@ from torch import Tensor
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.kernels import runs_kernels
 from onetrunk.ops.masking import at_least_float32, masked_mean, masked_variance, widest_dtype
+from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 LOG_RATIO_LIMIT = 20.0
 
 Stats = dict[str, Tensor]
+
+
+def ppo_loss(
+    experience: Experience,
+    output: PackOutput,
+    coefficients: LossCoefficients,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Stats]]:
+    """Return policy loss + value_coef * value loss - entropy_coef * entropy + beta * KL, and the stats of each.
+
+    A term is left out where `output` lacks its tensor; the KL also where beta is 0 or there are no ref_logprobs.
+
+    Args:
+        experience: the pack; its `loss_mask` says which tokens count.
+        output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
+        coefficients: the numbers.
+        num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
+
+    Returns:
+        The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
+        in `value_loss`; "kl" with `loss`, the KL.
+
+    Raises:
+        ValueError: there is nothing to train, or a number is out of its range.
+    """
+    if output.logprobs is None and output.values is None:
+        raise ValueError("the PPO loss got neither logprobs nor values; pass at least one of them")
+    if output.entropy is not None and output.logprobs is None:
+        raise ValueError("the PPO loss got entropy without logprobs; pass them too")
+    if coefficients.kl_estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"kl_estimator is {coefficients.kl_estimator!r}; expected k1, k2 or k3")
+    _check_dual_clip(coefficients.dual_clip)
+    if output.values is not None:
+        _check_value_clip(coefficients.value_clip, experience.old_values)
+    if not runs_kernels(experience.loss_mask):
+        return ppo_loss_reference(experience, output, coefficients, num_tokens)
+    from onetrunk.ops.kernels.loss import fused_loss
+
+    loss, stats = fused_loss(experience, output, coefficients, num_tokens, LOG_RATIO_LIMIT)
+    if "value" in stats:
+        # Outside the kernel, whose sums are float32.
+        stats["value"] |= value_moments(output.values, experience.returns, experience.loss_mask, num_tokens)
+    return loss, stats
+
+
+def ppo_loss_reference(
+    experience: Experience,
+    output: PackOutput,
+    coefficients: LossCoefficients,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Stats]]:
+    """Return what `ppo_loss` returns, term by term: the naive twin of the kernel."""
+    c, mask = coefficients, experience.loss_mask
+    loss, stats = 0.0, {}
+    if output.values is not None:
+        value, stats["value"] = value_loss(
+            output.values, experience.old_values, experience.returns, mask, c.value_clip, num_tokens
+        )
+        loss = loss + c.value_coef * value
+    if output.logprobs is None:
+        return loss, stats
+    policy, stats["policy"] = policy_loss(
+        output.logprobs, experience.old_logprobs, experience.advantages, mask,
+        c.epsilon, c.epsilon_high, c.dual_clip, experience.weights, num_tokens,
+    )  # fmt: skip
+    loss = loss + policy
+    if output.entropy is not None:
+        entropy = masked_mean(at_least_float32(output.entropy), mask, num_tokens=num_tokens)
+        stats["policy"]["entropy"] = entropy.detach()
+        loss = loss - c.entropy_coef * entropy if c.entropy_coef else loss
+    if experience.ref_logprobs is not None and c.beta:
+        # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
+        kl = kl_estimate(_kept(mask, output.logprobs), _kept(mask, experience.ref_logprobs), c.kl_estimator)
+        kl = masked_mean(kl, mask, num_tokens=num_tokens)
+        stats["kl"] = {"loss": kl.detach()}
+        loss = loss + c.beta * kl
+    return loss, stats
 
 
 def policy_loss(
@@ -46,53 +120,29 @@ def policy_loss(
         old_logprobs: [R, C] of the policy at rollout time.
         advantages: [R, C].
         mask: [R, C] bool.
-        clip_low: how far below 1 the ratio counts.
-        clip_high: how far above 1 the ratio counts (clip-higher, DAPO 2503.14476); clip_low where None.
+        clip_low: `epsilon` of the config.
+        clip_high: `epsilon_high` of the config; clip_low where None.
         dual_clip: where the advantage is negative, the loss is at most -A * dual_clip (above 1); off where None.
         weights: [R, C] off-policy weights, constants that multiply the loss of a token; 1 where None.
         num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
 
     Returns:
-        The loss, a scalar, and detached scalars. Sums over counted tokens divided by num_tokens: `loss`,
-        `clip_fraction` (tokens at which a clipped branch is the active one, so that they give no gradient),
-        `ratio_mean`, `approx_kl` (exp(d) - 1 - d with d the log ratio: k3 of the old policy against the new).
-        A maximum over counted tokens, 0 where none counts: `ratio_max`.
-
-    Raises:
-        ValueError: dual_clip is not above 1.
+        The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active, which
+        gives no gradient), `ratio_mean`, `approx_kl` (k3 of the old policy against the new), `ratio_max`.
 
     Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020 (1912.09729).
     """
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
-    if not runs_kernels(logprobs):
-        given = (logprobs, old_logprobs, advantages, mask)
-        return policy_loss_reference(*given, clip_low, clip_high, dual_clip, weights, num_tokens)
-    from onetrunk.ops.kernels.loss import LossSettings, fused_loss
-
-    tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}
-    settings = LossSettings(ratio_bounds(clip_low, clip_high), LOG_RATIO_LIMIT, dual_clip)
-    loss, stats = fused_loss(tensors, mask, num_tokens, settings)
-    return loss, stats["policy"]
-
-
-def policy_loss_reference(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_low: float,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    weights: Tensor | None = None,
-    num_tokens: float | Tensor | None = None,
-) -> tuple[Tensor, Stats]:
-    """Return what `policy_loss` returns, operation by operation: the naive twin of the kernel."""
+    _check_dual_clip(dual_clip)
     log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = torch.exp(log_ratio)
-    bounds = ratio_bounds(clip_low, clip_high)
-    losses, is_clipped = _clipped_surrogate(ratio, _kept(mask, advantages), bounds, dual_clip)
+    ratio, advantages = torch.exp(log_ratio), _kept(mask, advantages)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
+    if dual_clip is not None:
+        ceiling = -advantages * dual_clip
+        is_above = (advantages < 0) & (losses > ceiling)
+        losses, is_clipped = torch.where(is_above, ceiling, losses), is_clipped | is_above
     if weights is not None:
         losses = losses * _kept(mask, weights).detach()
 
@@ -125,40 +175,21 @@ def value_loss(
         old_values: [R, C] at rollout time; may be None where clip is None.
         returns: [R, C] targets.
         mask: [R, C] bool.
-        clip: how far a value may move from the old one and still be taken as it is; no clipping where None.
+        clip: `value_clip` of the config; no clipping where None.
         num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
 
     Returns:
-        The loss, a scalar, and detached scalars, all of them sums over counted tokens divided by num_tokens: `loss`,
-        `clip_fraction` (tokens at which the clipped branch is the active one), and `return_mean`,
-        `return_square_mean`, `error_mean`, `error_square_mean` (error = R - V), of which
-        `explained_variance_from_stats` makes the explained variance once all packs are added up.
+        The loss, a scalar, and detached scalars, all sums over counted tokens divided by num_tokens: `loss`,
+        `clip_fraction` (tokens whose clipped branch is active), and the moments from which
+        `explained_variance_from_stats` computes the explained variance: `return_mean`, `return_square_mean`,
+        `error_mean`, `error_square_mean` (error = R - V).
 
     Raises:
         ValueError: clip is given without old_values.
 
     Source: Schulman et al.'s baselines, ppo2; Huang et al. 2023, "value function loss clipping".
     """
-    if clip is not None and old_values is None:
-        raise ValueError(f"value_clip is {clip} but old_values is None; pass the values at rollout time")
-    if not runs_kernels(values):
-        return value_loss_reference(values, old_values, returns, mask, clip, num_tokens)
-    from onetrunk.ops.kernels.loss import LossSettings, fused_loss
-
-    tensors = {"values": values, "old_values": old_values, "returns": returns}
-    loss, stats = fused_loss(tensors, mask, num_tokens, LossSettings(value_clip=clip))
-    return loss, stats["value"]
-
-
-def value_loss_reference(
-    values: Tensor,
-    old_values: Tensor | None,
-    returns: Tensor,
-    mask: Tensor,
-    clip: float | None = None,
-    num_tokens: float | Tensor | None = None,
-) -> tuple[Tensor, Stats]:
-    """Return what `value_loss` returns, operation by operation: the naive twin of the kernel."""
+    _check_value_clip(clip, old_values)
     values, returns = _kept(mask, values), _kept(mask, returns)
     losses = (values - returns) ** 2
     is_clipped = torch.zeros_like(mask)
@@ -176,25 +207,16 @@ def value_loss_reference(
 
 @torch.no_grad()
 def value_moments(values: Tensor, returns: Tensor, mask: Tensor, num_tokens: float | Tensor | None = None) -> Stats:
-    """Return the means and mean squares of returns and errors, of which `value_loss` speaks, in float64.
+    """Return the means and mean squares of returns and errors that `value_loss` lists, in float64.
 
-    Their differences are variances: of returns around 1000 float32 would leave no digit of them.
-
-    Args: as of `value_loss`.
+    Their differences are variances, of which float32 would keep no digit at returns around 1000.
     """
-    # In one order, however the tensors lie in memory: sums then have the same bits.
+    # Contiguous: sums over any memory layout then have the same bits.
     values, returns = (torch.where(mask, x, 0.0).contiguous().to(widest_dtype(x.device)) for x in (values, returns))
     mask, error = mask.contiguous(), returns - values
-    moments = {"return": returns, "error": error}
-    means = {f"{name}_mean": masked_mean(x, mask, num_tokens=num_tokens) for name, x in moments.items()}
-    return means | {
-        f"{name}_square_mean": masked_mean(x**2, mask, num_tokens=num_tokens) for name, x in moments.items()
-    }
-
-
-def ratio_bounds(clip_low: float, clip_high: float | None) -> tuple[float, float]:
-    """Return the lowest and the highest ratio that count; see `policy_loss`."""
-    return 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)
+    moments = {"return_mean": returns, "error_mean": error}
+    moments |= {"return_square_mean": returns**2, "error_square_mean": error**2}
+    return {name: masked_mean(x, mask, num_tokens=num_tokens) for name, x in moments.items()}
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -213,13 +235,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance_from_stats(stats: Stats) -> Tensor:
-    """Return the explained variance of an optimizer step from the stats of `value_loss` added over its packs.
+    """Return the explained variance of an optimizer step from the stats of `value_loss`, added over its packs.
 
     Args:
-        stats: the added stats; they must have been divided by the step's true token count.
-
-    Returns:
-        Scalar, as `explained_variance` of all the packs together gives it.
+        stats: the added stats, divided by the step's true token count.
     """
     error = stats["error_square_mean"] - stats["error_mean"] ** 2
     spread = stats["return_square_mean"] - stats["return_mean"] ** 2
@@ -240,9 +259,6 @@ def bradley_terry_loss(
         probability: [B] probability that the first is the better one (a judge's soft label); 1 where None.
         margin: [B] score by which the winner should lead; 0 where None.
 
-    Returns:
-        Scalar.
-
     Source: Bradley and Terry 1952; margin: Llama 2 (2307.09288), equation 2; soft labels: RLAIF (2309.00267).
     """
     lead = at_least_float32(chosen) - at_least_float32(rejected)
@@ -254,163 +270,20 @@ def bradley_terry_loss(
     return (probability * won - (1 - probability) * F.logsigmoid(-lead - margin)).mean()
 
 
+def _check_dual_clip(dual_clip: float | None) -> None:
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
+
+
+def _check_value_clip(value_clip: float | None, old_values: Tensor | None) -> None:
+    if value_clip is not None and old_values is None:
+        raise ValueError(f"value_clip is {value_clip} but old_values is None; pass the values at rollout time")
+
+
 def _kept(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, at_least_float32(x), 0.0)
-
-
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
-) -> tuple[Tensor, Tensor]:
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(*bounds)
-    losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
-    if dual_clip is not None:
-        ceiling = -advantages * dual_clip
-        is_above = (advantages < 0) & (losses > ceiling)
-        losses, is_clipped = torch.where(is_above, ceiling, losses), is_clipped | is_above
-    return losses, is_clipped
 
 
 def _explained(error_variance: Tensor, return_variance: Tensor) -> Tensor:
     varies = return_variance > 0
     return torch.where(varies, 1 - error_variance / torch.where(varies, return_variance, 1.0), 0.0)
-
-
-@dataclass(frozen=True)
-class PPOTensors:
-    """What a pack brings to the loss, all [R, C]; the terms of what is None are left out.
-
-    Attributes:
-        mask: bool, the tokens that count.
-        values: of the current head; the gradient flows here.
-        returns: targets of the values.
-        old_values: at rollout time; may be None where values are not clipped.
-        logprobs: of the current policy; the gradient flows here.
-        old_logprobs: of the policy at rollout time.
-        advantages: of the sampled tokens.
-        weights: off-policy weights, constants; 1 where None.
-        ref_logprobs: of the reference; no KL term where None.
-        entropy: of the current policy; the gradient flows here.
-    """
-
-    mask: Tensor
-    values: Tensor | None = None
-    returns: Tensor | None = None
-    old_values: Tensor | None = None
-    logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    advantages: Tensor | None = None
-    weights: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PPOCoefs:
-    """The numbers of the loss.
-
-    Attributes:
-        clip_low: how far below 1 the ratio counts.
-        clip_high: how far above 1 it does; clip_low where None.
-        dual_clip: see `losses.policy_loss`.
-        value_clip: see `losses.value_loss`.
-        value_coef: weight of the value loss.
-        entropy_coef: weight of the entropy bonus.
-        kl_coef: weight of the KL to the reference.
-        kl_estimator: see `advantages.kl_estimate`.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    value_clip: float | None = None
-    value_coef: float = 1.0
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k1"
-
-
-def ppo_loss(
-    tensors: PPOTensors, coefs: PPOCoefs, num_tokens: float | Tensor | None = None
-) -> tuple[Tensor, dict[str, Stats]]:
-    """Return policy loss + value_coef * value loss - entropy_coef * entropy + kl_coef * KL, and the stats of each.
-
-    Args:
-        tensors: logprobs or values, or both, with what belongs to them.
-        coefs: the numbers.
-        num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
-
-    Returns:
-        The loss, a scalar, and detached scalars in groups, of those terms that there are: "policy" as in
-        `losses.policy_loss`, with `entropy`; "value" as in `losses.value_loss`; "kl" with `loss`, the KL.
-
-    Raises:
-        ValueError: there is nothing to train, a term lacks a tensor, or a number is out of its range.
-    """
-    _check(tensors, coefs)
-    trained = tensors.values if tensors.logprobs is None else tensors.logprobs
-    if not runs_kernels(trained):
-        return ppo_loss_reference(tensors, coefs, num_tokens)
-    from onetrunk.ops.kernels.loss import LossSettings, fused_loss
-
-    settings = LossSettings(
-        bounds=ratio_bounds(coefs.clip_low, coefs.clip_high),
-        log_ratio_limit=LOG_RATIO_LIMIT,
-        dual_clip=coefs.dual_clip,
-        value_clip=coefs.value_clip,
-        value_coef=coefs.value_coef,
-        entropy_coef=coefs.entropy_coef,
-        kl_coef=coefs.kl_coef,
-        kl_estimator=coefs.kl_estimator,
-    )
-    named = {name: tensor for name, tensor in vars(tensors).items() if name != "mask"}
-    return fused_loss(named, tensors.mask, num_tokens, settings)
-
-
-def ppo_loss_reference(
-    tensors: PPOTensors, coefs: PPOCoefs, num_tokens: float | Tensor | None = None
-) -> tuple[Tensor, dict[str, Stats]]:
-    """Return what `ppo_loss` returns, term by term: the naive twin of the kernel."""
-    t, counted = tensors, {"mask": tensors.mask, "num_tokens": num_tokens}
-    loss, stats = 0.0, {}
-    if t.values is not None:
-        value, stats["value"] = value_loss_reference(
-            t.values, t.old_values, t.returns, clip=coefs.value_clip, **counted
-        )
-        loss = loss + coefs.value_coef * value
-    if t.logprobs is not None:
-        bounds = (coefs.clip_low, coefs.clip_high, coefs.dual_clip)
-        policy, stats["policy"] = policy_loss_reference(
-            t.logprobs, t.old_logprobs, t.advantages, t.mask, *bounds, t.weights, num_tokens
-        )
-        loss = loss + policy
-    if t.entropy is not None:
-        entropy = masked_mean(at_least_float32(t.entropy), **counted)
-        stats["policy"]["entropy"] = entropy.detach()
-        loss = loss - coefs.entropy_coef * entropy if coefs.entropy_coef else loss
-    if t.ref_logprobs is not None:
-        # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
-        both = (torch.where(t.mask, at_least_float32(x), 0.0) for x in (t.logprobs, t.ref_logprobs))
-        kl = masked_mean(kl_estimate(*both, coefs.kl_estimator), **counted)
-        stats["kl"] = {"loss": kl.detach()}
-        loss = loss + coefs.kl_coef * kl
-    return loss, stats
-
-
-def _check(tensors: PPOTensors, coefs: PPOCoefs) -> None:
-    if tensors.logprobs is None and tensors.values is None:
-        raise ValueError("the PPO loss got neither logprobs nor values; pass at least one of them")
-    needs = {
-        "values": ("returns",) if coefs.value_clip is None else ("returns", "old_values"),
-        "logprobs": ("old_logprobs", "advantages"),
-        "entropy": ("logprobs",),
-        "ref_logprobs": ("logprobs",),
-    }
-    for name, others in needs.items():
-        lacking = [other for other in others if getattr(tensors, other) is None]
-        if getattr(tensors, name) is not None and lacking:
-            raise ValueError(f"the PPO loss got {name} without {' and '.join(lacking)}; pass them too")
-    if coefs.kl_estimator not in ("k1", "k2", "k3"):
-        raise ValueError(f"kl_estimator is {coefs.kl_estimator!r}; expected k1, k2 or k3")
-    if coefs.dual_clip is not None and not coefs.dual_clip > 1:
-        raise ValueError(f"dual_clip is {coefs.dual_clip}; set a number above 1, such as 3, or leave it out")

@@ -1,9 +1,8 @@
-"""Masks built from lengths, and reductions over the entries that a mask keeps.
+"""Masks built from lengths, and reductions over the entries that a mask keeps (True = counts).
 
-Knows tensors and masks only: True = counts. Every reduction selects with the mask before it adds, so that what stands
-outside the mask (padding, NaN, inf) never touches a result or a gradient. Math in float32 at least, dtype in = dtype
-out. Moments of parts merge by the pairwise update of Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise
-algorithm for computing sample variances".
+Every reduction selects with the mask before it adds, so entries outside the mask (padding, NaN, inf) never touch a
+result or a gradient. Math in float32 at least, dtype in = dtype out. Moments of parts merge by the pairwise update of
+Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
 """
 
 from __future__ import annotations
@@ -39,24 +38,6 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
-def first_stop(ids: Tensor, stop_ids: Sequence[int], mask: Tensor) -> Tensor:
-    """Return the index of the first stop token of every row, or the width of a row that has none.
-
-    Args:
-        ids: [R, C] int64 completion ids.
-        stop_ids: ids that end a completion.
-        mask: [R, C] bool; a stop token outside it is not seen, so pad may equal eos.
-
-    Returns:
-        [R] int64, in 0..C.
-    """
-    stops = torch.tensor(list(stop_ids), dtype=ids.dtype, device=ids.device)
-    width = ids.shape[1]
-    positions = torch.arange(width, device=ids.device)
-    here = torch.where(torch.isin(ids, stops) & mask, positions, width)
-    return torch.cat([here, here.new_full((len(here), 1), width)], dim=1).amin(dim=1)
-
-
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the sum of the counted entries.
 
@@ -64,32 +45,26 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         x: any shape; bool and integer tensors are summed in float32.
         mask: bool, the shape of x.
         dim: the dimension to sum over; all where None.
-
-    Returns:
-        Scalar, or x without `dim`.
     """
     kept = torch.where(mask, at_least_float32(x), 0.0)
-    return _as_given(kept.sum() if dim is None else kept.sum(dim), x)
+    return _in_dtype_of(kept.sum() if dim is None else kept.sum(dim), x)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, num_tokens: float | Tensor | None = None) -> Tensor:
     """Return the sum of the counted entries divided by their count, or by `num_tokens`.
 
-    With num_tokens = the count of a whole optimizer step, the results of its packs add up to the mean over the step:
-    the form in which an entropy bonus, a KL in the loss and every loss and metric of this room are normalised.
+    With num_tokens = the count of a whole optimizer step, the results of its packs add up to the mean over the step.
+    Every loss and metric of this room is normalised in this way.
 
     Args:
         x: any shape.
         mask: bool, the shape of x.
         dim: the dimension to reduce; all where None.
         num_tokens: denominator; where None, the counted entries, at least 1, so that an empty mask gives 0.
-
-    Returns:
-        Scalar, or x without `dim`.
     """
     if num_tokens is None:
         num_tokens = (mask.sum() if dim is None else mask.sum(dim)).clamp(min=1)
-    return _as_given(masked_sum(at_least_float32(x), mask, dim) / num_tokens, x)
+    return _in_dtype_of(masked_sum(at_least_float32(x), mask, dim) / num_tokens, x)
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
@@ -140,18 +115,18 @@ def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
         x: any shape.
         mask: bool, the shape of x.
     """
-    return _as_given(_variance(masked_moments(x, mask)), x)
+    return _in_dtype_of(_variance(masked_moments(x, mask)), x)
 
 
 def masked_whiten(
     x: Tensor, mask: Tensor, shift_mean: bool = True, moments: Moments | None = None, eps: float = 1e-8
 ) -> Tensor:
-    """Return the counted entries divided by their standard deviation, around 0 or around their own mean.
+    """Return the counted entries divided by their standard deviation, around 0 or around their mean.
 
     Args:
         x: any shape.
         mask: bool, the shape of x.
-        shift_mean: True moves the mean to 0; False leaves it where it was (rewards, whose sign means something).
+        shift_mean: True moves the mean to 0; False keeps it (rewards, whose sign has a meaning).
         moments: (count, mean, m2) of the GLOBAL batch that x is a part of; those of x itself where None.
         eps: added to the unbiased variance.
 
@@ -163,7 +138,7 @@ def masked_whiten(
     moments = masked_moments(x, mask) if moments is None else moments
     mean = moments[1]
     white = (at_least_float32(x) - mean) * torch.rsqrt(_variance(moments) + eps)
-    return _as_given(torch.where(mask, white if shift_mean else white + mean, 0.0), x)
+    return _in_dtype_of(torch.where(mask, white if shift_mean else white + mean, 0.0), x)
 
 
 def _variance(moments: Moments) -> Tensor:
@@ -171,5 +146,5 @@ def _variance(moments: Moments) -> Tensor:
     return m2 / (count - 1).clamp(min=1)
 
 
-def _as_given(result: Tensor, x: Tensor) -> Tensor:
+def _in_dtype_of(result: Tensor, x: Tensor) -> Tensor:
     return result.to(x.dtype) if x.is_floating_point() else result

@@ -1,7 +1,7 @@
-"""From the rows of a rollout to minibatches, and from the rows of a minibatch to packs.
+"""Deal the rows of a rollout to minibatches, and cut the rows of a minibatch into packs.
 
-Rows are dealt to minibatches at random, whatever their length; only inside a minibatch are they sorted by length and
-cut into packs. A pack keeps its rows and its width for the whole rollout (types.py).
+Rows are dealt to minibatches at random, whatever their length; inside a minibatch they are sorted by length and cut
+into packs. A pack keeps its rows and its width for the whole rollout (types.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def deal_rows(
     """Deal the rows of a rollout to minibatches and processes at random.
 
     The rows of all processes are permuted and cut into `num_minibatches` blocks; inside a block the processes take
-    turns. So neither the number of processes nor the size of packs changes which rows share a minibatch, and every
-    process has equally many rows in each.
+    turns. So neither the number of processes nor the pack size changes which rows share a minibatch, and every process
+    has the same number of rows in each.
 
     Args:
-        num_rows: rows of the rollout, all processes together; a multiple of num_minibatches x world_size.
-        num_minibatches: minibatches to deal to, at least 1.
-        generator: source of the permutation; advanced by one.
-        rank: the process to answer for.
+        num_rows: rows of the rollout over all processes; a multiple of num_minibatches x world_size.
+        num_minibatches: at least 1.
+        generator: source of the permutation.
+        rank: the process whose rows are returned.
         world_size: number of processes.
 
     Returns:
@@ -49,15 +49,15 @@ def deal_rows(
 
 
 def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[list[int]]:
-    """Return the rows of every pack: sorted by length, cut so that a pack keeps within its row and token budgets.
+    """Return the rows of every pack: sorted by length, and cut to the limits on rows and tokens.
 
     Args:
-        lengths: tokens of every row, prompt and completion together.
+        lengths: tokens of every row, prompt and completion.
         max_rows: most rows of a pack, at least 1.
-        max_tokens: most tokens of a pack, padding included (rows x longest); no such budget where None.
+        max_tokens: most tokens of a pack, padding included (rows x longest); None: no limit.
 
     Returns:
-        Indices into lengths, each exactly once, the longest rows first; equal lengths keep their order.
+        Indices into lengths, the longest rows first; rows of equal length keep their order.
 
     Raises:
         ValueError: max_rows is below 1, or one row alone is longer than max_tokens.
@@ -88,11 +88,8 @@ def make_pack(
     Args:
         prompt_ids: R lists of token ids, none empty: the first completion token is predicted by a prompt token.
         completion_ids: R lists of token ids.
-        pad_id: what stands in the padding; may be a stop token, since masks come from lengths.
+        pad_id: token of the padding; may be a stop token, since masks come from lengths.
         minibatch: that the rows belong to.
-
-    Returns:
-        A pack of R rows, as wide as its longest row.
 
     Raises:
         ValueError: there is no row, the lists differ in length, or a prompt is empty.
@@ -117,14 +114,11 @@ def make_pack(
 
 
 def pad_rows(rows: Sequence[Tensor], width: int | None = None) -> Tensor:
-    """Return rows of different lengths as one tensor, filled with 0 on the right.
+    """Return R rows of different lengths as one tensor [R, width], padded with 0 on the right.
 
     Args:
         rows: R tensors [length], of one dtype and device.
-        width: entries of a row of the result; the longest length where None.
-
-    Returns:
-        [R, width].
+        width: None: the longest length.
 
     Raises:
         ValueError: there is no row, or one is longer than width.

@@ -11,7 +11,6 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import SafeCheckpoints
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
-from onetrunk.models.trunk import PackOutput, TrunkModel
-from onetrunk.ops.losses import PPOCoefs, PPOTensors, ppo_loss
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.losses import ppo_loss
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.ppo.checks import check_optimizer
@@ -43,7 +42,7 @@ from onetrunk.ppo.model_card import ModelCards
 from onetrunk.ppo.setup import Reward, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.types import Experience, Minibatch, to_device
+from onetrunk.types import LossCoefficients, Minibatch, to_device
 
 
 class BranchCheckpoints(SafeCheckpoints):
@@ -382,39 +381,23 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             temperature=args.temperature,
             entropy_grad=args.entropy_coef > 0,
         )
-        loss, stats = ppo_loss(
-            self._loss_tensors(output, experience, minibatch), self._loss_coefs(), minibatch.num_tokens
-        )
-        for group, figures in stats.items():
-            self.metric_log.add_stats(group, figures)
+        loss, stats = ppo_loss(experience, output, self._loss_coefficients(), minibatch.num_tokens)
+        for group, group_stats in stats.items():
+            self.metric_log.add_stats(group, group_stats)
         if minibatch.trains_policy:
             self._policy_kl += stats["policy"]["approx_kl"]
         return (loss, output) if return_outputs else loss
 
-    def _loss_tensors(self, output: PackOutput, experience: Experience, minibatch: Minibatch) -> PPOTensors:
-        of_value = PPOTensors(experience.loss_mask, output.values, experience.returns, experience.old_values)
-        if not minibatch.trains_policy:
-            return of_value
-        return replace(
-            of_value,
-            logprobs=output.logprobs,
-            old_logprobs=experience.old_logprobs,
-            advantages=experience.advantages,
-            weights=experience.weights,
-            ref_logprobs=experience.ref_logprobs if self.args.kl_in_loss else None,
-            entropy=output.entropy,
-        )
-
-    def _loss_coefs(self) -> PPOCoefs:
+    def _loss_coefficients(self) -> LossCoefficients:
         args = self.args
-        return PPOCoefs(
-            clip_low=args.epsilon,
-            clip_high=args.epsilon_high,
+        return LossCoefficients(
+            epsilon=args.epsilon,
+            epsilon_high=args.epsilon_high,
             dual_clip=args.dual_clip,
             value_clip=args.value_clip,
             value_coef=args.value_coef,
             entropy_coef=args.entropy_coef,
-            kl_coef=self._stream.state.beta if args.kl_in_loss else 0.0,
+            beta=self._stream.state.beta if args.kl_in_loss else 0.0,
             kl_estimator=args.kl_estimator,
         )
 

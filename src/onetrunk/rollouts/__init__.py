@@ -1,4 +1,4 @@
-"""Rollouts: prompts in, token ids and sampler logprobs out. Knows no text, no reward and no trainer."""
+"""Rollouts: prompts in, token ids and sampler logprobs out."""
 
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend

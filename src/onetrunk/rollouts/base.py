@@ -1,7 +1,6 @@
-"""What a sampler is: the protocol that every rollout backend satisfies, and the settings of one call.
+"""The protocol of a rollout backend, and the settings of one call.
 
-Token ids only: knows no tokenizer, no text, no reward and no trainer. A backend may sample in this process, in another
-one or on a server; whoever calls it sees prompts go in and a `Rollout` come out, in the same order.
+A backend takes and returns token ids only. It may sample in this process, in another one or on a server.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from onetrunk.types import Rollout, RowKey
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of one `generate` call; they hold for every row of it.
+    """Settings of one `generate` call, the same for every row.
 
-    There is no top-k and no top-p: truncation changes the probability of a token from p to p/S, and the logprobs of
-    the training forward would no longer be those of the sampler.
+    There is no top-k and no top-p: truncation would change the probability of a token from p to p/S, so the logprobs
+    of the training forward would differ from the sampler's.
 
     Args:
-        max_completion_length: tokens sampled at most, the stop token included; at least 1.
+        max_completion_length: most tokens to sample, the stop token included; at least 1.
         temperature: divides the logits; 0 means greedy decoding.
-        stop_token_ids: a completion ends at the first of these, which stays its last id; empty: only the length does.
-        pad_token_id: fills the left of shorter prompts, where nothing attends to it; may be one of `stop_token_ids`.
+        stop_token_ids: a completion ends with the first of these; empty: only the length ends it.
+        pad_token_id: pads shorter prompts on the left; may be one of `stop_token_ids`.
 
     Raises:
         ValueError: a value is outside its range.
@@ -59,8 +58,7 @@ class SamplingParams:
 class RolloutBackend(Protocol):
     """Anything with `generate` and `sync`. `isinstance` checks that the two exist, not their arguments.
 
-    An own backend is a plain class that inherits from nothing of ours. This one always answers with the same tokens,
-    as a stand-in for a sampler in a test would:
+    A backend of your own is a plain class. This one always returns the same tokens, as a fake in a test would:
 
         >>> import torch
         >>> class CannedBackend:
@@ -96,8 +94,8 @@ class RolloutBackend(Protocol):
             prompt_ids: n lists of token ids, none empty.
             params: length, temperature and stop tokens of this call.
             keys: n tuples of non-negative integers, (seed, iteration, row). All randomness of a row derives from its
-                key, so that its completion does not depend on the rows beside it. A backend that cannot promise this
-                (a server with its own generator) says so in its docstring.
+                key, so its completion does not depend on the other rows. A backend that cannot promise this (a server
+                with its own generator) says so in its docstring.
 
         Returns:
             n rows, with `policy_version` as of the last `sync`.
@@ -105,10 +103,10 @@ class RolloutBackend(Protocol):
         ...
 
     def sync(self, model: nn.Module, version: int) -> None:
-        """Take over the policy's present weights; called after every change of the policy, before `generate`.
+        """Take the policy's current weights; called after every change of the policy, before `generate`.
 
         Args:
             model: the policy, unwrapped, with the adapter to sample from active.
-            version: number of optimizer steps that it has seen.
+            version: number of optimizer steps so far.
         """
         ...

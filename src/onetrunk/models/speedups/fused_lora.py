@@ -1,8 +1,8 @@
-"""A linear layer and its low-rank update as one operation: no tensor as large as the output but the output itself.
+"""A linear layer and its low-rank update as one operation: y = x W^T + b + s (x A^T) B^T.
 
-y = x W^T + b + s (x A^T) B^T. Written as modules, the update is made, scaled and added in passes over memory of their
-own, and so are the two halves of the gradient of x; here both are added by the matrix product that makes them. The
-weight and bias are frozen. Pure torch; knows no adapter and no layer.
+PEFT's modules compute, scale and add the update in separate passes over memory, and also the two halves of the
+gradient of x. Here the matrix product that computes them also adds them, so the output is the only tensor of its
+size. Weight and bias are frozen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lora_linear(
         scaling: s.
 
     Returns:
-        [..., O] in the dtype of x, which is that of all others.
+        [..., O] in the dtype of x, which all tensors share.
 
     Source: LoRA (2106.09685), equation 3.
     """
@@ -69,7 +69,7 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_a, lora_b, down = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        # The scale goes to the narrow side.
+        # Scale the narrow factor.
         grad_down = (flat @ lora_b).mul_(ctx.scaling)
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -82,7 +82,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def fuse_lora(layers: Iterable[nn.Module]) -> None:
-    """Let the LoRA layers on `nn.Linear` run fused; `unfuse_lora` takes it back."""
+    """Let the LoRA layers on `nn.Linear` run fused; `unfuse_lora` undoes it."""
     for layer in layers:
         if type(layer) is lora.Linear and type(layer.get_base_layer()) is nn.Linear:
             layer.forward = _FusedForward(layer)
@@ -95,7 +95,7 @@ def unfuse_lora(layers: Iterable[nn.Module]) -> None:
 
 
 class _FusedForward:
-    """The forward of one layer. An object, so that a copy of the layer copies it with the layer it belongs to."""
+    """The forward of one layer. An object, because a deep copy of the layer must also copy its forward."""
 
     def __init__(self, layer: lora.Linear):
         self.layer = layer

@@ -1,8 +1,4 @@
-"""The most memory that the tensors of a computation take at once, on any device, CPUs included.
-
-Counts the storages of what torch's operators return, from their making until the last tensor on them is gone. Memory
-that a kernel takes and gives back inside itself is not seen. Knows no model.
-"""
+"""Memory: activations kept on the host, out-of-memory errors, and the peak of a computation."""
 
 from __future__ import annotations
 
@@ -22,13 +18,13 @@ LEAST_BYTES = 2**20
 
 
 class offloaded_activations(torch.autograd.graph.saved_tensors_hooks):
-    """Inside the block, what autograd saves for the backward goes to (pinned) host memory and comes back when needed.
+    """Inside the block, autograd saves tensors for the backward in (pinned) host memory.
 
     Args:
         model: its parameters and buffers stay on their device.
-        least_bytes: tensors smaller than this stay too.
+        least_bytes: smaller tensors stay too.
 
-    Source: torch.autograd.graph.save_on_cpu, which would move the weights as well.
+    Source: torch.autograd.graph.save_on_cpu, which would also move the weights.
     """
 
     def __init__(self, model: nn.Module, least_bytes: int = LEAST_BYTES):
@@ -56,20 +52,21 @@ PHRASES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory does not suffice: torch.OutOfMemoryError, or a CPU allocator's."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in PHRASES)
+    """Return whether an error is torch.OutOfMemoryError or that of a CPU allocator."""
+    is_phrase = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in PHRASES)
+    return is_phrase or isinstance(error, torch.OutOfMemoryError)
 
 
 def free_memory() -> None:
-    """Give back what torch keeps for later; call it outside the `except` block, whose error holds tensors."""
+    """Free the memory that torch caches; call it outside the `except` block, whose error holds tensors."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class _Watch(TorchDispatchMode):
+    """Counts the storages of the tensors that operators return, from their creation until the last tensor is gone."""
+
     def __init__(self) -> None:
         super().__init__()
         self.tensors: Counter[int] = Counter()
@@ -77,15 +74,15 @@ class _Watch(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What is there already, such as a weight, is not this computation's.
-        given = {_place(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)} - set(self.sizes)
+        # Tensors from outside, such as weights, are not counted.
+        outside = {_place(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)} - set(self.sizes)
         result = operator(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and _place(tensor) not in given:
+            if isinstance(tensor, Tensor) and _place(tensor) not in outside:
                 self._add(tensor)
         return result
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: Tensor) -> None:
         place, size = _place(tensor), tensor.untyped_storage().nbytes()
         if place not in self.sizes:
             self.sizes[place] = size
@@ -100,16 +97,15 @@ class _Watch(TorchDispatchMode):
             self.now -= self.sizes.pop(place)
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Return the most bytes that tensors made by `run` take at once; no gradient is kept.
+    """Return the most bytes that the tensors of `run` take at once, on any device, without gradients.
 
-    Args:
-        run: the computation; its result is dropped.
+    Memory that a kernel allocates and frees internally is not counted.
     """
     with _Watch() as watch:
         run()

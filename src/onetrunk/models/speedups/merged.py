@@ -1,11 +1,10 @@
-"""Samples from one matrix where training needs three: the policy's LoRA added to the weights while a rollout lasts.
+"""Merge the policy's LoRA into the weights during a rollout: one matrix product per layer instead of three.
 
-A decode step is bound by reading weights and by the number of calls; an adapter adds two small products to each layer.
-The sum is a tensor of its own, and afterwards the base's tensors are put back, so the base is unchanged to the bit
-(PEFT's `unmerge` subtracts, and rounds). Costs a copy of the adapted matrices while it lasts.
+The sum is a new tensor, and afterwards the base's own tensors are restored, so the base is unchanged to the bit
+(PEFT's `unmerge` subtracts, and rounds). It costs a copy of the adapted matrices.
 
 Sampling must give the probabilities that training computes with separate matrices. So the policy is merged only while
-it is the active role, and only if a forward has shown that the merged weights give the same logits.
+it is the active role, and only if a forward has proved that the merged weights give the same logits.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, is_active
+from onetrunk.models.base import probe_inputs
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)
 
-# Of PEFT's LoRA layers, those whose adapter is a sum of matrices.
+# PEFT's LoRA layers whose adapter is a plain matrix product.
 MATRIX_LAYERS = (lora.Linear,)
 # Relative to the largest logit. Float32 sums in another order differ by 1e-6 to 1e-5, a rounding to bfloat16 by 1e-2.
 TOLERANCE = 1e-4
@@ -36,9 +36,9 @@ UPDATE_SIZE = 0.1
 def can_merge(model: nn.Module) -> bool:
     """Return whether the policy may be merged now.
 
-    It may if it is the active role, if it is plain LoRA in float32 on whole float32 matrices, and if a forward proves
-    that merging changes no logit (`_merge_obstacle`). The proof is made once for each way of calling the model:
-    accelerate replaces the forward by one under autocast, and evaluation calls it under autocast.
+    It must be the active role, plain LoRA in float32 on unquantised float32 matrices, and a forward must prove that
+    merging changes no logit (`_merge_obstacle`). There is one proof for each way of calling the model: accelerate
+    replaces the forward by one under autocast, and evaluation calls it under autocast.
     """
     if not isinstance(model, TrunkModel):
         return False
@@ -64,16 +64,13 @@ def _is_plain(layer: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def merged_policy(model: nn.Module) -> Iterator[None]:
-    """Let `model` compute its policy from merged weights in the block if `can_merge`; else change nothing.
-
-    Under every other role the model keeps its separate matrices.
-    """
+    """Let `model` compute its policy from merged weights inside the block if `can_merge`, else change nothing."""
     with _merged(_trained_layers(model)) if can_merge(model) else contextlib.nullcontext():
         yield
 
 
 def _trained_layers(model: TrunkModel) -> list[lora.Linear]:
-    # The frozen layers stay separate: the states at the cut are then those of every other pass.
+    # Frozen layers stay separate, so that the states at the cut equal those of every other forward.
     return [x for x in model.tuner_layers if POLICY in x.lora_A and x.lora_A[POLICY].weight.requires_grad]
 
 
@@ -93,10 +90,10 @@ def _merged(layers: Sequence[lora.Linear]) -> Iterator[None]:
 
 
 def _merge_obstacle(model: TrunkModel) -> str | None:
-    """Return why merged weights would not give the logits of separate ones; None if they do.
+    """Return why merged weights would give other logits than separate ones, or None.
 
-    Autocast rounds the merged sum to 8 bits (fp16: 11). A model that reads `layer.weight` instead of calling the
-    layer, such as Jamba in its `dt_proj`, runs no adapter there, and would run one if it were merged.
+    Autocast rounds the merged sum to 8 bits (fp16: 11). A model that reads `layer.weight` instead of calling the layer
+    (Jamba's `dt_proj`) ignores the adapter there, unless it is merged.
     """
     try:
         return _forward_obstacle(model)
@@ -111,18 +108,20 @@ def _merge_obstacle(model: TrunkModel) -> str | None:
 def _forward_obstacle(model: TrunkModel) -> str | None:
     """Run 8 tokens with separate and with merged weights, and compare the logits."""
     layers = _trained_layers(model)
-    embedding = model.get_input_embeddings().weight
-    ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    inputs = probe_inputs(model)
     is_autocast: list[bool] = []
-    handles = [x.register_forward_pre_hook(lambda _, args: is_autocast.append(_is_autocast(args[0]))) for x in layers]
+
+    def note(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        is_autocast.append(torch.is_autocast_enabled(args[0].device.type))
+
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
     with _random_updates(layers):
         try:
             separate = model(**inputs).logits.float()
         finally:
             for handle in handles:
                 handle.remove()
-        if any(is_autocast):  # Decided before the memory of a copy is taken.
+        if any(is_autocast):  # Checked before a copy takes memory.
             return "autocast would round their sum"
         with _merged(layers):
             error = (model(**inputs).logits.float() - separate).abs().max().item()
@@ -131,13 +130,9 @@ def _forward_obstacle(model: TrunkModel) -> str | None:
     return f"merged into them it gives other logits (largest difference {error:.3g})"
 
 
-def _is_autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
-
-
 @contextlib.contextmanager
 def _random_updates(layers: Sequence[lora.Linear]) -> Iterator[None]:
-    """Give the policy random weights in the block; at its start its own change nothing, so they would prove nothing.
+    """Give the policy random weights inside the block: before training its own change nothing and prove nothing.
 
     The parameters are replaced, not overwritten: autocast keeps rounded copies of parameters that train.
     """

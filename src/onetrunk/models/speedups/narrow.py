@@ -1,8 +1,8 @@
-"""Runs the feed-forward blocks of a pack at the positions that matter: no padding, and in the last layer no prompt.
+"""Run the feed-forward blocks only at the positions that matter: no padding, and in the last layer no prompt.
 
-A feed-forward block treats every position by itself, so positions may be left out of it and come back as zeros. Nobody
-reads padding, and of the last layer's output only the states that predict a completion token, and the one behind it.
-Attention runs as ever. Knows layers and positions; no roles.
+A feed-forward block treats every position separately, so its input may leave positions out, and its output has zeros
+there. Nothing reads padding; of the last layer, only the states that predict a completion token and the one after it
+are read. Attention is unchanged.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from onetrunk.models.base import backbone, decoder_layers
 from onetrunk.types import Pack
 
-# What the decoders of transformers call the block of a layer.
+# Names of a layer's feed-forward block in the decoders of transformers.
 BLOCK_NAMES = ("mlp", "feed_forward")
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Places of a pack [R, T], as indices into its R * T tokens.
+    """Positions in a pack [R, T], as indices into its R * T tokens.
 
     Args:
         shape: (R, T).
-        real: [N] tokens that are no padding; None where all are real.
+        real: [N] tokens that are not padding; None if there is no padding.
         read: [M] tokens whose last hidden state is read.
     """
 
@@ -46,16 +46,15 @@ class Positions:
 
     @classmethod
     def at(cls, is_real: Tensor, read: Tensor) -> Positions:
-        """Return the positions of tokens [R, T] that are real, as bool, and the indices [M] of those that are read."""
+        """Return the positions for a mask [R, T] of real tokens and the indices [M] of the tokens that are read."""
         real = is_real.flatten().nonzero().squeeze(1)
         return cls(tuple(is_real.shape), None if len(real) == is_real.numel() else real, read)
 
 
 class NarrowBlocks:
-    """Hooks on the feed-forward blocks of a decoder; they act inside `at` alone.
+    """Hooks on the feed-forward blocks of a decoder, active only inside `at`.
 
-    Args:
-        layers: the decoder's layers. Where one has no block by a known name, nothing is hooked.
+    If a layer has no block by a known name, nothing is hooked.
     """
 
     def __init__(self, layers: nn.ModuleList):
@@ -71,12 +70,12 @@ class NarrowBlocks:
 
     @property
     def is_on(self) -> bool:
-        """True where the hooks are there."""
+        """Whether there are hooks."""
         return bool(self._handles)
 
     @contextlib.contextmanager
     def at(self, positions: Positions | None) -> Iterator[None]:
-        """Run the blocks at `positions` alone; None: everywhere."""
+        """Run the blocks only at `positions`; None: everywhere."""
         before, self.positions = self.positions, positions
         try:
             yield
@@ -84,7 +83,7 @@ class NarrowBlocks:
             self.positions = before
 
     def detach(self) -> None:
-        """Take the hooks away: the blocks run everywhere from now on."""
+        """Remove the hooks: the blocks run everywhere from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -115,9 +114,9 @@ class NarrowBlocks:
 
 @torch.no_grad()
 def narrow_blocks(model: nn.Module) -> NarrowBlocks:
-    """Return hooks on `model` that are proved to leave the states that are read as they are; none where they don't.
+    """Return hooks on `model` that don't change the states that are read, or none if a forward shows that they do.
 
-    The proof is a forward over two rows; the largest difference may be .1% of the largest state, as in `verify_cut`.
+    The forward runs two rows; the largest difference may be .1% of the largest state, as in `verify_cut`.
     """
     body = backbone(model)
     narrow = NarrowBlocks(decoder_layers(model))
@@ -134,7 +133,7 @@ def narrow_blocks(model: nn.Module) -> NarrowBlocks:
             narrowed = body(**inputs).last_hidden_state.flatten(0, 1)[positions.read].float()
         is_same = (whole - narrowed).abs().max() <= 1e-3 * whole.abs().max()
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
-        is_same = False  # A block that returns a tuple, or wants more than states, ends here.
+        is_same = False  # A block that returns a tuple, or takes more than states, raises one of these.
     if not is_same:
         narrow.detach()
     return narrow

@@ -1,21 +1,18 @@
-"""The Triton kernel that adds a tile of logits to the running sums of logprob_tiles.py and turns it into weights.
+"""The Triton kernel that adds a tile of logits to the running sums and turns the tile into weights.
 
 One program per token: two reads of the token's row (the second from the cache) and one write in place, instead of the
-ten elementwise passes of `Chunk._absorb`, which is the naive twin and states what comes out. Run so far by Triton's
-interpreter, and compiled for NVIDIA GPUs; not yet run on hardware.
+ten elementwise passes of its naive twin, `Chunk._absorb` in logprob_tiles.py. Tested in Triton's interpreter and
+compiled for NVIDIA GPUs; not yet run on hardware.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from onetrunk.ops.logprob_tiles import Head, RunningSums
+from onetrunk.ops.running_softmax import Head, RunningSums
 
 BLOCK = 4096
 
@@ -28,18 +25,18 @@ def absorb(
     wants_weights: bool,
     spread_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Add a tile to the sums, in place, and leave in `logits` by what to weight the tile's rows of the head.
+    """Add a tile to the sums in place, and replace the logits by the weights of the head's rows.
 
     Args:
-        logits: [n, w] contiguous, as the product gave them; overwritten by exp(z - highest) * damping, 0 at targets.
+        logits: [n, w] contiguous raw logits; overwritten by exp(z - highest) * damping, 0 at targets.
         targets: [n] int64 columns of the targets, outside 0..w-1 where the target is in another tile.
-        sums: the sums over the tiles before.
-        head: what is done to the logits.
-        wants_weights: False leaves the logits as they are, where no gradient is formed.
-        spread_weights: [n, w] contiguous, filled with the same times (z - highest); not wanted where None.
+        sums: sums over the earlier tiles, updated in place.
+        head: transformations of the logits.
+        wants_weights: False leaves the logits unchanged, where no gradient is formed.
+        spread_weights: [n, w] contiguous, filled with the weights times (z - highest); None: not needed.
 
     Returns:
-        decay [n] and shift [n]: old minus new highest, and its exp first.
+        decay [n] and shift [n]: shift is the old minus the new highest logit, decay its exp.
     """
     decay, shift = torch.empty_like(sums.highest), torch.empty_like(sums.highest)
     n, width = logits.shape
@@ -55,7 +52,7 @@ def absorb(
         decay,
         shift,
         width,
-        SCALE=head.logit_scale,
+        LOGIT_SCALE=head.logit_scale,
         SOFTCAP=head.softcap or 0.0,
         TEMPERATURE=head.temperature,
         HAS_WEIGHTS=wants_weights,
@@ -70,9 +67,9 @@ def absorb(
 
 
 @triton.jit
-def _transformed(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """Return scaled, capped and cooled logits, and by what the cap lowers their slope."""
-    z = x * SCALE
+def _transformed(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """Return the scaled, capped and cooled logits, and the factor by which the cap lowers their slope."""
+    z = x * LOGIT_SCALE
     damping = tl.full(x.shape, 1.0, x.dtype)
     if SOFTCAP > 0:
         # tanh(u) = (1 - e) / (1 + e) with e = exp(-2|u|), and the sign of u: nothing overflows
@@ -87,7 +84,7 @@ def _transformed(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.
 @triton.jit
 def _absorb_row(
     logits_ptr, spread_weights_ptr, targets_ptr, highest_ptr, others_ptr, spread_ptr, target_ptr, decay_ptr, shift_ptr,
-    width, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    width, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     HAS_SPREAD: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
@@ -100,17 +97,17 @@ def _absorb_row(
     for block in range(NUM_BLOCKS):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
-        z, _ = _transformed(x, SCALE, SOFTCAP, TEMPERATURE)
+        z, _ = _transformed(x, LOGIT_SCALE, SOFTCAP, TEMPERATURE)
         highest = tl.maximum(highest, tl.max(tl.where(columns < width, z, -float("inf")), 0))
 
     others = before * 0.0
     spread = before * 0.0
-    own = before * 0.0
+    target_logit = before * 0.0
     for block in range(NUM_BLOCKS):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
-        z, damping = _transformed(x, SCALE, SOFTCAP, TEMPERATURE)
-        own += tl.sum(tl.where(columns == target, z, 0.0), 0)
+        z, damping = _transformed(x, LOGIT_SCALE, SOFTCAP, TEMPERATURE)
+        target_logit += tl.sum(tl.where(columns == target, z, 0.0), 0)
         below = z - highest
         weights = tl.where((columns < width) & (columns != target), tl.exp(below), 0.0)
         others += tl.sum(weights, 0)
@@ -130,4 +127,4 @@ def _absorb_row(
     tl.store(highest_ptr + row, highest)
     tl.store(decay_ptr + row, decay)
     tl.store(shift_ptr + row, shift)
-    tl.store(target_ptr + row, own, mask=(target >= 0) & (target < width))
+    tl.store(target_ptr + row, target_logit, mask=(target >= 0) & (target < width))

@@ -1,14 +1,12 @@
 """The Triton kernel of the PPO loss: every term, its stats and every gradient in one pass over the tokens.
 
-What comes out is stated by `losses.policy_loss_reference`, `losses.value_loss_reference` and
-`ppo_loss.ppo_loss_reference`, its naive twins. A block of tokens writes its own sums, which are added up afterwards
-in a fixed order: no atomics, the same result every time. Run so far by Triton's interpreter, and compiled for NVIDIA
-GPUs; not yet run on hardware.
+`losses.ppo_loss_reference` is its naive twin. A block of tokens writes its own sums, which are then added up in a
+fixed order: no atomics, the same result every time. Tested in Triton's interpreter and compiled for NVIDIA GPUs; not
+yet run on hardware.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onetrunk.ops.losses import value_moments
+from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 BLOCK = 1024
-# The order in which `_ppo_terms` stores them; the tensor without which there is none is at the right.
+# In the order in which `_ppo_terms` stores them, each with the tensor that it needs.
 SUMS = {
     "policy/loss": "logprobs", "policy/clip_fraction": "logprobs", "policy/ratio_mean": "logprobs",
     "policy/ratio_max": "logprobs", "policy/approx_kl": "logprobs", "policy/entropy": "entropy",
@@ -28,63 +26,46 @@ SUMS = {
     "value/loss": "values", "value/clip_fraction": "values",
 }  # fmt: skip
 INDEX = {name: index for index, name in enumerate(SUMS)}
+TRAINED = ("logprobs", "entropy", "values")
+INPUTS = ("logprobs", "old_logprobs", "advantages", "weights", "ref_logprobs", "entropy")
+INPUTS += ("values", "old_values", "returns")
 ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """The numbers of a fused loss; the terms whose tensors are not given are left out.
-
-    Attributes:
-        bounds: lowest and highest ratio that counts.
-        log_ratio_limit: the log ratio is clamped to plus and minus this.
-        dual_clip: as in `losses.policy_loss`, or None.
-        value_clip: as in `losses.value_loss`, or None.
-        value_coef: weight of the value term in the loss.
-        entropy_coef: weight of the entropy, which is subtracted.
-        kl_coef: weight of the KL to the reference.
-        kl_estimator: k1, k2 or k3.
-    """
-
-    bounds: tuple[float, float] = (1.0, 1.0)
-    log_ratio_limit: float = 20.0
-    dual_clip: float | None = None
-    value_clip: float | None = None
-    value_coef: float = 1.0
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k1"
-
-
 def fused_loss(
-    tensors: dict[str, Tensor | None], mask: Tensor, num_tokens: float | Tensor | None, settings: LossSettings
+    experience: Experience,
+    output: PackOutput,
+    coefficients: LossCoefficients,
+    num_tokens: float | Tensor | None,
+    log_ratio_limit: float,
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
-    """Return the sum of the weighted terms over num_tokens, and the detached stats as `ppo_loss.ppo_loss` groups them.
+    """Return the loss and the detached stats of `losses.ppo_loss`, without the moments of the values.
 
     Args:
-        tensors: any of logprobs with old_logprobs and advantages, weights, ref_logprobs, entropy; and of values with
-            returns and old_values; all of the mask's shape. The gradient flows to logprobs, entropy and values.
-        mask: bool.
+        experience: as in `losses.ppo_loss`.
+        output: as in `losses.ppo_loss`; the gradient flows to logprobs, entropy and values.
+        coefficients: the numbers.
         num_tokens: denominator; the counted tokens, at least 1, where None.
-        settings: the numbers.
+        log_ratio_limit: the log ratio is clamped to plus and minus this.
     """
-    given = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-    trained = [given.pop(name, None) for name in ("logprobs", "entropy", "values")]
+    mask = experience.loss_mask
+    tensors = {name: getattr(output if name in TRAINED else experience, name) for name in INPUTS}
+    if output.logprobs is None or not coefficients.beta:
+        tensors["ref_logprobs"] = None
+    constants = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    trained = [constants.pop(name, None) for name in TRAINED]
     is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in trained)
     dtype = torch.float64 if is_double else torch.float32
     denominator = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=mask.device)
     denominator = denominator.detach().to(mask.device, dtype)
-    loss, sums = _FusedLoss.apply(*trained, given, mask.contiguous(), denominator, settings)
+    loss, sums = _FusedLoss.apply(*trained, constants, mask.contiguous(), denominator, coefficients, log_ratio_limit)
     stats: dict[str, dict[str, Tensor]] = {}
-    for name, each in zip(SUMS, sums.unbind(), strict=True):
-        if tensors.get(SUMS[name]) is not None:
+    for name, value in zip(SUMS, sums.unbind(), strict=True):
+        if tensors[SUMS[name]] is not None:
             group, key = name.split("/")
-            stats.setdefault(group, {})[key] = each
-    if "value" in stats:
-        # Not in the kernel: its sums are float32.
-        stats["value"] |= value_moments(tensors["values"], tensors["returns"], mask, num_tokens)
+            stats.setdefault(group, {})[key] = value
     return loss, stats
 
 
@@ -95,23 +76,24 @@ class _FusedLoss(torch.autograd.Function):
         logprobs: Tensor | None,
         entropy: Tensor | None,
         values: Tensor | None,
-        given: dict[str, Tensor],
+        constants: dict[str, Tensor],
         mask: Tensor,
         denominator: Tensor,
-        settings: LossSettings,
+        coefficients: LossCoefficients,
+        log_ratio_limit: float,
     ) -> tuple[Tensor, Tensor]:
-        trained = {"logprobs": logprobs, "entropy": entropy, "values": values}
-        given = given | {name: tensor for name, tensor in trained.items() if tensor is not None}
-        grads = {name: torch.empty_like(mask, dtype=denominator.dtype) for name in trained if name in given}
-        sums = _launch(given, grads, mask, denominator, settings)
+        trained = zip(TRAINED, (logprobs, entropy, values), strict=True)
+        tensors = constants | {name: tensor for name, tensor in trained if tensor is not None}
+        grads = {name: torch.empty_like(mask, dtype=denominator.dtype) for name in TRAINED if name in tensors}
+        sums = _launch(tensors, grads, mask, denominator, coefficients, log_ratio_limit)
         ctx.save_for_backward(*grads.values())
-        ctx.dtypes = {name: given[name].dtype for name in grads}
+        ctx.dtypes = {name: tensors[name].dtype for name in grads}
         sums = sums / torch.where(_is_ratio_max(sums), 1.0, denominator)
-        loss = sums[INDEX["policy/loss"]] + settings.value_coef * sums[INDEX["value/loss"]]
-        if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * sums[INDEX["policy/entropy"]]
-        if settings.kl_coef:
-            loss = loss + settings.kl_coef * sums[INDEX["kl/loss"]]
+        loss = sums[INDEX["policy/loss"]] + coefficients.value_coef * sums[INDEX["value/loss"]]
+        if coefficients.entropy_coef:
+            loss = loss - coefficients.entropy_coef * sums[INDEX["policy/entropy"]]
+        if coefficients.beta:
+            loss = loss + coefficients.beta * sums[INDEX["kl/loss"]]
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
@@ -120,7 +102,7 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         names = list(ctx.dtypes)
         grads = {name: (grad_loss * g).to(ctx.dtypes[name]) for name, g in zip(names, ctx.saved_tensors, strict=True)}
-        return *(grads.get(name) for name in ("logprobs", "entropy", "values")), None, None, None, None
+        return *(grads.get(name) for name in TRAINED), None, None, None, None, None
 
 
 def _is_ratio_max(sums: Tensor) -> Tensor:
@@ -128,36 +110,40 @@ def _is_ratio_max(sums: Tensor) -> Tensor:
 
 
 def _launch(
-    given: dict[str, Tensor], grads: dict[str, Tensor], mask: Tensor, denominator: Tensor, settings: LossSettings
+    tensors: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    mask: Tensor,
+    denominator: Tensor,
+    coefficients: LossCoefficients,
+    log_ratio_limit: float,
 ) -> Tensor:
     """Fill the gradients and return the sums [len(SUMS)] over the counted tokens."""
-    size = mask.numel()
+    c, size = coefficients, mask.numel()
     blocks = max(1, triton.cdiv(size, BLOCK))
     partial = torch.zeros(blocks, len(SUMS), dtype=denominator.dtype, device=mask.device)
-    inputs = ("logprobs", "old_logprobs", "advantages", "weights", "ref_logprobs", "entropy")
-    inputs += ("values", "old_values", "returns")
-    kl_coef = torch.full((), settings.kl_coef, dtype=denominator.dtype, device=mask.device)
+    # A tensor, not a constant: an adaptive beta would compile a new kernel at every rollout.
+    beta = torch.full((), c.beta, dtype=denominator.dtype, device=mask.device)
     _ppo_terms[(blocks,)](
         mask,
-        *(given.get(name, mask) for name in inputs),
-        *(grads.get(name, mask) for name in ("logprobs", "entropy", "values")),
+        *(tensors.get(name, mask) for name in INPUTS),
+        *(grads.get(name, mask) for name in TRAINED),
         partial,
         denominator,
-        kl_coef,
+        beta,
         size,
-        LOW=settings.bounds[0],
-        HIGH=settings.bounds[1],
-        LIMIT=settings.log_ratio_limit,
-        DUAL_CLIP=settings.dual_clip or 0.0,
-        VALUE_CLIP=-1.0 if settings.value_clip is None else settings.value_clip,
-        VALUE_COEF=settings.value_coef,
-        ENTROPY_COEF=settings.entropy_coef,
-        ESTIMATOR=ESTIMATORS[settings.kl_estimator],
-        HAS_POLICY="logprobs" in given,
-        HAS_WEIGHTS="weights" in given,
-        HAS_REFERENCE="ref_logprobs" in given,
-        HAS_ENTROPY="entropy" in given,
-        HAS_VALUES="values" in given,
+        EPSILON=c.epsilon,
+        EPSILON_HIGH=c.epsilon if c.epsilon_high is None else c.epsilon_high,
+        LIMIT=log_ratio_limit,
+        DUAL_CLIP=c.dual_clip or 0.0,
+        VALUE_CLIP=-1.0 if c.value_clip is None else c.value_clip,
+        VALUE_COEF=c.value_coef,
+        ENTROPY_COEF=c.entropy_coef,
+        ESTIMATOR=ESTIMATORS[c.kl_estimator],
+        HAS_POLICY="logprobs" in tensors,
+        HAS_WEIGHTS="weights" in tensors,
+        HAS_REFERENCE="ref_logprobs" in tensors,
+        HAS_ENTROPY="entropy" in tensors,
+        HAS_VALUES="values" in tensors,
         IS_DOUBLE=denominator.dtype == torch.float64,
         NUM_SUMS=len(SUMS),
         BLOCK=BLOCK,
@@ -191,9 +177,9 @@ def _kept(pointer, at, counts, dtype: tl.constexpr):
 @triton.jit
 def _policy_term(
     logprobs_ptr, old_logprobs_ptr, advantages_ptr, weights_ptr, ref_logprobs_ptr, grads_ptr, sums_ptr,
-    at, exists, counts, num_tokens, kl_coef,
-    LOW: tl.constexpr, HIGH: tl.constexpr, LIMIT: tl.constexpr, DUAL_CLIP: tl.constexpr, ESTIMATOR: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_REFERENCE: tl.constexpr, dtype: tl.constexpr,
+    at, exists, counts, num_tokens, beta,
+    EPSILON: tl.constexpr, EPSILON_HIGH: tl.constexpr, LIMIT: tl.constexpr, DUAL_CLIP: tl.constexpr,
+    ESTIMATOR: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_REFERENCE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     logprobs = _kept(logprobs_ptr, at, counts, dtype)
     log_ratio = logprobs - _kept(old_logprobs_ptr, at, counts, dtype)
@@ -202,7 +188,7 @@ def _policy_term(
     ratio = tl.exp(log_ratio)
     advantages = _kept(advantages_ptr, at, counts, dtype)
     unclipped = -advantages * ratio
-    clipped = -advantages * _clamped(ratio, LOW, HIGH)
+    clipped = -advantages * _clamped(ratio, 1 - EPSILON, 1 + EPSILON_HIGH)
     is_clipped = clipped > unclipped
     losses = tl.where(is_clipped, clipped, unclipped)
     if DUAL_CLIP > 0:
@@ -223,7 +209,7 @@ def _policy_term(
     if HAS_REFERENCE:
         gap = logprobs - _kept(ref_logprobs_ptr, at, counts, dtype)
         kl, slope = _kl_and_slope(gap, ESTIMATOR)
-        grads += kl_coef * tl.where(counts, slope, 0.0)
+        grads += beta * tl.where(counts, slope, 0.0)
         tl.store(sums_ptr + 6, tl.sum(kl, 0))
     tl.store(grads_ptr + at, grads / num_tokens, mask=exists)
 
@@ -245,29 +231,29 @@ def _kl_and_slope(gap, ESTIMATOR: tl.constexpr):
 @triton.jit
 def _value_term(
     values_ptr, old_values_ptr, returns_ptr, grads_ptr, sums_ptr, at, exists, counts, num_tokens,
-    CLIP: tl.constexpr, COEF: tl.constexpr, dtype: tl.constexpr,
+    VALUE_CLIP: tl.constexpr, VALUE_COEF: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     values, returns = _kept(values_ptr, at, counts, dtype), _kept(returns_ptr, at, counts, dtype)
     error = returns - values
     losses = error * error
     is_clipped = losses < 0
-    if CLIP >= 0:
+    if VALUE_CLIP >= 0:
         old_values = _kept(old_values_ptr, at, counts, dtype)
-        moved = _clamped(values, old_values - CLIP, old_values + CLIP) - returns
+        moved = _clamped(values, old_values - VALUE_CLIP, old_values + VALUE_CLIP) - returns
         is_clipped = moved * moved > losses
         losses = tl.where(is_clipped, moved * moved, losses)
     tl.store(sums_ptr + 7, tl.sum(losses / 2, 0))
     tl.store(sums_ptr + 8, tl.sum(is_clipped.to(dtype), 0))
-    tl.store(grads_ptr + at, tl.where(is_clipped, 0.0, -COEF * error) / num_tokens, mask=exists)
+    tl.store(grads_ptr + at, tl.where(is_clipped, 0.0, -VALUE_COEF * error) / num_tokens, mask=exists)
 
 
 @triton.jit
 def _ppo_terms(
     mask_ptr, logprobs_ptr, old_logprobs_ptr, advantages_ptr, weights_ptr, ref_logprobs_ptr, entropy_ptr,
     values_ptr, old_values_ptr, returns_ptr, logprob_grads_ptr, entropy_grads_ptr, value_grads_ptr,
-    partial_ptr, denominator_ptr, kl_coef_ptr, size,
-    LOW: tl.constexpr, HIGH: tl.constexpr, LIMIT: tl.constexpr, DUAL_CLIP: tl.constexpr, ESTIMATOR: tl.constexpr,
-    VALUE_CLIP: tl.constexpr, VALUE_COEF: tl.constexpr, ENTROPY_COEF: tl.constexpr,
+    partial_ptr, denominator_ptr, beta_ptr, size,
+    EPSILON: tl.constexpr, EPSILON_HIGH: tl.constexpr, LIMIT: tl.constexpr, DUAL_CLIP: tl.constexpr,
+    ESTIMATOR: tl.constexpr, VALUE_CLIP: tl.constexpr, VALUE_COEF: tl.constexpr, ENTROPY_COEF: tl.constexpr,
     HAS_POLICY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_REFERENCE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_VALUES: tl.constexpr, IS_DOUBLE: tl.constexpr, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -280,8 +266,8 @@ def _ppo_terms(
     if HAS_POLICY:
         _policy_term(
             logprobs_ptr, old_logprobs_ptr, advantages_ptr, weights_ptr, ref_logprobs_ptr, logprob_grads_ptr, sums_ptr,
-            at, exists, counts, num_tokens, tl.load(kl_coef_ptr),
-            LOW, HIGH, LIMIT, DUAL_CLIP, ESTIMATOR, HAS_WEIGHTS, HAS_REFERENCE, dtype,
+            at, exists, counts, num_tokens, tl.load(beta_ptr),
+            EPSILON, EPSILON_HIGH, LIMIT, DUAL_CLIP, ESTIMATOR, HAS_WEIGHTS, HAS_REFERENCE, dtype,
         )  # fmt: skip
     if HAS_ENTROPY:
         tl.store(sums_ptr + 5, tl.sum(_kept(entropy_ptr, at, counts, dtype), 0))
