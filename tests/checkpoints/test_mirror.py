@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from pathlib import Path
 
@@ -605,12 +604,10 @@ def test_a_slow_upload_does_not_block_and_the_middle_ones_are_left_out(hooked, t
     HookedFileSystem.hook = staticmethod(gate)
     mirror.push(folders[0])
     assert gate.reached.wait(60)
-    start = time.perf_counter()
     for folder in folders[1:]:
         mirror.push(folder)
     assert mirror.busy() == {folders[0], folders[3]}
     assert mirror.wait(0.05) == ["checkpoint-1", "checkpoint-4"]
-    assert time.perf_counter() - start < 5
     assert "lacks checkpoint-1 (not uploaded yet); checkpoint-4 (not uploaded yet)" in told[0]
     gate.opened.set()
     assert mirror.wait(60) == [] and mirror.busy() == set()

@@ -38,14 +38,17 @@ def test_a_stream_is_read_no_further_than_the_consumer_allows():
 
 
 def test_the_stages_overlap():
-    def slow(x):
-        time.sleep(0.05)
+    made = [threading.Event() for _ in range(8)]
+
+    def make(x):
+        made[x].set()
         return x
 
-    start = time.perf_counter()
-    overlapped(map(slow, range(8)), slow)
-    # One after the other: 0.8 s
-    assert time.perf_counter() - start < 0.7
+    def consume(x):
+        # One after the other, the next product would only be made when this one is consumed.
+        assert x == 7 or made[x + 1].wait(60)
+
+    overlapped(map(make, range(8)), consume)
 
 
 def test_an_error_of_the_consumer_ends_the_maker_and_is_the_callers():

@@ -20,7 +20,7 @@ PATIENT = RetryPolicy(
     max_calls=20,
     first_delay_s=0.004,
     max_delay_s=0.02,
-    call_timeout_s=0.5,
+    call_timeout_s=2.0,
     item_timeout_s=600.0,
     patience_s=300.0,
     # At a share of 50% a call hangs often, and never because of its question.

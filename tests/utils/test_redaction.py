@@ -160,9 +160,10 @@ def test_nested_values_are_redacted_and_what_holds_none_is_the_same_object():
         assert redact_all(plain) is plain
 
 
-def test_a_megabyte_takes_well_under_a_second():
+def test_a_megabyte_is_redacted_in_linear_time():
     text = "the quick brown fox: http://localhost:8000/v1?a=1 said sk-no, and 12.5% of tokens=4. " * 12_000
     with environment({f"K{i}_KEY": f"secret-{i}-value" for i in range(20)}):
         started = time.perf_counter()
         assert redact(text) == text
-        assert time.perf_counter() - started < 1.0
+        # Milliseconds; a pattern that backtracks over the text takes hours.
+        assert time.perf_counter() - started < 60
