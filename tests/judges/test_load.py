@@ -131,7 +131,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": ["reward:"]}, "judge names 'reward:'; expected rubric"),
         ({"judge": ["Rubrik"]}, "judge names 'Rubrik'; did you mean 'rubric'?"),
         ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
-        ({"judge": [f"{URL}#name=m"]}, "'#name=m' behind it; expected '#model=NAME'"),
+        ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
         ({"judge": ["http://169.254.169.254/v1"], "judge_model": "m"}, "where clouds hand out credentials"),
         ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
         ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'; expected a function"),

@@ -7,9 +7,8 @@ import pytest
 from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.load import JudgeSettings, load_judge
-from onetrunk.judges.marks import Marks
 from onetrunk.judges.server import ServerJudge
-from onetrunk.judges.template import LABELS, RATINGS
+from onetrunk.judges.template import LABELS, RATINGS, Marks
 from onetrunk.models.new_scorer import train_tokenizer
 from tests.judges.stub_server import StubServer, candidates, completion, first_probability
 

@@ -1,12 +1,10 @@
-"""A constitution: the principles by which a judge compares, out of a YAML file, checked and known by its hash.
+"""A constitution: the principles by which a judge compares, read from a YAML file and validated.
 
-    name: helpful-and-harmless
-    principles:
-      - text: Which completion does more of what the prompt asks for?
-        weight: 2.0
-        tags: [helpful]
-
-Knows YAML and principles; no judge.
+name: helpful-and-harmless
+principles:
+  - text: Which completion does more of what the prompt asks for?
+    weight: 2.0
+    tags: [helpful]
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Constitution:
 
     @property
     def version(self) -> str:
-        """Hash of what a label depends on: texts, weights and tags in their order, not the name."""
+        """Hash of everything a label depends on: texts, weights and tags in their order, not the name."""
         return digest([[p.text, p.weight, list(p.tags)] for p in self.principles])
 
     @property
@@ -48,10 +46,10 @@ class Constitution:
 
 
 def load_constitution(path: str | Path | None) -> Constitution:
-    """Read and check a constitution.
+    """Read and validate a constitution.
 
     Raises:
-        ValueError: there is no such file, or what is in it is no constitution; the sentence names the principle.
+        ValueError: the file is missing or its content is not valid; the message names the principle.
     """
     if not path:
         raise ValueError("constitution is not set; a judge needs one: give a YAML file with name and principles")
@@ -63,10 +61,14 @@ def load_constitution(path: str | Path | None) -> Constitution:
 
 
 def parse_constitution(content: Any, place: str = "the constitution") -> Constitution:
-    """Return the constitution that a mapping describes; `place` begins the sentence about what is wrong with it.
+    """Return the constitution that a mapping describes.
+
+    Args:
+        content: the mapping.
+        place: begins error messages.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the mapping is not a valid constitution.
     """
     _check_keys(content, KEYS, place)
     name, entries = content.get("name"), content.get("principles")
@@ -75,9 +77,9 @@ def parse_constitution(content: Any, place: str = "the constitution") -> Constit
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{place} has no principles; list at least one, each with a text")
     principles = tuple(_principle(entry, f"{place}: principle {number}") for number, entry in enumerate(entries, 1))
-    seen: dict[str, int] = {}
+    first_numbers: dict[str, int] = {}
     for number, principle in enumerate(principles, 1):
-        first = seen.setdefault(principle.text.casefold(), number)
+        first = first_numbers.setdefault(principle.text.casefold(), number)
         if first != number:
             raise ValueError(f"{place}: principles {first} and {number} have the same text; keep one, with its weight")
     return Constitution(name.strip(), principles)
@@ -85,8 +87,8 @@ def parse_constitution(content: Any, place: str = "the constitution") -> Constit
 
 def _check_keys(entry: Any, known: tuple[str, ...], place: str) -> None:
     if not isinstance(entry, dict):
-        found = "is empty" if entry is None else f"is {entry!r:.60}"
-        raise ValueError(f"{place} {found}; expected a mapping with {', '.join(known)}")
+        state = "is empty" if entry is None else f"is {entry!r:.60}"
+        raise ValueError(f"{place} {state}; expected a mapping with {', '.join(known)}")
     unknown = sorted(str(key) for key in entry if key not in known)
     if unknown:
         raise ValueError(f"{place}: unknown key {unknown[0]!r}; the keys are {', '.join(known)}")
