@@ -108,10 +108,7 @@ class Judge(Protocol):
     identity: dict[str, Any]
 
     def compare(
-        self,
-        pairs: Sequence[Pair],
-        principle: Principle,
-        done: Callable[[int, Verdict], None] | None = None,
+        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
         ...

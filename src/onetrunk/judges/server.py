@@ -131,10 +131,7 @@ class ServerJudge:
         return self._abilities
 
     def compare(
-        self,
-        pairs: Sequence[Pair],
-        principle: Principle,
-        done: Callable[[int, Verdict], None] | None = None,
+        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
         """Return a verdict per pair (see `Judge`).
 
