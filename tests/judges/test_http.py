@@ -11,12 +11,12 @@ from huggingface_hub import AsyncInferenceClient, get_async_session
 from onetrunk.judges.calls import CallError
 from onetrunk.judges.chat import ChatServer
 from onetrunk.judges.http import (
+    check_address,
     check_host,
     check_url,
     guarded_client,
     read_secret,
     redact,
-    refuse_address,
     shown,
     use_client,
     uses_proxy,
@@ -205,7 +205,7 @@ def test_the_address_that_was_really_called_is_looked_at(monkeypatch):
 
 def test_addresses_that_are_servers_pass():
     for text in ("127.0.0.1", "10.0.0.1", "8.8.8.8", "::1", "2001:4860:4860::8888"):
-        refuse_address(ipaddress.ip_address(text), "host", "the address")
+        check_address(ipaddress.ip_address(text), "host", "the address")
 
 
 def test_other_users_of_the_hub_client_get_what_they_got_before():

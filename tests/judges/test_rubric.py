@@ -125,7 +125,7 @@ def test_a_score_that_is_no_number_is_no_verdict():
 
 def test_a_rating_outside_0_to_1_is_refused_and_a_comparison_is_not():
     judge = RubricJudge({"short": lambda completions, **c: [float(len(t)) for t in completions]})
-    with pytest.raises(ValueError, match="'short' scores 3; a rating lies from 0 to 1"):
+    with pytest.raises(ValueError, match="'short' scores 3; a rating must be from 0 to 1"):
         judge.rate(["p"], ["abc"], SHORT)
     assert judge.compare([Pair("p", "abc", "")], SHORT)[0].probability > 0.99
 

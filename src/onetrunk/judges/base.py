@@ -44,10 +44,7 @@ class Principle:
 class Pair:
     """Two completions of one prompt, in the order in which a judge is shown them.
 
-    Args:
-        prompt: of both.
-        first, second: the texts.
-        first_stopped, second_stopped: False for a completion that was cut off at a length limit.
+    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit.
     """
 
     prompt: Prompt
@@ -111,7 +108,6 @@ class Judge(Protocol):
         self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
-        ...
 
     def rate(
         self,
@@ -126,7 +122,6 @@ class Judge(Protocol):
         `stopped` is passed only if a completion was cut off at a length limit (False there). It is for judges that
         read an end token (reward models); judges that read text may ignore it.
         """
-        ...
 
 
 def stopped_keyword(stopped: Sequence[bool]) -> dict[str, list[bool]]:

@@ -108,15 +108,8 @@ class RetryPolicy:
 
 
 class Pace:
-    """How many calls may be in flight: halved when the server is overloaded, raised slowly with its answers.
-
-    It outlives a run, so that the next run begins at the pace of the last one.
-
-    Args:
-        max_concurrency: most calls in flight, and the first value.
-
-    Raises:
-        ValueError: max_concurrency below 1.
+    """How many calls may be in flight: at first `max_concurrency`, halved when the server is overloaded, then raised
+    slowly with its answers. It outlives a run, so that the next run begins at the pace of the last one.
     """
 
     def __init__(self, max_concurrency: int):
@@ -131,12 +124,7 @@ class Pace:
         self.limit = min(float(self.max_concurrency), self.limit + 1 / self.limit)
 
     def slow_down(self, started: float, now: float) -> None:
-        """Halve the calls in flight, once for all calls that were in flight together.
-
-        Args:
-            started: when the call began that found the server overloaded.
-            now: on the same clock.
-        """
+        """Halve the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
         if started >= self._slowed_at:
             self.limit = max(1.0, self.limit / 2)
             self._slowed_at = now
@@ -169,12 +157,12 @@ class _Item:
 class CallRun(Generic[T]):
     """Calls for n items, each repeated until it is answered, rejected, or out of calls or time.
 
-    The other calls show whether the server or an item is at fault: an item that runs out of calls or hangs while
-    others are answered ends with a "refused" error, like one that the server rejects. If there is no other call to
-    compare with, the control call is made; the server is given up only after that fails too.
+    An item that runs out of calls or hangs while others are answered ends with a "refused" error, like one that the
+    server rejects. If there is no other call to compare with, the control call is made; the server is given up only
+    after that fails too.
 
-    When the server is given up, no further call begins. Calls in flight are waited for, because their answers may be
-    paid for. `done` is not called for items that have not ended by then.
+    When the server is given up, no further call begins, but calls in flight end, because their answers may be paid
+    for. `done` is not called for the items left.
 
     Args:
         server: its name in messages, such as "judge server http://host/v1".
@@ -210,11 +198,7 @@ class CallRun(Generic[T]):
         self._given_up: str | None = None
 
     async def answer_all(self, num_items: int) -> None:
-        """Call for every index below `num_items`.
-
-        Raises:
-            ServerUnavailable: the server was given up.
-        """
+        """Call for every index below `num_items`; raises ServerUnavailable when the server is given up."""
         in_flight: dict[asyncio.Task[T], tuple[_Item, float]] = {}
         try:
             while True:
@@ -354,11 +338,7 @@ class CallRun(Generic[T]):
 
 
 async def ask_patiently(call: Callable[[], Awaitable[T]], policy: RetryPolicy, max_calls: int = 3) -> T:
-    """Return the answer of one call, retried a few times: for a check before the work.
-
-    Raises:
-        CallError: of the last call.
-    """
+    """Return the answer of one call, retried a few times (for a check at startup), or raise the last CallError."""
     for failures in range(1, max_calls + 1):
         try:
             return await _within(policy.call_timeout_s, call)

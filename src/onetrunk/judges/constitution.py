@@ -24,12 +24,7 @@ MAX_TEXT = 2000
 
 @dataclass(frozen=True)
 class Constitution:
-    """Principles under a name.
-
-    Args:
-        name: for reports.
-        principles: at least one, no two with the same text.
-    """
+    """Principles, at least one and no two with the same text, under a name for reports."""
 
     name: str
     principles: tuple[Principle, ...]
@@ -46,11 +41,7 @@ class Constitution:
 
 
 def load_constitution(path: str | Path | None) -> Constitution:
-    """Read and validate a constitution.
-
-    Raises:
-        ValueError: the file is missing or its content is not valid; the message names the principle.
-    """
+    """Read and validate a constitution; raises ValueError for a missing file or a mistake in it."""
     if not path:
         raise ValueError("constitution is not set; a judge needs one: give a YAML file with name and principles")
     path = Path(path).expanduser()
@@ -61,15 +52,7 @@ def load_constitution(path: str | Path | None) -> Constitution:
 
 
 def parse_constitution(content: Any, place: str = "the constitution") -> Constitution:
-    """Return the constitution that a mapping describes.
-
-    Args:
-        content: the mapping.
-        place: begins error messages.
-
-    Raises:
-        ValueError: the mapping is not a valid constitution.
-    """
+    """Return the constitution that a mapping describes; errors (ValueError) begin with `place`."""
     _check_keys(content, KEYS, place)
     name, entries = content.get("name"), content.get("principles")
     if not isinstance(name, str) or not name.strip():

@@ -97,20 +97,16 @@ def check_url(url: str, what: str = "the judge's address", allow_http: bool = Fa
         )
     address = _as_address(host)
     if address is not None:
-        refuse_address(address, host, what)
+        check_address(address, host, what)
         if parts.scheme == "http" and not allow_http and not _is_near(address):
             raise ValueError(_plain_http(what, url))
     return url.rstrip("/")
 
 
 def check_host(url: str, what: str = "the judge's address", allow_http: bool = False) -> None:
-    """Look the host up and check every address of its name.
+    """Look the host up and check every address of its name: ValueError as in `check_url`, RuntimeError for no host.
 
     An unknown name passes if the call goes through a proxy, because the proxy looks names up itself.
-
-    Raises:
-        ValueError: a rejected address, or plain http to a host that is neither this machine nor private.
-        RuntimeError: no such host.
     """
     parts = urlsplit(url)
     try:
@@ -123,12 +119,12 @@ def check_host(url: str, what: str = "the judge's address", allow_http: bool = F
         ) from None
     addresses = [_socket_address(entry[4]) for entry in entries]
     for address in addresses:
-        refuse_address(address, parts.hostname, what)
+        check_address(address, parts.hostname, what)
     if parts.scheme == "http" and not allow_http and not all(_is_near(address) for address in addresses):
         raise ValueError(_plain_http(what, url))
 
 
-def refuse_address(address: Address, host: str, what: str) -> None:
+def check_address(address: Address, host: str, what: str) -> None:
     """Raise ValueError for the address of a metadata service, a link-local address, or 0.0.0.0."""
     address = _inner_address(address)
     if address in METADATA_ADDRESSES or address.is_link_local:
@@ -242,7 +238,7 @@ def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2
         peer = None if stream is None else stream.get_extra_info("server_addr")
         if isinstance(peer, tuple):
             try:
-                refuse_address(_socket_address(peer), origin.host, "the server's address")
+                check_address(_socket_address(peer), origin.host, "the server's address")
             except ValueError as error:
                 raise CallError(str(error), "stop") from None
         if response.is_redirect:

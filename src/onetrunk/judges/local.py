@@ -138,11 +138,7 @@ class CausalJudge:
     def compare(
         self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`).
-
-        Raises:
-            RuntimeError: logits that are not finite.
-        """
+        """Return a verdict per pair (see `Judge`); raises RuntimeError for logits that are not finite."""
         blank = pairwise_messages(BLANK, principle, ANY_CODE)
         answers = self._answers([self.marks.pairwise(p, principle) for p in pairs], blank, self._options)
         verdicts = (
@@ -160,9 +156,7 @@ class CausalJudge:
     ) -> list[Rating]:
         """Return a rating per completion: the mean of RATINGS, from 0 for the lowest to 1 for the highest.
 
-        Raises:
-            RuntimeError: logits that are not finite.
-            ValueError: RATINGS are not single tokens.
+        Raises ValueError if RATINGS are not single tokens, and as `compare`.
         """
         blank = rating_messages("", "", principle, ANY_CODE)
         options = self.reader.options(self._before_answer(blank, RATINGS), RATINGS)
@@ -312,12 +306,7 @@ class Reader:
         self._prefix = begins_with if has_bos and not tokenizer.chat_template else []
 
     def text(self, messages: Sequence[Message], cue: str = ANSWER) -> str:
-        """Return messages as text that ends where the model's answer begins.
-
-        Args:
-            messages: user and assistant in turn, the user last.
-            cue: the last word if there is no chat template.
-        """
+        """Return messages as text that ends where the model's answer begins: with `cue` without a chat template."""
         if not self.tokenizer.chat_template:
             return "\n\n".join([*(message["content"] for message in messages), cue])
         text = apply_chat_template(self.tokenizer, messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
@@ -329,11 +318,7 @@ class Reader:
         return self._prefix + self._encoded(self.text(messages, cue))
 
     def options(self, messages: Sequence[Message], labels: Sequence[str]) -> Options:
-        """Return the tokens that mean the labels as an answer to messages.
-
-        Raises:
-            ValueError: the labels are not one token each, or two are the same token.
-        """
+        """Return the tokens that mean the labels as an answer to messages, or raise ValueError if one has none."""
         text = self.text(messages)
         before = self._encoded(text)
         forms: list[list[int]] = []
@@ -384,14 +369,11 @@ def last_logits(model: PreTrainedModel, rows: Sequence[list[int]], pad_token_id:
 
 
 def label_shares(logits: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the probability of each label among the labels, and of all labels together.
+    """Return the probability of each of L labels among the labels, [R, L], and of all together, [R].
 
     Args:
         logits: [R, V] float32, where the answer begins.
-        options: L labels.
-
-    Returns:
-        [R, L], rows of sum 1, and [R].
+        options: the labels.
     """
     logprobs = logits.log_softmax(-1)
     token_ids = torch.tensor(options.token_ids, device=logits.device)

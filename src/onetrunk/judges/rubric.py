@@ -95,12 +95,7 @@ class RubricJudge:
         done: Callable[[int, Rating], None] | None = None,
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion: its score.
-
-        Raises:
-            ValueError: a score outside [0, 1], and as in `compare`.
-            RuntimeError: as in `compare`.
-        """
+        """Return a rating per completion: its score. Raises ValueError for one outside [0, 1], and as `compare`."""
         by_tag = self._scores(prompts, completions, principle)
         return collect(((index, _rating(by_tag, index)) for index in range(len(completions))), done)
 
@@ -160,7 +155,7 @@ def _rating(by_tag: Mapping[str, Sequence[float | None]], index: int) -> Rating:
     for tag, score in scores.items():
         if not 0 <= score <= 1:
             raise ValueError(
-                f"the check for the tag {tag!r} scores {score:g}; a rating lies from 0 to 1: scale the check,"
+                f"the check for the tag {tag!r} scores {score:g}; a rating must be from 0 to 1: scale the check,"
                 " or compare in pairs, which works with any scale"
             )
     mean = sum(scores.values()) / len(scores) if scores else None

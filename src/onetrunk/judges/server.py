@@ -133,12 +133,7 @@ class ServerJudge:
     def compare(
         self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`).
-
-        Raises:
-            ServerUnavailable: the server was given up; `done` has received its answers.
-            RuntimeError, ValueError: as in `check`.
-        """
+        """Return a verdict per pair (see `Judge`); raises ServerUnavailable when the server is given up."""
 
         def verdict(outcome: Opinion | CallError) -> Verdict:
             if isinstance(outcome, CallError):
@@ -156,11 +151,7 @@ class ServerJudge:
         done: Callable[[int, Rating], None] | None = None,
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion: the mean of RATINGS, from 0 for the lowest to 1 for the highest.
-
-        Raises:
-            ServerUnavailable: as in `compare`.
-        """
+        """Return a rating per completion: the mean of RATINGS, from 0 to 1; raises as `compare`."""
 
         def rating(outcome: Opinion | CallError) -> Rating:
             if isinstance(outcome, CallError):

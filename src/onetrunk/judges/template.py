@@ -106,10 +106,9 @@ def pairwise_messages(
     """Return the question which of two completions is better, as one user message.
 
     Args:
-        pair: in the order in which the judge sees it.
-        principle: to judge by.
+        pair, principle: the pair is in the order in which the judge sees it.
         nonce: code of the tags (`nonce_of`).
-        special_tokens: of the judge's tokenizer; all are removed from the texts.
+        special_tokens: of the judge's tokenizer; removed from the texts.
         max_characters: of each text.
     """
     parts = [("prompt", pair.prompt), ("completion A", pair.first), ("completion B", pair.second)]
@@ -138,10 +137,8 @@ def nonce_of(question: Any, principle: Principle) -> str:
 
 
 def with_reasons_asked(messages: Sequence[Message]) -> list[Message]:
-    """Return a question that asks for reasons first.
-
-    The request is appended to the last message, because many templates reject two user messages in a row.
-    """
+    """Return a question that asks for reasons first."""
+    # In the last message, because many templates reject two user messages in a row.
     return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + REASON_FIRST}]
 
 

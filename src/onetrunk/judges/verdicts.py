@@ -94,9 +94,7 @@ def judge_pairs(
     """Return a label per pair.
 
     Args:
-        judge: answers the questions that are not in `known`, principle by principle.
-        pairs: n of them.
-        constitution: its principles and their weights.
+        judge, pairs, constitution: the judge answers, principle by principle, the questions that are not in `known`.
         both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
         on_verdict: called with each new verdict, also with an error, as soon as it arrives.
         known: verdicts that need not be asked for.
@@ -156,28 +154,18 @@ class Memory(Protocol):
 
     def get(self, key: str) -> Any:
         """Return the value under a key, None without one."""
-        ...
 
     def put(self, key: str, value: Any) -> Any:
         """Keep a value."""
-        ...
 
     def replace(self, key: str, value: Any) -> Any:
         """Keep a value in place of the one under the key."""
-        ...
 
 
 def kept_labels(
     judge: Judge, pairs: Sequence[Pair], constitution: Constitution, memory: Memory | None = None
 ) -> list[PairLabel]:
-    """Return a label per pair, from both orders; only questions that the memory does not hold are asked.
-
-    Args:
-        judge: answers the questions.
-        pairs: n of them.
-        constitution: its principles.
-        memory: None: every question is asked.
-    """
+    """Return a label per pair, from both orders; only questions that the memory does not hold are asked."""
     if memory is None:
         return judge_pairs(judge, pairs, constitution)
 
@@ -202,13 +190,7 @@ def kept_ratings(
 ) -> list[RatingLabel]:
     """Return a rating per completion; only questions that the memory does not hold are asked.
 
-    Args:
-        judge: answers the questions.
-        prompts: n of them.
-        completions: n texts.
-        constitution: its principles.
-        memory: None: every question is asked.
-        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
+    `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
     rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
     by_principle = [_ratings(judge, rows, principle, memory) for principle in constitution.principles]
