@@ -43,7 +43,7 @@ def test_servers_by_https_anywhere_and_by_http_nearby_are_allowed(url):
 
 
 @pytest.mark.parametrize(
-    ("url", "sentence"),
+    ("url", "message"),
     [
         ("ftp://host/v1", "expected http"),
         ("file:///etc/passwd", "expected http"),
@@ -74,8 +74,8 @@ def test_servers_by_https_anywhere_and_by_http_nearby_are_allowed(url):
         ("http://0.0.0.0:8000/v1", "127.0.0.1"),
     ],
 )
-def test_everything_else_is_refused_with_one_sentence(url, sentence):
-    with pytest.raises(ValueError, match=sentence) as error:
+def test_everything_else_is_refused_with_one_error_message(url, message):
+    with pytest.raises(ValueError, match=message) as error:
         check_url(url)
     assert "the judge's address" in str(error.value) and "\n" not in str(error.value)
 

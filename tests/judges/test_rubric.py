@@ -104,7 +104,7 @@ def raising(completions, **columns):
 
 
 @pytest.mark.parametrize(
-    "check, error, sentence",
+    "check, error, message",
     [
         (lambda **c: [0.5], ValueError, "returned 1 scores; expected a list of 2 numbers"),
         (lambda **c: 0.5, ValueError, "returned float; expected a list of 2 numbers"),
@@ -112,10 +112,10 @@ def raising(completions, **columns):
         (raising, RuntimeError, "failed with KeyError: 'action'; it is called with prompts, completions and"),
     ],
 )
-def test_a_check_that_is_no_check_is_one_sentence(check, error, sentence):
+def test_a_check_that_is_no_check_is_one_error_message(check, error, message):
     with pytest.raises(error, match="the check for the tag 'short'") as caught:
         RubricJudge({"short": check}).compare([Pair("p", "a", "b")], SHORT)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_score_that_is_no_number_is_no_verdict():
