@@ -45,7 +45,7 @@ def test_at_least_two_constitutions_ship_with_the_recipes():
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         (None, "is empty; expected a mapping with name, principles"),
         ("text", "is 'text'; expected a mapping"),
@@ -65,10 +65,10 @@ def test_at_least_two_constitutions_ship_with_the_recipes():
         ({"name": "x", "principles": ["y", "Y"]}, "principles 1 and 2 have the same text"),
     ],
 )
-def test_what_is_no_constitution_is_one_sentence(content, sentence):
+def test_what_is_no_constitution_is_one_error_message(content, message):
     with pytest.raises(ValueError) as caught:
         parse_constitution(content)
-    assert sentence in str(caught.value) and str(caught.value).startswith("the constitution")
+    assert message in str(caught.value) and str(caught.value).startswith("the constitution")
 
 
 def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):

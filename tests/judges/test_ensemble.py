@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict
-from onetrunk.judges.ensemble import SLICE, EnsembleJudge
+from onetrunk.judges.load import SLICE, EnsembleJudge
 from onetrunk.judges.rubric import RubricJudge
 from tests.judges.test_rubric import mild, short
 

@@ -11,12 +11,12 @@ from huggingface_hub import AsyncInferenceClient, get_async_session
 from onetrunk.judges.calls import CallError
 from onetrunk.judges.chat import ChatServer
 from onetrunk.judges.http import (
+    check_address,
     check_host,
     check_url,
     guarded_client,
     read_secret,
     redact,
-    refuse_address,
     shown,
     use_client,
     uses_proxy,
@@ -43,7 +43,7 @@ def test_servers_by_https_anywhere_and_by_http_nearby_are_allowed(url):
 
 
 @pytest.mark.parametrize(
-    ("url", "sentence"),
+    ("url", "message"),
     [
         ("ftp://host/v1", "expected http"),
         ("file:///etc/passwd", "expected http"),
@@ -74,8 +74,8 @@ def test_servers_by_https_anywhere_and_by_http_nearby_are_allowed(url):
         ("http://0.0.0.0:8000/v1", "127.0.0.1"),
     ],
 )
-def test_everything_else_is_refused_with_one_sentence(url, sentence):
-    with pytest.raises(ValueError, match=sentence) as error:
+def test_everything_else_is_refused_with_one_error_message(url, message):
+    with pytest.raises(ValueError, match=message) as error:
         check_url(url)
     assert "the judge's address" in str(error.value) and "\n" not in str(error.value)
 
@@ -205,7 +205,7 @@ def test_the_address_that_was_really_called_is_looked_at(monkeypatch):
 
 def test_addresses_that_are_servers_pass():
     for text in ("127.0.0.1", "10.0.0.1", "8.8.8.8", "::1", "2001:4860:4860::8888"):
-        refuse_address(ipaddress.ip_address(text), "host", "the address")
+        check_address(ipaddress.ip_address(text), "host", "the address")
 
 
 def test_other_users_of_the_hub_client_get_what_they_got_before():

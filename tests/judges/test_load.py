@@ -1,4 +1,4 @@
-"""From settings to a judge: every kind of spec, through the command line too, and every mistake as one sentence."""
+"""From settings to a judge: every kind of spec, through the command line too, and every mistake as one message."""
 
 import subprocess
 import sys
@@ -123,7 +123,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize(
-    "settings, sentence",
+    "settings, message",
     [
         ({}, "judge is not set; give rubric, reward:FOLDER"),
         ({"judge": []}, "judge is not set"),
@@ -131,7 +131,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": ["reward:"]}, "judge names 'reward:'; expected rubric"),
         ({"judge": ["Rubrik"]}, "judge names 'Rubrik'; did you mean 'rubric'?"),
         ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
-        ({"judge": [f"{URL}#name=m"]}, "'#name=m' behind it; expected '#model=NAME'"),
+        ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
         ({"judge": ["http://169.254.169.254/v1"], "judge_model": "m"}, "where clouds hand out credentials"),
         ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
         ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'; expected a function"),
@@ -141,31 +141,31 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": ["rubric"], "rubric": {"short": short}, "constitution": "no.yaml"}, "no.yaml does not exist"),
     ],
 )
-def test_a_mistake_is_one_sentence(settings, sentence):
+def test_a_mistake_is_one_error_message(settings, message):
     with pytest.raises(ValueError) as caught:
         load_judge(JudgeSettings(**settings))
-    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("spec, error", [("./absent", RuntimeError), ("reward:./absent", FileNotFoundError)])
-def test_a_folder_that_is_missing_is_one_sentence(spec, error):
+def test_a_folder_that_is_missing_is_one_error_message(spec, error):
     with pytest.raises(error, match="absent") as caught:
         load_judge(JudgeSettings(judge=[spec], judge_device="cpu"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "spec, sentence",
+    "spec, message",
     [
         ("checks.py:shrot", "did you mean short?"),
         ("checks.py", "names a file and no function in it"),
         ("absent.py:short", "there is no file absent.py"),
     ],
 )
-def test_a_check_that_is_not_there_is_named_with_its_tag(spec, sentence):
+def test_a_check_that_is_not_there_is_named_with_its_tag(spec, message):
     with pytest.raises(ValueError, match="the rubric's check for the tag 'short': ") as caught:
         load_judge(JudgeSettings(judge=["rubric"], rubric={"short": spec}), resolve_reward)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_path):
@@ -178,7 +178,7 @@ def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_
 
 
 @pytest.mark.parametrize(
-    "field, value, sentence",
+    "field, value, message",
     [
         ("judge_samples", 0, "judge_samples is 0; set it to 1 or more"),
         ("judge_batch_size", 0, "judge_batch_size is 0"),
@@ -202,10 +202,10 @@ def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_
         ("rubric", "short", "rubric is 'short'; expected a mapping, as JSON"),
     ],
 )
-def test_a_setting_out_of_its_range_is_one_sentence(field, value, sentence):
+def test_a_setting_out_of_its_range_is_one_error_message(field, value, message):
     with pytest.raises(ValueError) as caught:
         JudgeSettings(**{field: value})
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_settings_are_documented_and_need_no_judge():
@@ -232,7 +232,7 @@ def test_a_loaded_judge_answers(reward_folder):
     assert 0 < verdict.probability < 1 and set(verdict.details["members"]) == {"rubric", "reward"}
 
 
-def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_sentence():
+def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_error_message():
     with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
         load_judge(JudgeSettings(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
     assert "\n" not in str(caught.value)

@@ -10,8 +10,7 @@ from transformers import AddedToken
 
 from onetrunk.judges.base import Pair
 from onetrunk.judges.local import Reader
-from onetrunk.judges.marks import PLACES, Marks, ShownMarks
-from onetrunk.judges.template import nonce_of, pairwise_messages, sanitized
+from onetrunk.judges.template import PLACES, Marks, ShownMarks, nonce_of, pairwise_messages, sanitized
 from onetrunk.models.new_scorer import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
 from tests.judges.trained_judge import CHATML, MARKS

@@ -50,7 +50,7 @@ def test_a_wait_that_the_server_asks_for_is_never_cut_short():
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"max_calls": 0}, "at least 1 call"),
         ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0"),
@@ -58,8 +58,8 @@ def test_a_wait_that_the_server_asks_for_is_never_cut_short():
         ({"max_timeouts": 0}, "at least 1 call"),
     ],
 )
-def test_a_setting_out_of_range_is_refused(settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_a_setting_out_of_range_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         RetryPolicy(**settings)
 
 
@@ -221,7 +221,7 @@ def test_an_item_has_a_deadline_over_all_its_calls():
     assert error is None and str(told[0][0]) == "never" and time.monotonic() - start < 15
 
 
-def test_a_server_that_answers_nothing_is_given_up_in_time_with_one_sentence():
+def test_a_server_that_answers_nothing_is_given_up_in_time_with_one_error_message():
     async def call(index):
         raise CallError("HTTP 500: broken")
 

@@ -107,7 +107,7 @@ def test_a_score_that_is_not_finite_is_an_abstention(folder):
     assert broken.rate(["the "], ["cat"], PRINCIPLE)[0].score is None
 
 
-def test_what_is_no_reward_model_is_one_sentence(folder, tmp_path):
+def test_what_is_no_reward_model_is_one_error_message(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_reward_judge(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="newly initialised"):

@@ -104,7 +104,7 @@ def raising(completions, **columns):
 
 
 @pytest.mark.parametrize(
-    "check, error, sentence",
+    "check, error, message",
     [
         (lambda **c: [0.5], ValueError, "returned 1 scores; expected a list of 2 numbers"),
         (lambda **c: 0.5, ValueError, "returned float; expected a list of 2 numbers"),
@@ -112,10 +112,10 @@ def raising(completions, **columns):
         (raising, RuntimeError, "failed with KeyError: 'action'; it is called with prompts, completions and"),
     ],
 )
-def test_a_check_that_is_no_check_is_one_sentence(check, error, sentence):
+def test_a_check_that_is_no_check_is_one_error_message(check, error, message):
     with pytest.raises(error, match="the check for the tag 'short'") as caught:
         RubricJudge({"short": check}).compare([Pair("p", "a", "b")], SHORT)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_score_that_is_no_number_is_no_verdict():
@@ -125,7 +125,7 @@ def test_a_score_that_is_no_number_is_no_verdict():
 
 def test_a_rating_outside_0_to_1_is_refused_and_a_comparison_is_not():
     judge = RubricJudge({"short": lambda completions, **c: [float(len(t)) for t in completions]})
-    with pytest.raises(ValueError, match="'short' scores 3; a rating lies from 0 to 1"):
+    with pytest.raises(ValueError, match="'short' scores 3; a rating must be from 0 to 1"):
         judge.rate(["p"], ["abc"], SHORT)
     assert judge.compare([Pair("p", "abc", "")], SHORT)[0].probability > 0.99
 

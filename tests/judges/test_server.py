@@ -7,9 +7,8 @@ import pytest
 from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.load import JudgeSettings, load_judge
-from onetrunk.judges.marks import Marks
 from onetrunk.judges.server import ServerJudge
-from onetrunk.judges.template import LABELS, RATINGS
+from onetrunk.judges.template import LABELS, RATINGS, Marks
 from onetrunk.models.new_scorer import train_tokenizer
 from tests.judges.stub_server import StubServer, candidates, completion, first_probability
 
@@ -236,7 +235,7 @@ def test_who_a_judge_is_does_not_depend_on_where_it_is():
 
 
 @pytest.mark.parametrize(
-    ("url", "settings", "sentence"),
+    ("url", "settings", "message"),
     [
         ("http://169.254.169.254/v1", {}, "credentials"),
         ("https://me:hunter2@host/v1", {}, "api_key_env"),
@@ -249,15 +248,15 @@ def test_who_a_judge_is_does_not_depend_on_where_it_is():
         ("http://127.0.0.1/v1", {"timeout_s": 0.0}, "call_timeout_s is 0.0"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_before_any_call(url, settings, sentence):
-    with pytest.raises(ValueError, match=sentence) as error:
+def test_a_setting_that_cannot_work_is_refused_before_any_call(url, settings, message):
+    with pytest.raises(ValueError, match=message) as error:
         ServerJudge(url, "judge-1", **settings)
     assert "hunter2" not in str(error.value)
     with pytest.raises(ValueError, match="judge_model is not set"):
         ServerJudge("http://127.0.0.1/v1", "")
 
 
-def sentence_of_check(url, model="judge-1", **settings):
+def message_of_check(url, model="judge-1", **settings):
     judge = ServerJudge(url, model, policy=QUICK, **settings)
     with pytest.raises(RuntimeError) as error:
         judge.check()
@@ -267,7 +266,7 @@ def sentence_of_check(url, model="judge-1", **settings):
 
 
 def test_an_address_without_a_server_is_said_to_be_one():
-    assert "start it, or correct its address" in sentence_of_check("http://127.0.0.1:9/v1")
+    assert "start it, or correct its address" in message_of_check("http://127.0.0.1:9/v1")
 
 
 def page(body):
@@ -276,13 +275,13 @@ def page(body):
 
 def test_an_address_of_pages_for_people_is_said_to_be_one():
     with StubServer(routes={"/models": page, "/chat/completions": page, "/v1/chat/completions": page}) as stub:
-        assert "answers an HTML page where JSON was expected" in sentence_of_check(stub.root)
-        assert "often ends in /v1" in sentence_of_check(stub.root)
+        assert "answers an HTML page where JSON was expected" in message_of_check(stub.root)
+        assert "often ends in /v1" in message_of_check(stub.root)
 
 
 def test_a_wrong_path_is_said_to_be_one():
     with StubServer() as stub:
-        assert "HTTP 404: Not Found; check the URL's path" in sentence_of_check(f"{stub.root}/api/v2/x")
+        assert "HTTP 404: Not Found; check the URL's path" in message_of_check(f"{stub.root}/api/v2/x")
         # The root and the whole path are as good as the path that ends in /v1.
         for url in (stub.root, f"{stub.root}/", f"{stub.url}/chat/completions"):
             assert ServerJudge(url, "judge-1", policy=QUICK).check().top_logprobs == 20
@@ -290,26 +289,26 @@ def test_a_wrong_path_is_said_to_be_one():
 
 def test_an_unknown_model_is_named_with_those_that_are_served():
     with StubServer() as stub:
-        text = sentence_of_check(stub.url, "judge-2")
+        text = message_of_check(stub.url, "judge-2")
     assert "does not serve the model 'judge-2'" in text and "it lists judge-1: set judge_model" in text
 
 
 def test_another_model_in_the_reply_is_refused():
     with StubServer(fault="other_model") as stub:
-        text = sentence_of_check(stub.url)
+        text = message_of_check(stub.url)
     assert "a reply of model 'another-model', where 'judge-1' was asked; set judge_model" in text
 
 
 def test_a_redirect_is_refused_by_the_check():
     with StubServer(fault="redirect", redirect_to="https://elsewhere.example/v1/chat/completions") as stub:
-        text = sentence_of_check(stub.url)
+        text = message_of_check(stub.url)
     assert "a redirect to https://elsewhere.example/v1/chat/completions" in text
 
 
 def test_a_wrong_key_is_said_to_be_one_and_not_repeated(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "tok-123")
     with StubServer(key="another") as stub:
-        text = sentence_of_check(stub.url, api_key_env="JUDGE_KEY")
+        text = message_of_check(stub.url, api_key_env="JUDGE_KEY")
         assert "HTTP 401" in text and "api_key_env" in text and "tok-123" not in text
         judge = ServerJudge(stub.url, "judge-1", api_key_env="JUDGE_KEY")
     assert "tok-123" not in repr(vars(judge)) + repr(judge.identity) + repr(vars(judge.chat))

@@ -98,9 +98,9 @@ def test_a_server_that_fails_every_call_is_given_up_in_time_and_the_rest_is_boug
 
         with pytest.raises(ServerUnavailable) as stopped:
             judge.compare(asked, KIND, breaks_after_six)
-        sentence = str(stopped.value)
-        assert f"judge server {stub.url} has answered no call for" in sentence and "\n" not in sentence
-        assert f"{len(told)} of 20 were answered" in sentence and 6 <= len(told) < 20
+        message = str(stopped.value)
+        assert f"judge server {stub.url} has answered no call for" in message and "\n" not in message
+        assert f"{len(told)} of 20 were answered" in message and 6 <= len(told) < 20
         assert all(verdict.error is None for verdict in told.values())
 
         # What a ledger kept is not asked again; another process would have another judge.

@@ -194,7 +194,7 @@ def test_what_cannot_be_told_is_not_a_number():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"labels": torch.tensor([0.5, 1.2])}, "labels must be probabilities from 0 to 1"),
         ({"labels": torch.tensor([0.5, math.nan])}, "leave pairs without a label out"),
@@ -205,7 +205,7 @@ def test_what_cannot_be_told_is_not_a_number():
         ({"num_resamples": 0}, "num_resamples is 0"),
     ],
 )
-def test_inputs_that_cannot_work_are_refused(change, sentence):
+def test_inputs_that_cannot_work_are_refused(change, message):
     given = {"labels": torch.tensor([0.5, 1.0]), "prompts": ["a", "b"], "length_differences": torch.zeros(2)}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         win_rate(**{**given, **change})

@@ -14,7 +14,7 @@ from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.base import Pair, Principle
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.load import EnsembleJudge
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.judges.verdicts import kept_ratings, rating_key, verdict_key
 from onetrunk.models.scorer import ScoreScale, encode_rows

@@ -1,1 +1,1 @@
-"""Judgement in words: principles and two completions -> how probably the first is the better one."""
+"""Judges: given a principle and two completions, how probably is the first one better?"""

@@ -1,7 +1,9 @@
-"""A run of many calls against one server, by the rules of `retries.py`. Knows neither HTTP nor judges.
+"""Many calls against one server, with retries, pacing and deadlines.
 
-A call is a coroutine that answers for an index or raises `CallError`. Everything is decided in one place, between
-calls: what begins next, what is asked again and when, and when the server is given up.
+A call is a coroutine that returns the answer for an index or raises `CallError`. `CallRun` decides between calls which
+one begins next, which one is retried and when, and when to give the server up. Calls to one server share their waits
+and their pace, and a control call finds out whether the server or a single question is at fault; retry libraries
+treat each call by itself.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from onetrunk.judges.base import ErrorKind
 
 
 class CallError(RuntimeError):
-    """One call gave no answer.
+    """A call without an answer.
 
     Args:
         reason: why, without a secret.
         kind: "again": the next call may succeed; "refused": this question never will; "stop": no question will;
-            "unread": there are replies, and they are no verdict.
+            "unread": there are replies, but no verdict.
         overloaded: the server asks for, or needs, fewer calls at once.
-        retry_after_s: how long the server asks to be left alone.
-        timed_out: a deadline was reached before there was an answer.
+        retry_after_s: wait that the server asks for.
+        timed_out: a deadline passed before there was an answer.
     """
 
     def __init__(
@@ -47,30 +49,30 @@ class CallError(RuntimeError):
 
     @property
     def error_kind(self) -> ErrorKind:
-        """What a verdict says of the error."""
+        """The kind that a verdict records."""
         return self.kind if self.kind in ("refused", "unread") else "server"
 
 
 class ServerUnavailable(RuntimeError):
-    """The server was given up; one sentence says why, what was answered, and that the run can be resumed."""
+    """The server was given up; the message says why, how much was answered, and that the run can be resumed."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When to call again, and when to stop.
+    """When to retry, and when to stop.
 
     Args:
         max_calls: calls for one item, the first included.
         first_delay_s: wait after the first failure; it doubles with each further one.
         max_delay_s: longest such wait. A wait that the server asks for may be longer.
-        call_timeout_s: deadline of one call, however slowly bytes trickle in.
+        call_timeout_s: deadline of one call, from its start to the last byte of the answer.
         item_timeout_s: deadline of one item, from its first call.
-        patience_s: the run stops when every call has failed for so long, waits that the server asked for left out;
-            with them it stops after `item_timeout_s`.
+        patience_s: the run stops when every call has failed for this long, not counting waits that the server asked
+            for; counting them, it stops after `item_timeout_s`.
         max_timeouts: calls of one item that may reach `call_timeout_s` while the server answers other calls.
 
     Raises:
-        ValueError: a setting that is out of its range.
+        ValueError: a setting out of its range.
     """
 
     max_calls: int = 8
@@ -91,28 +93,23 @@ class RetryPolicy:
                 raise ValueError(f"{field.name} is {value}; give a number of seconds above 0")
 
     def delay_s(self, key: str, failures: int, retry_after_s: float | None = None) -> float:
-        """Return the seconds to wait after the given number of failures.
+        """Return the seconds to wait after `failures` failures: half to all of the doubled wait, or the time that the
+        server asked for and up to a tenth more.
 
-        Jitter keeps callers from coming back all at once. It is derived from the key and not drawn: half to all of
-        the doubled wait, or the time that the server asked for and up to a tenth more.
+        The jitter keeps callers from retrying all at once. It is derived from the key, not drawn at random.
         """
         number = hashlib.sha256(f"{key} {failures}".encode()).digest()[:8]
         share = int.from_bytes(number, "big") / 2**64
         if retry_after_s is not None:
             return retry_after_s * (1 + 0.1 * share) + 0.1 * self.first_delay_s * share
-        # 2**1000 overflows nothing, and is far beyond any longest wait.
+        # Limited, because 2.0**1024 overflows.
         doubled = self.first_delay_s * 2.0 ** min(failures - 1, 1000)
         return min(self.max_delay_s, doubled) * (0.5 + 0.5 * share)
 
 
 class Pace:
-    """How many calls may be in flight; outlives a run, so that the next one knows.
-
-    Args:
-        max_concurrency: calls at once, at most; the pace begins there.
-
-    Raises:
-        ValueError: fewer than one call at once.
+    """How many calls may be in flight: at first `max_concurrency`, halved when the server is overloaded, then raised
+    slowly with its answers. It outlives a run, so that the next run begins at the pace of the last one.
     """
 
     def __init__(self, max_concurrency: int):
@@ -123,22 +120,17 @@ class Pace:
         self._slowed_at = -math.inf
 
     def speed_up(self) -> None:
-        """Take note of an answer: one more call at once after as many answers as there are calls in flight."""
+        """Count an answer: as many answers as there are calls in flight allow one call more."""
         self.limit = min(float(self.max_concurrency), self.limit + 1 / self.limit)
 
     def slow_down(self, started: float, now: float) -> None:
-        """Halve the calls in flight, once for all the calls that were in flight together.
-
-        Args:
-            started: when the call began that found the server overloaded.
-            now: on the same clock.
-        """
+        """Halve the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
         if started >= self._slowed_at:
             self.limit = max(1.0, self.limit / 2)
             self._slowed_at = now
 
     def recover(self) -> None:
-        """Allow as many calls at once as in the beginning."""
+        """Go back to the first pace."""
         self.limit = float(self.max_concurrency)
 
 
@@ -146,12 +138,12 @@ T = TypeVar("T")
 
 
 @dataclass(order=True)
-class _Again:
-    """An item that waits for its next call, the earliest first.
+class _Item:
+    """An item and its failed calls, ordered by the time of its next call.
 
     Args:
+        answers_before: how many calls the server had answered when the item last failed, or began.
         timeouts: calls that reached their deadline while the server answered others.
-        answers_before: how many calls the server had answered when the item failed last, or began.
     """
 
     not_before: float
@@ -163,23 +155,23 @@ class _Again:
 
 
 class CallRun(Generic[T]):
-    """One run over n items: each is called until it is answered, refused, or out of calls or time.
+    """Calls for n items, each repeated until it is answered, rejected, or out of calls or time.
 
-    Whether the server or an item is at fault when calls fail is seen from the other calls: an item that runs out of
-    calls or hangs while others are answered has "refused" as its error, like one that the server refuses. Where no
-    other call tells, the control call does; the server is not given up before that has failed too.
+    An item that runs out of calls or hangs while others are answered ends with a "refused" error, like one that the
+    server rejects. If there is no other call to compare with, the control call is made; the server is given up only
+    after that fails too.
 
-    When the server is given up, no further call begins, and those in flight are waited for: their answers may have
-    been paid for. Items that have not ended by then are told to nobody.
+    When the server is given up, no further call begins, but calls in flight end, because their answers may be paid
+    for. `done` is not called for the items left.
 
     Args:
-        server: what the sentences call it, such as "judge server http://host/v1".
-        policy: when to call again and when to stop.
+        server: its name in messages, such as "judge server http://host/v1".
+        policy: when to retry and when to stop.
         pace: how many calls at once; shared by the runs against one server.
-        call: answers for an index, or raises CallError.
-        done: told of each item once, as soon as it has ended, with the answer or the last error.
+        call: returns the answer for an index, or raises CallError.
+        done: called once per item when it ends, with the answer or the last error.
         key: of an index, for the jitter of its waits.
-        control: a call that the server is known to answer. None: failures are the server's, whatever else it answers.
+        control: a call that the server is known to answer. None: every failure is the server's.
     """
 
     def __init__(
@@ -198,26 +190,22 @@ class CallRun(Generic[T]):
         self.num_answered = 0
         self._call, self._done, self._key, self._control = call, done, key, control
         self._num_begun = self._num_answers = 0
-        self._waiting: list[_Again] = []
-        # Items that wait for the control call, each with its last error.
-        self._unclear: list[tuple[_Again, CallError]] = []
+        self._waiting: list[_Item] = []
+        # Items that wait for the result of the control call, each with its last error.
+        self._unclear: list[tuple[_Item, CallError]] = []
         self._not_before = self._held_s = 0.0
         self._failing_since: float | None = None
         self._given_up: str | None = None
 
     async def answer_all(self, num_items: int) -> None:
-        """Call for every index below `num_items`.
-
-        Raises:
-            ServerUnavailable: the server was given up.
-        """
-        in_flight: dict[asyncio.Task[T], tuple[_Again, float]] = {}
+        """Call for every index below `num_items`; raises ServerUnavailable when the server is given up."""
+        in_flight: dict[asyncio.Task[T], tuple[_Item, float]] = {}
         try:
             while True:
                 if self._unclear and self._given_up is None:
                     await self._ask_control()
                 while len(in_flight) < int(self.pace.limit) and (item := self._next_item(num_items)):
-                    in_flight[asyncio.create_task(self._one_call(item.index))] = (item, _now())
+                    in_flight[asyncio.create_task(self._call_in_time(item.index))] = (item, _now())
                 has_more = self._given_up is None and (self._waiting or self._num_begun < num_items)
                 if not in_flight and not has_more:
                     break
@@ -229,11 +217,11 @@ class CallRun(Generic[T]):
             await asyncio.gather(*in_flight, return_exceptions=True)
         if self._given_up is not None:
             raise ServerUnavailable(
-                f"{self.server} {self._given_up}; {self.num_answered} of {num_items} were answered, and what is"
-                " missing is asked when the same command runs again"
+                f"{self.server} {self._given_up}; {self.num_answered} of {num_items} were answered. Run the same"
+                " command again to ask the missing ones"
             )
 
-    def _next_item(self, num_items: int) -> _Again | None:
+    def _next_item(self, num_items: int) -> _Item | None:
         now = _now()
         if self._given_up is not None or now < self._not_before:
             return None
@@ -242,14 +230,14 @@ class CallRun(Generic[T]):
         if not self._begins_new(num_items):
             return None
         self._num_begun += 1
-        return _Again(now, self._num_begun - 1, started=now, answers_before=self._num_answers)
+        return _Item(now, self._num_begun - 1, started=now, answers_before=self._num_answers)
 
     def _begins_new(self, num_items: int) -> bool:
-        # A server in trouble is not asked ever new questions while so many old ones wait for their next call.
+        # A server in trouble gets no new questions while many old ones wait for a retry.
         return self._num_begun < num_items and len(self._waiting) < 4 * self.pace.max_concurrency
 
     async def _wait(self, in_flight: dict[asyncio.Task[T], Any], num_items: int) -> set[asyncio.Task[T]]:
-        """Wait for a call to end, or for the time when another may begin; return the calls that have ended."""
+        """Wait until a call ends or another may begin; return the calls that have ended."""
         may_begin = self._given_up is None and len(in_flight) < int(self.pace.limit)
         seconds = None
         if may_begin and (self._waiting or self._num_begun < num_items):
@@ -260,27 +248,21 @@ class CallRun(Generic[T]):
             return set()
         return (await asyncio.wait(in_flight, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
 
-    async def _one_call(self, index: int) -> T:
-        seconds = self.policy.call_timeout_s
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._call(index)
-        except TimeoutError as error:
-            raise CallError(f"no answer within {seconds:g} s", overloaded=True, timed_out=True) from error
+    async def _call_in_time(self, index: int) -> T:
+        return await _within(self.policy.call_timeout_s, lambda: self._call(index))
 
     async def _ask_control(self) -> None:
-        """Find out whether the server answers at all, and decide about the items that wait for that."""
+        """Find out whether the server answers at all, then decide about the unclear items."""
         unclear, self._unclear = self._unclear, []
         began = _now()
         try:
-            async with asyncio.timeout(self.policy.call_timeout_s):
-                await self._control()
-        except (TimeoutError, CallError):
+            await _within(self.policy.call_timeout_s, self._control)
+        except CallError:
             pass
         else:
             self._note_answer()
             if _now() - began < self.policy.call_timeout_s / 4:
-                # Calls that hang have slowed it down, and it is not overloaded.
+                # Calls that hang have lowered the pace, but the server is not overloaded.
                 self.pace.recover()
         for item, error in unclear:
             self._decide(item, error, is_checked=True)
@@ -289,14 +271,14 @@ class CallRun(Generic[T]):
         self._num_answers += 1
         self._failing_since = None
 
-    def _take(self, task: asyncio.Task[T], item: _Again, began: float) -> None:
+    def _take(self, task: asyncio.Task[T], item: _Item, began: float) -> None:
         try:
             answer = task.result()
         except CallError as error:
             if error.overloaded:
                 self.pace.slow_down(began, _now())
             if error.kind == "refused":
-                # The server is there and answers: it is this item that has failed.
+                # The server answers, so the item is at fault.
                 self._note_answer()
                 self._done(item.index, error)
             else:
@@ -308,36 +290,32 @@ class CallRun(Generic[T]):
         self.pace.speed_up()
         self._done(item.index, answer)
 
-    def _take_failure(self, item: _Again, error: CallError) -> None:
-        now, policy, asked_s = _now(), self.policy, error.retry_after_s
+    def _take_failure(self, item: _Item, error: CallError) -> None:
+        now, policy, wait_s = _now(), self.policy, error.retry_after_s
         item.failures += 1
         if self._failing_since is None:
             self._failing_since = now
-        item.not_before = now + policy.delay_s(self._key(item.index), item.failures, asked_s)
+        item.not_before = now + policy.delay_s(self._key(item.index), item.failures, wait_s)
         if error.kind == "stop":
             self._give_up(str(error))
-        elif asked_s is not None and asked_s > policy.item_timeout_s:
-            self._give_up(f"asks to be left alone for {asked_s:.0f} s ({error})")
+        elif wait_s is not None and wait_s > policy.item_timeout_s:
+            self._give_up(f"asks to be left alone for {wait_s:.0f} s ({error})")
         else:
             self._decide(item, error)
-        if asked_s is not None and self._given_up is None:
-            until = now + asked_s
+        if wait_s is not None and self._given_up is None:
+            until = now + wait_s
             self._held_s += max(0.0, until - max(now, self._not_before))
             self._not_before = max(self._not_before, until)
 
-    def _decide(self, item: _Again, error: CallError, is_checked: bool = False) -> None:
-        """Ask for an item again, end it, or give the server up.
-
-        Args:
-            is_checked: the control call was made after the error.
-        """
+    def _decide(self, item: _Item, error: CallError, is_checked: bool = False) -> None:
+        """Retry an item, end it, or give the server up; `is_checked`: the control call was made after the error."""
         policy = self.policy
         failing_s = 0.0 if self._failing_since is None else _now() - self._failing_since
         is_out_of_patience = failing_s - self._held_s >= policy.patience_s or failing_s >= policy.item_timeout_s
         is_spent = item.failures >= policy.max_calls or item.not_before > item.started + policy.item_timeout_s
-        # A server that asks for fewer calls may well answer others.
+        # An overloaded server rejects some calls and answers others; that is no fault of the item.
         may_be_alone = self._control is not None and (error.timed_out or not error.overloaded)
-        # Another call was answered since the item failed the time before, or began.
+        # Another call was answered since the item's last failure, or since it began.
         is_alone = may_be_alone and self._num_answers > item.answers_before
         is_unclear = is_out_of_patience or (may_be_alone and not is_alone and (is_spent or error.timed_out))
         if is_unclear and self._control is not None and not is_checked:
@@ -360,28 +338,29 @@ class CallRun(Generic[T]):
 
 
 async def ask_patiently(call: Callable[[], Awaitable[T]], policy: RetryPolicy, max_calls: int = 3) -> T:
-    """Return what one call answers, for a check before the work: a server that stumbles is asked a few times more.
-
-    Raises:
-        CallError: the last call's.
-    """
+    """Return the answer of one call, retried a few times (for a check at startup), or raise the last CallError."""
     for failures in range(1, max_calls + 1):
         try:
-            async with asyncio.timeout(policy.call_timeout_s):
-                return await call()
-        except TimeoutError:
-            error = CallError(f"no answer within {policy.call_timeout_s:g} s", overloaded=True, timed_out=True)
+            return await _within(policy.call_timeout_s, call)
         except CallError as raised:
             error = raised
-        asked_s = error.retry_after_s
-        if failures == max_calls or error.kind != "again" or (asked_s or 0.0) > policy.patience_s:
+        wait_s = error.retry_after_s
+        if failures == max_calls or error.kind != "again" or (wait_s or 0.0) > policy.patience_s:
             break
-        await asyncio.sleep(policy.delay_s("check", failures, asked_s))
+        await asyncio.sleep(policy.delay_s("check", failures, wait_s))
     raise error
 
 
+async def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await call()
+    except TimeoutError as error:
+        raise CallError(f"no answer within {seconds:g} s", overloaded=True, timed_out=True) from error
+
+
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns, from code that is not one; inside a running loop (a notebook's) in a thread."""
+    """Run a coroutine from ordinary code and return its result; in a thread if a loop is running (a notebook's)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""From the reply of a chat server to a label, or to probabilities of labels: read strictly, and never guessed.
+"""A server that speaks OpenAI's chat protocol, and what its replies say: a label, or probabilities of labels.
 
-What a server was asked for and what came back are two things: log probabilities count only where they are there, are
-probabilities, and belong to the text of the reply. Knows no HTTP and no prompt.
+Replies are read strictly, never guessed: log probabilities count only if they are present, are probabilities, and
+belong to the text of the reply, whatever the server was asked for.
 """
 
 from __future__ import annotations
@@ -33,19 +33,35 @@ from onetrunk.judges.template import is_mark
 from onetrunk.types import Message
 
 CHAT_PATH = "/chat/completions"
-NO_JSON_OF_THAT_FORM = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 AN_HTML_PAGE = "an HTML page where JSON was expected"
+UNEXPECTED_FORM = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
+# A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.
+BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
+VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
+# What a server adds to the name of a model that it pins: a date or a revision.
+PINNED = r"[-@:](\d{4}|\d{4}-?\d\d-?\d\d|latest|main|[0-9a-f]{7,40})"
+# How tokenizers write the space before a word.
+SPACE_MARKS = "\u0120\u2581"
+# With less probability on the labels their order says little about what the model wanted to write.
+LEAST_LABEL_MASS = 0.5
+# Rounding of the server: probabilities of a position may add up to a little more than 1.
+ROUNDING = 0.02
+LONGEST_EXCERPT = 60
+MORE_TOKENS = (
+    "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
+    " {enable_thinking: false}"
+)
 
 
 class ChatServer:
-    """A model that answers chats.
+    """One model of a chat server.
 
     Args:
-        url: of the API, such as "http://127.0.0.1:8000/v1"; a path that ends in /chat/completions is taken as it is.
+        url: of the API, such as "http://127.0.0.1:8000/v1", or the whole path that ends in /chat/completions.
         model: its name on the server.
         api_key_env: environment variable that holds the key; None sends no credentials.
-        allow_http: plain http also to hosts outside this machine and private networks.
-        extra_body: further entries of the body of every call.
+        allow_http: allows plain http also to hosts outside this machine and private networks.
+        extra_body: more entries for the body of every call.
 
     Raises:
         ValueError: a URL that may not be called, no model, or a variable that is not set.
@@ -72,16 +88,16 @@ class ChatServer:
         return f"judge server {shown(self.url)}"
 
     def check_host(self) -> None:
-        """Look up the host, and refuse addresses that may not be called (see `urls.check_host`)."""
+        """Look up the host and check its addresses (see `http.check_host`)."""
         check_host(self.url, allow_http=self.allow_http)
 
     @asynccontextmanager
     async def session(self, max_connections: int) -> AsyncIterator[AsyncInferenceClient]:
         """Yield a client for this server, and close its connections at the end."""
-        # Read anew for every session, and kept nowhere: what holds a judge does not hold its key.
+        # Read again for every session and not stored, so that no attribute of a judge holds its key.
         secret = read_secret(self.api_key_env)
         use_client(lambda: guarded_client(self.url, secret, max_connections))
-        # Without a token the hub's client would look up, and send, that of whoever is logged in.
+        # Without a key the hub's client would look up and send the token of the logged-in user.
         async with AsyncInferenceClient(base_url=self.url, api_key=secret or "none") as client:
             yield client
 
@@ -101,13 +117,13 @@ class ChatServer:
             messages: the conversation.
             max_tokens: of the reply.
             seed: makes replies differ; below 2**31.
-            top_logprobs: candidates per token whose log probabilities are asked for; 0 asks for none.
+            top_logprobs: candidates per token to return log probabilities of; 0 for none.
 
         Raises:
-            CallError: no reply, or one that is not what it should be.
+            CallError: no reply, or one of an unexpected form.
         """
         secret = read_secret(self.api_key_env)
-        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
+        logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
         try:
             output = await client.chat_completion(
                 messages,
@@ -117,23 +133,24 @@ class ChatServer:
                 temperature=1.0,
                 top_p=1.0,
                 extra_body=self.extra_body,
-                **asked,
+                **logprobs,
             )
         except (httpx2.HTTPError, httpx2.InvalidURL, HfHubHTTPError) as error:
             raise failure_of(error, secret) from None
         except json.JSONDecodeError as error:
             raise CallError(AN_HTML_PAGE if is_html("", error.doc) else "a body that is not whole JSON") from None
-        except NO_JSON_OF_THAT_FORM as error:
-            # The hub's parser meets a body of another form: a list, a text where an object should be, other bytes.
+        except UNEXPECTED_FORM as error:
+            # Raised by the hub's parser for another body: a list, a text instead of an object, other bytes.
             raise CallError(f"a body of another form than a chat completion ({type(error).__name__})") from None
         return checked_reply(_with_messages(output), self.model)
 
     async def served_models(self) -> list[str] | None:
-        """Return the names of the models that the server lists; None where it keeps no such list, or fails to read it
-        (transformers serve without a Hub cache answers HTTP 500): that it answers at all is what counts.
+        """Return the names of the models that the server lists.
+
+        None if it has no such list or fails to read it (transformers serve without a Hub cache answers HTTP 500).
 
         Raises:
-            CallError: no server, or one that answers with pages for people.
+            CallError: no server, or one that answers with web pages.
         """
         base = self.url.removesuffix(CHAT_PATH)
         path = "/models" if base != self.url or base.endswith("/v1") else "/v1/models"
@@ -146,26 +163,27 @@ class ChatServer:
         if response.is_success and is_html(response.headers.get("content-type", ""), response.text):
             raise CallError(AN_HTML_PAGE, "stop")
         try:
-            listed = response.json()["data"] if response.is_success else None
-            return None if listed is None else [str(entry["id"]) for entry in listed]
+            return [str(entry["id"]) for entry in response.json()["data"]] if response.is_success else None
         except (ValueError, TypeError, KeyError):
             return None
 
     async def rendered(self, messages: list[Message]) -> tuple[str, list[str]] | None:
-        """Return a conversation as the server's chat template renders it, and its tokens as the tokenizer names them,
-        by `/tokenize` and `/detokenize` of vLLM; None from a server that lacks them, or whose template does not take
-        the conversation."""
+        """Return a conversation as the server's chat template renders it, and the names of its tokens.
+
+        Uses `/tokenize` and `/detokenize` of vLLM. None from a server without them, or whose template does not take
+        the conversation.
+        """
         root = self.url.removesuffix(CHAT_PATH).removesuffix("/v1")
-        asked = {"messages": messages, "add_generation_prompt": True, "return_token_strs": True}
+        body = {"model": self.model, "messages": messages, "add_generation_prompt": True, "return_token_strs": True}
         try:
             async with guarded_client(self.url, read_secret(self.api_key_env), 1) as client:
-                response = await client.post(f"{root}/tokenize", json={"model": self.model, **asked})
-                found = response.json() if response.is_success else {}
-                tokens = {"model": self.model, "tokens": found["tokens"]}
-                response = await client.post(f"{root}/detokenize", json=tokens)
+                response = await client.post(f"{root}/tokenize", json=body)
+                tokenized = response.json() if response.is_success else {}
+                body = {"model": self.model, "tokens": tokenized["tokens"]}
+                response = await client.post(f"{root}/detokenize", json=body)
                 text = response.json()["prompt"] if response.is_success else None
-                names = found.get("token_strs")
-        except (CallError, httpx2.HTTPError, httpx2.InvalidURL, *NO_JSON_OF_THAT_FORM):
+                names = tokenized.get("token_strs")
+        except (CallError, httpx2.HTTPError, httpx2.InvalidURL, *UNEXPECTED_FORM):
             return None
         names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         return (text, names) if isinstance(text, str) else None
@@ -174,8 +192,8 @@ class ChatServer:
 def _with_messages(output: ChatCompletionOutput) -> dict[str, Any]:
     """Return a body with the messages as the server sent them.
 
-    The hub's objects are dicts too, but a dict inside another one has lost the keys that the hub does not know, such
-    as reasoning_content and refusal. The message itself still has them.
+    The hub's objects are dicts too, but a dict inside another one lacks the keys that the hub does not know, such as
+    reasoning_content and refusal. The message object still has them.
     """
     choices = output.choices if isinstance(output.choices, list) else []
     if not all(isinstance(choice, ChatCompletionOutputComplete) for choice in choices):
@@ -183,36 +201,16 @@ def _with_messages(output: ChatCompletionOutput) -> dict[str, Any]:
     return {**output, "choices": [{**choice, "message": choice.message} for choice in choices]}
 
 
-# A label may stand in quotes, brackets or bold type; a sentence around it is not a verdict.
-BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
-VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
-# What a server adds to the name of a model that it pins: a date or a revision.
-PINNED = r"[-@:](\d{4}|\d{4}-?\d\d-?\d\d|latest|main|[0-9a-f]{7,40})"
-# How tokenizers write the space before a word.
-SPACE_MARKS = "\u0120\u2581"
-# Below it the order of the two labels says little about what the model wanted to write.
-LEAST_LABEL_MASS = 0.5
-# Rounding of the server: probabilities of a position may add up to a little more than 1.
-ROUNDING = 0.02
-LONGEST_EXCERPT = 60
-# Enough for a label in quotes or in JSON, too little for an essay.
-VERDICT_TOKENS = 16
-MORE_TOKENS = (
-    "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
-    " {enable_thinking: false}"
-)
-
-
 @dataclass(frozen=True)
 class Reply:
-    """A reply that has the form it should have.
+    """A reply of the expected form.
 
     Args:
-        text: what the model wrote, its hidden reasoning left out.
-        is_whole: False where it was cut at the token limit.
-        positions: per token of the reply (the token, {candidate: logprob}); None where the server sent none.
+        text: what the model wrote, without its hidden reasoning.
+        is_whole: False if it was cut at the token limit.
+        positions: per token of the reply (the token, {candidate: logprob}); None if the server sent none.
         thought: the hidden reasoning, wherever the server puts it.
-        refusal: what the server sent in place of an answer; None: it refuses nothing.
+        refusal: what the server sent instead of an answer, if it did.
     """
 
     text: str
@@ -231,7 +229,7 @@ def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
     """Return the reply in a parsed body of `/chat/completions`.
 
     Raises:
-        CallError: there is no reply in it, or another model's.
+        CallError: no reply, or a reply of another model.
     """
     if output.get("error"):
         raise CallError(f"an error in place of a reply ({str(output['error'])[:200]})")
@@ -244,31 +242,31 @@ def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
     message = choices[0].get("message")
     message = message if isinstance(message, Mapping) else {}
     text, ending = message.get("content"), choices[0].get("finish_reason")
-    # The two names under which servers send reasoning that they have taken out of the text.
+    # The two names under which servers send reasoning apart from the text.
     thought = message.get("reasoning") or message.get("reasoning_content") or ""
     refusal = message.get("refusal") or ("its content filter" if ending == "content_filter" else None)
     if not isinstance(text, str):
-        # A server sends no text where the reasoning fills the whole reply, or where it refuses.
+        # A server sends no text if the reasoning fills the whole reply, or if it refuses to answer.
         if text is not None or not (thought or refusal):
             raise CallError("a reply without text")
         text = ""
     verdict = _after_thinking(text)
-    # After reasoning the first token is not the verdict's.
+    # After reasoning the first token does not belong to the verdict.
     thought = str(thought) or text.removesuffix(verdict)
     positions = None if thought else _positions(choices[0].get("logprobs"), text)
     return Reply(verdict, ending != "length", positions, thought, None if refusal is None else str(refusal))
 
 
-def is_same_model(asked: str, reported: str) -> bool:
-    """Say whether a server means the model that was asked: the same name, with or without owner, date or revision."""
-    short, own = (name.rstrip("/").rpartition("/")[2].lower() for name in (asked, reported))
-    return short == own or re.fullmatch(re.escape(short) + PINNED, own) is not None
+def is_same_model(model: str, reported: str) -> bool:
+    """Return whether two names mean one model: the second may differ in its owner and have a date or revision."""
+    ours, theirs = (name.rstrip("/").rpartition("/")[2].lower() for name in (model, reported))
+    return ours == theirs or re.fullmatch(re.escape(ours) + PINNED, theirs) is not None
 
 
 def read_label(text: str, labels: Sequence[str]) -> str | None:
-    """Return the one label that a reply is; None for a reply that is anything else.
+    """Return the label that a reply consists of; None for any other reply.
 
-    Read are the label alone, a word such as "Answer:" before it, and JSON with one of VERDICT_KEYS, in a fence or not.
+    Accepts the label alone, a word such as "Answer:" before it, and JSON with one of VERDICT_KEYS, fenced or not.
     """
     fenced = re.fullmatch(r"\s*```\w*\n?(.*?)\n?```\s*", text, flags=re.DOTALL)
     text = fenced.group(1) if fenced else text
@@ -276,27 +274,27 @@ def read_label(text: str, labels: Sequence[str]) -> str | None:
         return _label_in_json(text, labels)
     either = "|".join(map(re.escape, sorted(labels, key=len, reverse=True)))
     word = rf"(?i:{BEFORE}(?:final |my )?(?:{'|'.join(VERDICT_KEYS)})(?: is)?{BEFORE}[:=]{AFTER})?"
-    found = re.fullmatch(rf"{word}{BEFORE}({either}){AFTER}", text)
-    return found.group(1) if found else None
+    match = re.fullmatch(rf"{word}{BEFORE}({either}){AFTER}", text)
+    return match.group(1) if match else None
 
 
 def label_probabilities(reply: Reply, labels: Sequence[str]) -> dict[str, float] | None:
-    """Return the probability of each label at the first token that is not blank; None where the server tells none.
+    """Return the probability of each label at the first token that is not blank; None without log probabilities.
 
-    They do not add up to 1: what is missing is the probability of everything else. A label that is not among the
-    candidates has less than each of them, and counts as 0.
+    They do not add up to 1; the rest is the probability of everything else. A label that is not among the candidates
+    is less probable than each of them and counts as 0.
     """
     for token, candidates in reply.positions or ():
         if not _bare(token):
             continue
         if len(candidates) < 2:
-            # The written token alone says nothing of the other labels.
+            # The written token alone says nothing about the other labels.
             return None
-        found = dict.fromkeys(labels, 0.0)
+        probabilities = dict.fromkeys(labels, 0.0)
         for candidate, logprob in candidates.items():
-            if _bare(candidate) in found:
-                found[_bare(candidate)] += math.exp(logprob)
-        return found
+            if _bare(candidate) in probabilities:
+                probabilities[_bare(candidate)] += math.exp(logprob)
+        return probabilities
     return None
 
 
@@ -305,10 +303,10 @@ class Vote:
     """One reply to one question.
 
     Args:
-        label: what it says; None where it is no label.
-        probabilities: per label, as `label_probabilities` gives them; None without log probabilities.
+        label: None for a reply that is not a label.
+        probabilities: per label, as from `label_probabilities`; None without log probabilities.
         reasoning: what the model wrote before.
-        problem: why the reply is no label; None where it is one.
+        problem: why the reply is not a label; None if it is one.
     """
 
     label: str | None
@@ -319,7 +317,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Opinion:
-    """What the votes on one question say: a probability per label that add up to 1, or None for an abstention."""
+    """The result of the votes on one question: probabilities of the labels that add up to 1, or None (abstention)."""
 
     shares: dict[str, float] | None
     reason: str | None
@@ -329,13 +327,39 @@ class Opinion:
 def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None) -> Vote:
     """Return the vote that a reply is."""
     label = read_label(reply.text, labels)
-    # Where nothing was written, nothing was measured but the end of the reply.
+    # The first token of an empty reply is its end, so its probabilities are no measurement.
     probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
-    return Vote(label, probabilities, reasoning, problem_of(reply) if label is None else None)
+    return Vote(label, probabilities, reasoning, _problem_of(reply) if label is None else None)
 
 
-def problem_of(reply: Reply) -> str:
-    """Return why a reply that is no label is none, and what to change where that is known."""
+def opinion_of_probabilities(vote: Vote) -> Opinion:
+    """Return the opinion of one reply with log probabilities: the labels' probabilities, scaled to add up to 1.
+
+    It abstains if the model would probably have written something else than a label.
+    """
+    mass = sum(vote.probabilities.values())
+    details = {"method": "logprobs", "label_mass": round(min(mass, 1.0), 6)}
+    if mass < LEAST_LABEL_MASS:
+        return Opinion(None, f"the labels have {mass:.0%} of the probability", details)
+    return Opinion({label: p / mass for label, p in vote.probabilities.items()}, vote.reasoning, details)
+
+
+def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
+    """Return the share of each label among the votes that are labels; no shares if fewer than half are labels.
+
+    Unlike an abstention, no shares mean that nothing was measured: another reply may be a label.
+    """
+    counts = {label: sum(vote.label == label for vote in votes) for label in labels}
+    read = sum(counts.values())
+    details = {"method": "votes", "votes": {**counts, "unread": len(votes) - read}}
+    if 2 * read < len(votes):
+        problem = next(vote.problem for vote in votes if vote.label is None)
+        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
+    return Opinion({label: count / read for label, count in counts.items()}, votes[0].reasoning, details)
+
+
+def _problem_of(reply: Reply) -> str:
+    """Return why a reply is not a label, and what to change if that is known."""
     begins = json.dumps(reply.text.strip()[:LONGEST_EXCERPT], ensure_ascii=True)
     if reply.refusal is not None:
         return f"the server refused to answer: {json.dumps(reply.refusal[:LONGEST_EXCERPT], ensure_ascii=True)}"
@@ -348,44 +372,17 @@ def problem_of(reply: Reply) -> str:
     return f"it begins {begins}"
 
 
-def opinion_of_probabilities(vote: Vote) -> Opinion:
-    """Return the opinion of one reply with log probabilities: those of the labels, made to add up to 1.
-
-    It abstains where the model would rather have written something else than a label.
-    """
-    mass = sum(vote.probabilities.values())
-    details = {"method": "logprobs", "label_mass": round(min(mass, 1.0), 6)}
-    if mass < LEAST_LABEL_MASS:
-        return Opinion(None, f"the labels have {mass:.0%} of the probability", details)
-    return Opinion({label: p / mass for label, p in vote.probabilities.items()}, vote.reasoning, details)
-
-
-def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
-    """Return the share of each label among the votes that are labels; without shares where fewer than half are.
-
-    Such an opinion is no abstention: nothing was measured, and another reply may be a label.
-    """
-    counts = {label: sum(vote.label == label for vote in votes) for label in labels}
-    read = sum(counts.values())
-    details = {"method": "votes", "votes": {**counts, "unread": len(votes) - read}}
-    if 2 * read < len(votes):
-        problem = next(vote.problem for vote in votes if vote.label is None)
-        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
-    return Opinion({label: count / read for label, count in counts.items()}, votes[0].reasoning, details)
-
-
 def _label_in_json(text: str, labels: Sequence[str]) -> str | None:
     try:
         value = json.loads(text)
     except ValueError:
         return None
-    given = [value[key] for key in VERDICT_KEYS if key in value] if isinstance(value, dict) else []
-    given = [str(entry).strip() for entry in given]
-    return given[0] if len(given) == 1 and given[0] in labels else None
+    entries = [str(value[key]).strip() for key in VERDICT_KEYS if key in value] if isinstance(value, dict) else []
+    return entries[0] if len(entries) == 1 and entries[0] in labels else None
 
 
 def _after_thinking(text: str) -> str:
-    """Return what follows the reasoning that some models write into their reply; nothing where it does not end."""
+    """Return the text after the reasoning that some models write into their reply; empty if it does not end."""
     _, ended, after = text.rpartition("</think>")
     return after if ended or not text.lstrip().startswith("<think>") else ""
 
@@ -405,11 +402,10 @@ def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], 
 
 
 def _spell(tokens: Sequence[str], text: str) -> bool:
-    """Say whether tokens are those of a text, one by one.
+    """Return whether tokens are those of a text, one by one; the tokens may end before the text does.
 
-    Servers leave control tokens out of the text, the end mark that a reply ran past among them; so they are passed
-    over, and so is one last token, by which a reply ended. Blanks, and characters that a token holds a part of, are
-    not compared. The tokens may end before the text does.
+    Servers leave control tokens out of the text, so those are skipped, and so is the last token if it ended the reply.
+    Blanks and non-ASCII characters, of which a token may hold a part, are not compared.
     """
     left = _comparable(text)
     for number, token in enumerate(tokens):
@@ -428,14 +424,14 @@ def _comparable(text: str) -> str:
 def _candidates(entries: Any) -> dict[str, float] | None:
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         return None
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for entry in entries:
         token, logprob = (entry.get("token"), entry.get("logprob")) if isinstance(entry, Mapping) else (None, None)
         if not isinstance(token, str) or not isinstance(logprob, (int, float)) or not logprob <= ROUNDING:
             return None
-        # Two tokens may have the same text; bytes that are no text, for one.
-        found[token] = math.log(math.exp(found.get(token, -math.inf)) + math.exp(logprob) or 5e-324)
-    return found if sum(map(math.exp, found.values())) <= 1 + ROUNDING else None
+        # Two tokens may have the same text, such as bytes that are no text.
+        logprobs[token] = math.log(math.exp(logprobs.get(token, -math.inf)) + math.exp(logprob) or 5e-324)
+    return logprobs if sum(map(math.exp, logprobs.values())) <= 1 + ROUNDING else None
 
 
 def _bare(text: str) -> str:

@@ -1,12 +1,10 @@
-"""A constitution: the principles by which a judge compares, out of a YAML file, checked and known by its hash.
+"""A constitution: the principles by which a judge compares, read from a YAML file and validated.
 
-    name: helpful-and-harmless
-    principles:
-      - text: Which completion does more of what the prompt asks for?
-        weight: 2.0
-        tags: [helpful]
-
-Knows YAML and principles; no judge.
+name: helpful-and-harmless
+principles:
+  - text: Which completion does more of what the prompt asks for?
+    weight: 2.0
+    tags: [helpful]
 """
 
 from __future__ import annotations
@@ -26,19 +24,14 @@ MAX_TEXT = 2000
 
 @dataclass(frozen=True)
 class Constitution:
-    """Principles under a name.
-
-    Args:
-        name: for reports.
-        principles: at least one, no two with the same text.
-    """
+    """Principles, at least one and no two with the same text, under a name for reports."""
 
     name: str
     principles: tuple[Principle, ...]
 
     @property
     def version(self) -> str:
-        """Hash of what a label depends on: texts, weights and tags in their order, not the name."""
+        """Hash of everything a label depends on: texts, weights and tags in their order, not the name."""
         return digest([[p.text, p.weight, list(p.tags)] for p in self.principles])
 
     @property
@@ -48,11 +41,7 @@ class Constitution:
 
 
 def load_constitution(path: str | Path | None) -> Constitution:
-    """Read and check a constitution.
-
-    Raises:
-        ValueError: there is no such file, or what is in it is no constitution; the sentence names the principle.
-    """
+    """Read and validate a constitution; raises ValueError for a missing file or a mistake in it."""
     if not path:
         raise ValueError("constitution is not set; a judge needs one: give a YAML file with name and principles")
     path = Path(path).expanduser()
@@ -63,11 +52,7 @@ def load_constitution(path: str | Path | None) -> Constitution:
 
 
 def parse_constitution(content: Any, place: str = "the constitution") -> Constitution:
-    """Return the constitution that a mapping describes; `place` begins the sentence about what is wrong with it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the constitution that a mapping describes; errors (ValueError) begin with `place`."""
     _check_keys(content, KEYS, place)
     name, entries = content.get("name"), content.get("principles")
     if not isinstance(name, str) or not name.strip():
@@ -75,9 +60,9 @@ def parse_constitution(content: Any, place: str = "the constitution") -> Constit
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{place} has no principles; list at least one, each with a text")
     principles = tuple(_principle(entry, f"{place}: principle {number}") for number, entry in enumerate(entries, 1))
-    seen: dict[str, int] = {}
+    first_numbers: dict[str, int] = {}
     for number, principle in enumerate(principles, 1):
-        first = seen.setdefault(principle.text.casefold(), number)
+        first = first_numbers.setdefault(principle.text.casefold(), number)
         if first != number:
             raise ValueError(f"{place}: principles {first} and {number} have the same text; keep one, with its weight")
     return Constitution(name.strip(), principles)
@@ -85,8 +70,8 @@ def parse_constitution(content: Any, place: str = "the constitution") -> Constit
 
 def _check_keys(entry: Any, known: tuple[str, ...], place: str) -> None:
     if not isinstance(entry, dict):
-        found = "is empty" if entry is None else f"is {entry!r:.60}"
-        raise ValueError(f"{place} {found}; expected a mapping with {', '.join(known)}")
+        state = "is empty" if entry is None else f"is {entry!r:.60}"
+        raise ValueError(f"{place} {state}; expected a mapping with {', '.join(known)}")
     unknown = sorted(str(key) for key in entry if key not in known)
     if unknown:
         raise ValueError(f"{place}: unknown key {unknown[0]!r}; the keys are {', '.join(known)}")

@@ -1,7 +1,8 @@
-"""Which servers may be asked, with which secrets, by which HTTP client. Knows nothing of what is asked.
+"""HTTP for judges and reward servers: URL checks, secrets, a client with limits, and what failures mean.
 
-A URL from a recipe may be wrong or hostile: it could point at a cloud's metadata service, carry a password into logs,
-or lead elsewhere by a redirect. Secrets come from environment variables alone and go to one server alone.
+A redirect or a changed DNS entry could lead a call to a cloud's metadata service or carry a key to another server.
+So secrets come from environment variables only and go to one server only, over https or to a nearby address;
+redirects are not followed, the address actually called is checked, and only a limited part of an answer is read.
 """
 
 from __future__ import annotations
@@ -31,29 +32,46 @@ from onetrunk.utils.redaction import add_secret
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Where clouds hand out credentials to whoever asks from inside. Link-local addresses are refused as a whole.
-METADATA_NAMES = frozenset(
-    ("metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal")
-)
+# Where clouds hand out credentials to any process inside. Link-local addresses are rejected as a whole.
+METADATA_HOST = "metadata.google.internal"
 METADATA_ADDRESSES = frozenset(
     ipaddress.ip_address(text)
     # AWS, Google, Azure and others; AWS and Google by IPv6; Azure's host; Alibaba; Oracle.
     for text in ("169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "100.100.100.200", "192.0.0.192")
 )
-# IPv4 addresses in IPv6 clothes (RFC 6052).
+# IPv4 addresses inside IPv6 addresses (RFC 6052).
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# 13,000 tokens with 20 candidates each fit. Parsed, such an answer takes about ten times as much memory.
+MAX_BYTES = 16 * 2**20
+# Answers nest less than ten deep; Python's parser fails at a thousand.
+MAX_DEPTH = 100
+LONGEST_EXCERPT = 200
+
+# 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy whose server does not answer.
+AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
+OVERLOADED = frozenset((408, 429, 503, 504, 529))
+# A deadline of the server, or of a proxy in front of it.
+TIMED_OUT = frozenset((408, 504, 522, 524))
+# A wrong key, used-up credit, an unknown path or model: every question would fail in the same way.
+FOR_ALL = {
+    401: "check the key in the variable that api_key_env names",
+    402: "its account has no credit left",
+    404: "check the URL's path and the model's name",
+    405: "check the URL's path",
+    407: "the proxy wants credentials",
+}
 
 
 def check_url(url: str, what: str = "the judge's address", allow_http: bool = False) -> str:
-    """Return the URL of a server, without a slash at its end, after all checks that need no network.
+    """Return the URL of a server without a trailing slash, after all checks that need no network.
 
     Args:
         url: http or https; http for this machine and private networks only.
         what: the setting that it comes from, for errors.
-        allow_http: also for any other host, where whoever stands between reads along.
+        allow_http: allows http for any other host too, where the network can read everything.
 
     Raises:
-        ValueError: names the setting and what to change; a password in the URL is not repeated.
+        ValueError: names the setting and what to change, without repeating a password in the URL.
     """
     if not isinstance(url, str) or re.search(r"[\s\x00-\x1f\x7f\\]", url):
         raise ValueError(f"{what} is no URL: it holds a space, a backslash or a control character")
@@ -73,53 +91,52 @@ def check_url(url: str, what: str = "the judge's address", allow_http: bool = Fa
         raise ValueError(f"{what} is {shown(url)!r}, which names no host; expected one such as https://host/v1")
     if parts.query or parts.fragment:
         raise ValueError(f"{what} is {shown(url)!r} with '?' or '#' after it; give the address alone")
-    _refuse_host(host, what)
+    if host.rstrip(".").lower() == METADATA_HOST:
+        raise ValueError(
+            f"{what}: {host} is where clouds hand out credentials; name the host of a judge or reward model"
+        )
     address = _as_address(host)
     if address is not None:
-        refuse_address(address, host, what)
-    if parts.scheme == "http" and not allow_http and address is not None and not _is_near(address):
-        raise ValueError(_plain_http(what, url))
+        check_address(address, host, what)
+        if parts.scheme == "http" and not allow_http and not _is_near(address):
+            raise ValueError(_plain_http(what, url))
     return url.rstrip("/")
 
 
 def check_host(url: str, what: str = "the judge's address", allow_http: bool = False) -> None:
-    """Look the host up and check the addresses behind its name, of which none may be a metadata service.
+    """Look the host up and check every address of its name: ValueError as in `check_url`, RuntimeError for no host.
 
-    Where a proxy stands between, it is the proxy that looks names up; a name that is unknown here is then let pass.
-
-    Raises:
-        ValueError: an address that is refused, or plain http to a host that is neither here nor private.
-        RuntimeError: no such host.
+    An unknown name passes if the call goes through a proxy, because the proxy looks names up itself.
     """
     parts = urlsplit(url)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 443, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(parts.hostname, parts.port or 443, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         if uses_proxy(url):
             return
         raise RuntimeError(
             f"{what} {shown(url)}: the host {parts.hostname} is unknown ({error}); check its name and the network"
         ) from None
-    addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
+    addresses = [_socket_address(entry[4]) for entry in entries]
     for address in addresses:
-        refuse_address(address, parts.hostname, what)
+        check_address(address, parts.hostname, what)
     if parts.scheme == "http" and not allow_http and not all(_is_near(address) for address in addresses):
         raise ValueError(_plain_http(what, url))
 
 
-def refuse_address(address: Address, host: str, what: str) -> None:
-    """Raise ValueError for an address that is a metadata service, link-local, or nothing one can connect to."""
+def check_address(address: Address, host: str, what: str) -> None:
+    """Raise ValueError for the address of a metadata service, a link-local address, or 0.0.0.0."""
     address = _inner_address(address)
     if address in METADATA_ADDRESSES or address.is_link_local:
         raise ValueError(
             f"{what}: {host} is {address}, where clouds hand out credentials; name the host of a judge or reward model"
         )
-    if address.is_unspecified or address.is_multicast:
+    if address.is_unspecified:
         raise ValueError(f"{what}: {host} is {address}, which is no server's address; for this machine: 127.0.0.1")
 
 
 def uses_proxy(url: str) -> bool:
-    """Say whether calls of this URL go through a proxy that the environment names; never those to near addresses."""
+    """Return whether calls of this URL go through a proxy that the environment names; calls nearby never do."""
     parts = urlsplit(url)
     address = _as_address(parts.hostname or "")
     near = parts.hostname == "localhost" or (address is not None and _is_near(address))
@@ -127,16 +144,54 @@ def uses_proxy(url: str) -> bool:
 
 
 def shown(url: str) -> str:
-    """Return a URL for a sentence: no user, no password, no query, which may hold secrets."""
+    """Return a URL for a message, without user, password and query, which may hold secrets."""
     parts: SplitResult = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
+def _as_address(host: str) -> Address | None:
+    """Return the address that a host spells out, also in the short and hexadecimal forms of IPv4; None for a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        pass
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(host.rstrip(".")))
+    except (OSError, ValueError):
+        return None
+
+
+def _socket_address(entry: tuple[Any, ...]) -> Address:
+    return ipaddress.ip_address(entry[0].partition("%")[0])
+
+
+def _inner_address(address: Address) -> Address:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address in NAT64:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def _is_near(address: Address) -> bool:
+    """Return whether an address is this machine's or private; those of shared carriers (RFC 6598) are neither."""
+    address = _inner_address(address)
+    return address.is_loopback or address.is_private
+
+
+def _plain_http(what: str, url: str) -> str:
+    return (
+        f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
+        " others can read prompts and keys; use https"
+    )
+
+
 def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
-    """Return the value of an environment variable; None where no variable is named.
+    """Return the value of an environment variable; None without a variable.
 
     Raises:
-        ValueError: what is named looks like a key itself, or is not set, or cannot go into a header.
+        ValueError: the name looks like a key itself, or the variable is not set, or its value cannot be a header.
     """
     if variable is None:
         return None
@@ -153,20 +208,19 @@ def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
 
 
 def redact(text: str, secret: str | None) -> str:
-    """Return `text` with every occurrence of the secret replaced, and of whatever else looks like a bearer token."""
+    """Return `text` with every occurrence of the secret, and of anything like a bearer token, replaced."""
     if secret:
         text = text.replace(secret, "[redacted]")
     return re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
 
 
 def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2.AsyncClient:
-    """Return a client for one server: it follows no redirect, sends the secret or no credentials at all, and reads
-    answers within bounds.
+    """Return a client for one server that follows no redirect, sends no other credentials, and limits what it reads.
 
     Args:
         url: the server's, checked.
-        secret: sent as a bearer token; None: an authorization that others have put there is taken away, such as the
-            Hub token of whoever is logged in, which AsyncInferenceClient sends to any server.
+        secret: sent as a bearer token. None: any authorization is removed, such as the Hub token of the logged-in
+            user, which AsyncInferenceClient sends to any server.
         max_connections: open at once.
     """
     origin = httpx2.URL(url)
@@ -179,12 +233,12 @@ def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2
             request.headers["authorization"] = f"Bearer {secret}"
 
     async def after(response: httpx2.Response) -> None:
-        # The name was looked up before the run; whoever owns it may have pointed it elsewhere since.
+        # `check_host` ran before the run; the owner of the name may have changed its address since.
         stream = response.extensions.get("network_stream")
         peer = None if stream is None else stream.get_extra_info("server_addr")
         if isinstance(peer, tuple):
             try:
-                refuse_address(ipaddress.ip_address(peer[0].partition("%")[0]), origin.host, "the server's address")
+                check_address(_socket_address(peer), origin.host, "the server's address")
             except ValueError as error:
                 raise CallError(str(error), "stop") from None
         if response.is_redirect:
@@ -202,27 +256,6 @@ def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2
 
 # Reading the certificates takes longer than everything else about a client.
 _ssl_context = functools.cache(httpx2.create_ssl_context)
-_OWN_CLIENT: ContextVar[Callable[[], httpx2.AsyncClient] | None] = ContextVar("onetrunk_http_client", default=None)
-_FACTORY: list[Callable[[], httpx2.AsyncClient]] = []
-
-
-def use_client(make: Callable[[], httpx2.AsyncClient]) -> None:
-    """Let the AsyncInferenceClients of this context (an asyncio task and what it starts) take their HTTP client here.
-
-    huggingface_hub has one factory for the process and none for a client. Others go on getting what they got before.
-    """
-    if not _FACTORY:
-        # The hub tells no one its factory, but shows what it makes.
-        sample = get_async_session()
-        settings: dict[str, Any] = {"event_hooks": sample.event_hooks, "follow_redirects": sample.follow_redirects}
-
-        def factory() -> httpx2.AsyncClient:
-            own = _OWN_CLIENT.get()
-            return own() if own is not None else httpx2.AsyncClient(timeout=sample.timeout, **settings)
-
-        _FACTORY.append(factory)
-    set_async_client_factory(_FACTORY[0])
-    _OWN_CLIENT.set(make)
 
 
 def _target(response: httpx2.Response) -> str:
@@ -232,64 +265,15 @@ def _target(response: httpx2.Response) -> str:
         return "nowhere"
 
 
-def _refuse_host(host: str, what: str) -> None:
-    if host.rstrip(".").lower() in METADATA_NAMES:
-        raise ValueError(
-            f"{what}: {host} is where clouds hand out credentials; name the host of a judge or reward model"
-        )
-
-
-def _as_address(host: str) -> Address | None:
-    """Return the address that a host is without looking it up, in the short and hexadecimal forms of IPv4 too."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        pass
-    try:
-        return ipaddress.IPv4Address(socket.inet_aton(host.rstrip(".")))
-    except (OSError, ValueError):
-        return None
-
-
-def _inner_address(address: Address) -> Address:
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return address.ipv4_mapped
-        if address.sixtofour is not None:
-            return address.sixtofour
-        if address in NAT64:
-            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address
-
-
-def _is_near(address: Address) -> bool:
-    """Say whether an address is this machine's or a private network's; those of shared carriers (RFC 6598) are not."""
-    address = _inner_address(address)
-    return address.is_loopback or address.is_private
-
-
-def _plain_http(what: str, url: str) -> str:
-    return (
-        f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
-        " others can read prompts and keys; use https"
-    )
-
-
-# 13,000 tokens with 20 candidates each have room; parsed, such an answer takes about ten times as much memory.
-MAX_BYTES = 16 * 2**20
-# Answers nest less than ten deep; Python's parser gives up at a thousand.
-MAX_DEPTH = 100
-
-
 class BoundedClient(httpx2.AsyncClient):
-    """An HTTP client whose responses are read to their end, within MAX_BYTES and MAX_DEPTH, before they are returned.
+    """An HTTP client that reads each response to its end before returning it, within MAX_BYTES and MAX_DEPTH.
 
     Raises:
-        CallError: by every call whose answer is too long or too deep; the connection is closed then.
+        CallError: by a call whose answer is too long or too deep; its connection is closed.
     """
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request, as AsyncClient does; its other methods come by here."""
+        """Send a request, as AsyncClient does; its other methods call this one."""
         response = await super().send(request, stream=True, **options)
         if stream:
             return response
@@ -298,9 +282,9 @@ class BoundedClient(httpx2.AsyncClient):
         finally:
             await response.aclose()
         if problem:
-            # Not raised where the parts are: an error keeps what its frames hold as long as it is kept.
+            # Not raised in `_bounded_body`: the error would keep its frame, and so the whole body, in memory.
             raise CallError(problem)
-        # Unpacked already, so what says how it was packed is left out.
+        # The body is unpacked, so the headers that describe the packing are left out.
         packed = ("content-encoding", "content-length", "transfer-encoding")
         return httpx2.Response(
             response.status_code,
@@ -312,9 +296,9 @@ class BoundedClient(httpx2.AsyncClient):
 
 
 async def _bounded_body(response: httpx2.Response) -> tuple[bytes, str | None]:
-    """Return the body, unpacked, or nothing and what is wrong with it."""
+    """Return the unpacked body and no problem, or nothing and what is wrong with it."""
     parts, size = [], 0
-    # Pieces of at most 1 MiB each, however much a packed one holds.
+    # Parts of at most 1 MiB each, however much a packed one holds.
     async for part in response.aiter_bytes():
         size += len(part)
         if size > MAX_BYTES:
@@ -331,28 +315,31 @@ def nesting(body: bytes) -> int:
     return max(accumulate(steps, initial=0))
 
 
-# 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy's words for a server that does not answer.
-AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
-OVERLOADED = frozenset((408, 429, 503, 504, 529))
-# A deadline of the server's, or of a proxy before it.
-TIMED_OUT = frozenset((408, 504, 522, 524))
-# A key that is not taken, credit that is used up, a path or model that is not there: so it will be for every question.
-FOR_ALL = {
-    401: "check the key in the variable that api_key_env names",
-    402: "its account has no credit left",
-    404: "check the URL's path and the model's name",
-    405: "check the URL's path",
-    407: "the proxy wants credentials",
-}
-LONGEST_EXCERPT = 200
+_OUR_CLIENT: ContextVar[Callable[[], httpx2.AsyncClient] | None] = ContextVar("onetrunk_http_client", default=None)
+_FACTORY: list[Callable[[], httpx2.AsyncClient]] = []
+
+
+def use_client(make: Callable[[], httpx2.AsyncClient]) -> None:
+    """Give the AsyncInferenceClients of this context (an asyncio task and the tasks it starts) our HTTP client.
+
+    huggingface_hub has one factory per process and none per client. Other users keep the client they had before.
+    """
+    if not _FACTORY:
+        # The hub does not return its factory, so we copy the settings of a client that it makes.
+        sample = get_async_session()
+        settings: dict[str, Any] = {"event_hooks": sample.event_hooks, "follow_redirects": sample.follow_redirects}
+
+        def factory() -> httpx2.AsyncClient:
+            ours = _OUR_CLIENT.get()
+            return ours() if ours is not None else httpx2.AsyncClient(timeout=sample.timeout, **settings)
+
+        _FACTORY.append(factory)
+    set_async_client_factory(_FACTORY[0])
+    _OUR_CLIENT.set(make)
 
 
 def failure_of(error: Exception, secret: str | None) -> CallError:
-    """Return what an error of huggingface_hub or httpx means.
-
-    Raises:
-        Exception: the error itself, where it is none of a server or of the network.
-    """
+    """Return what an error of huggingface_hub or httpx means for the call; raise any other error again."""
     if isinstance(error, CallError):
         return error
     if isinstance(error, (httpx2.HTTPStatusError, HfHubHTTPError)):
@@ -370,7 +357,7 @@ def failure_of(error: Exception, secret: str | None) -> CallError:
 
 
 def failure_of_response(response: httpx2.Response, secret: str | None) -> CallError:
-    """Return what a response with an error status means."""
+    """Return what a response with an error status means for the call."""
     status = response.status_code
     reason = f"HTTP {status}: {excerpt(response, secret)}"
     if status in FOR_ALL:
@@ -386,21 +373,21 @@ def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
 
     Args:
         headers: of the response.
-        now: seconds since 1970; a date is compared with the server's own clock where the response tells it.
+        now: seconds since 1970; a date is compared with the server's own clock if the response has it.
     """
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):
         seconds = float(value)
         return seconds if math.isfinite(seconds) else None
-    asked = _timestamp(value)
-    if asked is None:
+    until = _timestamp(value)
+    if until is None:
         return None
     server_now = _timestamp(headers.get("date", ""))
-    return max(0.0, asked - (now if server_now is None else server_now))
+    return max(0.0, until - (now if server_now is None else server_now))
 
 
 def excerpt(response: httpx2.Response, secret: str | None) -> str:
-    """Return what a response says, for a sentence: an error's message, the beginning of a text, or "an HTML page"."""
+    """Return a response for a message: the message of its error, the beginning of its text, or "an HTML page"."""
     try:
         text = response.text
     except (httpx2.StreamError, httpx2.HTTPError, LookupError):
@@ -415,7 +402,7 @@ def excerpt(response: httpx2.Response, secret: str | None) -> str:
 
 
 def is_html(content_type: str, text: str) -> bool:
-    """Say whether a body is a page for people, as a proxy, a login or a wrong path gives it."""
+    """Return whether a body is a web page, such as a proxy, a login or a wrong path returns."""
     return "html" in content_type.lower() or re.match(r"(?i)\s*<(!doctype|html|head|body)", text) is not None
 
 

@@ -1,10 +1,10 @@
-"""From settings to a judge: which kind a spec means, and what each kind is told. Knows the kinds of judges by name.
+"""The settings of judges, and the judge that they mean.
 
 judge: [rubric]                          plain Python checks (setting rubric)
 judge: ["reward:runs/reward"]            a reward model: folder or Hub name, or an adapter of one
-judge: ["http://127.0.0.1:8000/v1"]      a server that speaks OpenAI's chat protocol (setting judge_model)
+judge: ["http://127.0.0.1:8000/v1"]      a server with OpenAI's chat protocol (setting judge_model)
 judge: [Qwen/Qwen2.5-7B-Instruct]        a causal language model in this process: folder or Hub name
-judge: [a, b]                            the mean of several, each of any kind
+judge: [a, b]                            the mean of several (`EnsembleJudge`)
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from onetrunk.judges.base import Judge
-from onetrunk.judges.chat import VERDICT_TOKENS
+from onetrunk.judges.base import Answer, ErrorKind, Judge, Pair, Principle, Rating, Verdict, stopped_keyword
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
+from onetrunk.judges.template import VERDICT_TOKENS
+from onetrunk.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RUBRIC, REWARD, SERVER = "rubric", "reward:", ("http://", "https://")
 KINDS = "rubric, reward:FOLDER, a server's address (http://host/v1), or a causal model's folder or Hub name"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 METHODS = ("auto", "logprobs", "votes")
-# Entries of a call's body that are the judge's own, and the settings of those that have one.
+# Entries of a call's body that the judge sets itself, and the settings of those that have one.
 SENT = frozenset(
     "model messages max_tokens seed temperature top_p logprobs top_logprobs n stream chat_template_kwargs".split()
 )
@@ -40,6 +44,10 @@ INSTEAD = {
     "top_logprobs": "judge_method",
     "chat_template_kwargs": "judge_chat_template_kwargs",
 }
+# Questions that pass through all members before the next ones. A killed run can lose this many answers of every member
+# but the last.
+SLICE = 64
+Item = TypeVar("Item")
 EXAMPLES = {"rubric": '{"concise": "checks.py:concise"}'}
 
 
@@ -50,14 +58,14 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 @dataclass
 class JudgeSettings:
-    """Who judges, by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
+    """Which judges, and by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
 
     judge: list[str] | None = _option(
         None,
         "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
-        " '#model=NAME' behind the address); else a causal model's folder or Hub name. Several: their mean.",
+        " '#model=NAME' after the address); else a causal model's folder or Hub name. Several: their mean.",
     )
-    constitution: str | None = _option(None, "YAML file with the principles by which is judged.")
+    constitution: str | None = _option(None, "YAML file with the principles to judge by.")
     # rubric
     rubric: dict[str, str] | None = _option(
         None,
@@ -68,11 +76,11 @@ class JudgeSettings:
         TEMPERATURE, "Judge rubric: P(better) = logistic(score difference / rubric_temperature); above 0."
     )
     # models in this process
-    judge_batch_size: int = _option(8, "Questions, or texts of a reward model, in one forward.")
+    judge_batch_size: int = _option(8, "Questions, or texts of a reward model, per forward.")
     judge_dtype: str = _option("auto", "Precision of a causal judge's weights. auto: the checkpoint's own.", DTYPES)
-    judge_device: str | None = _option(None, "Such as cuda:1 or cpu; None: the accelerator, where there is one.")
+    judge_device: str | None = _option(None, "Such as cuda:1 or cpu; None: the accelerator, if there is one.")
     judge_min_label_mass: float = _option(
-        0.5, "A causal judge abstains where its labels together have less probability; 0 to 1."
+        0.5, "A causal judge abstains if its labels together have less probability; 0 to 1."
     )
     # models that write
     judge_reasoning_tokens: int = _option(0, "Longest reasoning before each answer, tokens; 0: none.")
@@ -81,21 +89,21 @@ class JudgeSettings:
     judge_api_key_env: str | None = _option(None, "Environment variable that holds the server's key; None: no key.")
     judge_tokenizer: str | None = _option(
         None,
-        "Folder or Hub name of the tokenizer of a server's model: its control tokens are taken out of what is judged."
-        " None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
+        "Folder or Hub name of the tokenizer of a server's model: its control tokens are removed from the judged"
+        " texts. None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
     )
-    judge_max_concurrency: int = _option(8, "Calls of a server at once, at most.")
-    judge_timeout_s: float = _option(60.0, "Deadline of one call of a server, seconds.")
-    judge_max_calls: int = _option(8, "Calls of a server for one question, the first included, when calls fail.")
+    judge_max_concurrency: int = _option(8, "Most calls to a server in flight.")
+    judge_timeout_s: float = _option(60.0, "Deadline of one call to a server, seconds.")
+    judge_max_calls: int = _option(8, "Most calls to a server for one question when calls fail, the first included.")
     judge_item_timeout_s: float = _option(
         900.0, "Deadline of one question to a server over all its calls and the waits between them, seconds."
     )
     judge_patience_s: float = _option(
-        180.0, "Give a server up when it has answered no call for so many seconds, a control question included."
+        180.0, "Give a server up when it has answered no call, not even a control question, for this many seconds."
     )
     judge_verdict_tokens: int = _option(
         VERDICT_TOKENS,
-        "Longest reply of a server, tokens. A model that reasons on its own before it answers needs room for that too,"
+        "Longest reply of a server, tokens. A model that reasons by itself before it answers needs room for that too,"
         " such as 2048.",
     )
     judge_chat_template_kwargs: dict[str, Any] | None = _option(
@@ -105,17 +113,19 @@ class JudgeSettings:
     )
     judge_extra_body: dict[str, Any] | None = _option(
         None,
-        "Further entries of the body of every call of a server, such as {reasoning_effort: low}; as JSON on the"
+        "More entries for the body of every call to a server, such as {reasoning_effort: low}; as JSON on the"
         " command line.",
     )
-    judge_samples: int = _option(5, "Votes on a question where the server returns no log probabilities.")
+    judge_samples: int = _option(5, "Votes on a question if the server returns no log probabilities.")
     judge_method: str = _option(
         "auto",
-        "auto: log probabilities where a reply has them, else votes; votes: never ask for them; logprobs: refuse a"
+        "auto: log probabilities if a reply has them, else votes; votes: never ask for them; logprobs: reject a"
         " server without.",
         METHODS,
     )
-    judge_allow_http: bool = _option(False, "Plain http also to hosts outside this machine and private networks.")
+    judge_allow_http: bool = _option(
+        False, "Allow plain http also to hosts outside this machine and private networks."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.judge, str):
@@ -157,22 +167,21 @@ class JudgeSettings:
 
     @property
     def extra_body(self) -> dict[str, Any]:
-        """What goes into the body of every call of a server beside what the judge sets itself."""
+        """The entries that are added to the body of every call to a server."""
         kwargs = self.judge_chat_template_kwargs
         return (self.judge_extra_body or {}) | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
 def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None = None) -> Judge:
-    """Return the judge that settings mean; what is wrong with them is said before a model loads or a server is asked.
+    """Return the judge that settings mean. Wrong settings are found before a model is loaded.
 
     Args:
         settings: with at least one spec in `judge`.
-        resolve: makes a function of a text in `rubric`; `rewards.resolve.resolve_reward`, from above. None: the rubric
-            holds functions.
+        resolve: turns a text in `rubric` into a function (`resolve_reward`); None if the rubric holds functions.
 
     Raises:
-        ValueError: no judge, a spec that means none, or settings that a spec needs and lacks.
-        FileNotFoundError, RuntimeError: no model where one should be.
+        ValueError: no judge, a spec that means none, or a missing setting.
+        FileNotFoundError, RuntimeError: a model that cannot be loaded.
     """
     specs = settings.judge or []
     if not specs:
@@ -180,21 +189,16 @@ def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None =
     _check_specs(specs)
     if settings.rubric and RUBRIC not in specs:
         raise ValueError(f"rubric is set and judge is {', '.join(specs)}; add rubric to judge, or leave rubric out")
-    # Those that load nothing come first: their mistakes are the cheapest to find.
-    made: dict[str, Judge] = {}
-    for spec in sorted(specs, key=lambda spec: (spec != RUBRIC, not spec.startswith(SERVER))):
-        made[spec] = _judge(spec, settings, resolve)
-    # Servers are asked last: what they answer is bought, and the last member's answers are kept one by one.
-    judges = [made[spec] for spec in sorted(specs, key=lambda spec: spec.startswith(SERVER))]
+    # Judges that load nothing come first: their mistakes are the cheapest to find.
+    load_order = sorted(specs, key=lambda spec: (spec != RUBRIC, not spec.startswith(SERVER)))
+    by_spec = {spec: _judge(spec, settings, resolve) for spec in load_order}
+    # Servers are asked last: their answers cost money, and only the last member's answers are kept one by one.
+    judges = [by_spec[spec] for spec in sorted(specs, key=lambda spec: spec.startswith(SERVER))]
     return judges[0] if len(judges) == 1 else EnsembleJudge(judges)
 
 
 def check_judge(judge: Judge) -> None:
-    """Ask the servers among a judge's members whether they are there and can do what is asked of them.
-
-    Raises:
-        ValueError, RuntimeError: see `ServerJudge.check`.
-    """
+    """Check the servers among a judge's members (see `ServerJudge.check`, which raises ValueError or RuntimeError)."""
     for member in judge.judges if isinstance(judge, EnsembleJudge) else [judge]:
         if str(member.identity.get("kind")) == "server":
             member.check()
@@ -247,7 +251,7 @@ def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> 
 
 
 def _server(spec: str, settings: JudgeSettings) -> Judge:
-    # Not at the top: whoever judges with checks needs no HTTP.
+    # Not at the top: a rubric needs no HTTP.
     from onetrunk.judges.calls import RetryPolicy
     from onetrunk.judges.server import ServerJudge
 
@@ -279,7 +283,7 @@ def _server(spec: str, settings: JudgeSettings) -> Judge:
     )
 
 
-def _tokenizer(name: str | None) -> Any:
+def _tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
     if name is None:
         return None
     from onetrunk.models.base import load_tokenizer
@@ -291,11 +295,7 @@ def _tokenizer(name: str | None) -> Any:
 
 
 def judge_device(name: str | None) -> torch.device:
-    """Return the device of that name; for None the accelerator, or the CPU where there is none.
-
-    Raises:
-        ValueError: no device has this name.
-    """
+    """Return the device of that name; for None the accelerator, or the CPU without one."""
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -317,25 +317,141 @@ def _check_specs(specs: list[str]) -> None:
 
 
 def _address(spec: str) -> tuple[str, str | None]:
-    """Return the address and, where '#model=NAME' stands behind it, the name."""
+    """Return the address of a server and the name after "#model=", if any."""
     url, separator, option = spec.partition("#")
     if not separator:
         return url, None
     key, _, model = option.partition("=")
     if key != "model" or not model:
-        raise ValueError(f"the judge's address has '#{option}' behind it; expected '#model=NAME'")
+        raise ValueError(f"the judge's address has '#{option}' after it; expected '#model=NAME'")
     return url, model
 
 
-def _mapping(name: str, given: Any) -> dict[str, Any] | None:
-    """Return the mapping that a setting is, or that its JSON is."""
-    value = given
-    if isinstance(given, str):
+def _mapping(name: str, setting: Any) -> dict[str, Any] | None:
+    """Return a setting that is a mapping, or the JSON of one."""
+    value = setting
+    if isinstance(setting, str):
         try:
-            value = json.loads(given)
+            value = json.loads(setting)
         except json.JSONDecodeError:
             pass
     if value is not None and not isinstance(value, dict):
         example = EXAMPLES.get(name, '{"enable_thinking": false}')
-        raise ValueError(f"{name} is {given!r}; expected a mapping, as JSON such as '{example}'")
+        raise ValueError(f"{name} is {setting!r}; expected a mapping, as JSON such as '{example}'")
     return value
+
+
+class EnsembleJudge:
+    """The mean of its members' answers (see `Judge`).
+
+    A member that abstains is left out of the mean; if all abstain, so does the ensemble. A member's error is the
+    ensemble's error, because the mean would change once that member answers. `details` hold each member's answer and
+    their disagreement, the population standard deviation.
+
+    Args:
+        judges: two or more, in the order in which they are asked. Put a judge that costs money last: only the last
+            one's answers are reported one by one.
+
+    Raises:
+        ValueError: fewer than two, or one of them twice.
+    """
+
+    name = "ensemble"
+
+    def __init__(self, judges: Sequence[Judge]):
+        if len(judges) < 2:
+            raise ValueError(f"an ensemble of {len(judges)} judges has no mean to take; give two or more")
+        identities = [judge.identity for judge in judges]
+        twice = next((j.name for i, j in enumerate(judges) if j.identity in identities[:i]), None)
+        if twice is not None:
+            raise ValueError(f"the judge {twice!r} is twice in the ensemble and would count double; name it once")
+        self.judges = list(judges)
+        self.names = _unique([judge.name for judge in judges])
+        self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
+
+    def compare(
+        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
+    ) -> list[Verdict]:
+        """Return a verdict per pair (see `Judge`); raises what its members raise."""
+
+        def ask(judge: Judge, part: Sequence[Pair], done: Callable[[int, Verdict], None] | None) -> list[Verdict]:
+            return judge.compare(part, principle, done)
+
+        def joined(answers: Sequence[Verdict]) -> Verdict:
+            return Verdict(*self._joined([(a.probability, a.reason, a.error) for a in answers]), _worst_kind(answers))
+
+        return self._ask(pairs, ask, joined, done)
+
+    def rate(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        principle: Principle,
+        done: Callable[[int, Rating], None] | None = None,
+        stopped: Sequence[bool] | None = None,
+    ) -> list[Rating]:
+        """Return a rating per completion; raises what its members raise."""
+
+        def ask(
+            judge: Judge, part: Sequence[tuple[Prompt, str, bool]], done: Callable[[int, Rating], None] | None
+        ) -> list[Rating]:
+            prompts, texts, stopped = (list(column) for column in zip(*part, strict=True))
+            return judge.rate(prompts, texts, principle, done, **stopped_keyword(stopped))
+
+        def joined(answers: Sequence[Rating]) -> Rating:
+            return Rating(*self._joined([(a.score, a.reason, a.error) for a in answers]), _worst_kind(answers))
+
+        rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
+        return self._ask(rows, ask, joined, done)
+
+    def _ask(
+        self,
+        items: Sequence[Item],
+        ask: Callable[[Judge, Sequence[Item], Callable[[int, Answer], None] | None], list[Answer]],
+        joined: Callable[[Sequence[Answer]], Answer],
+        done: Callable[[int, Answer], None] | None,
+    ) -> list[Answer]:
+        """Return an answer per item; `done` is called when the last member has answered it."""
+        results: dict[int, Answer] = {}
+        for start in range(0, len(items), SLICE):
+            part = items[start : start + SLICE]
+            earlier = [ask(judge, part, None) for judge in self.judges[:-1]]
+
+            def finish(i: int, answer: Answer, start: int = start, earlier: list[list[Answer]] = earlier) -> None:
+                results[start + i] = joined([*(answers[i] for answers in earlier), answer])
+                if done is not None:
+                    done(start + i, results[start + i])
+
+            ask(self.judges[-1], part, finish)
+        return [results[index] for index in range(len(items))]
+
+    def _joined(
+        self, answers: Sequence[tuple[float | None, str | None, str | None]]
+    ) -> tuple[float | None, str | None, str | None, dict[str, Any]]:
+        """Return mean, reason, error and details of the members' (number, reason, error)."""
+        members = {name: number for name, (number, _, _) in zip(self.names, answers, strict=True)}
+        errors = [f"{name}: {error}" for name, (_, _, error) in zip(self.names, answers, strict=True) if error]
+        if errors:
+            return None, None, "; ".join(errors), {"members": members}
+        numbers = [number for number in members.values() if number is not None]
+        reasons = [f"{name}: {reason}" for name, (_, reason, _) in zip(self.names, answers, strict=True) if reason]
+        details = {"members": members, "disagreement": pstdev(numbers) if numbers else None}
+        return (fmean(numbers) if numbers else None), "\n".join(reasons) or None, None, details
+
+
+def _worst_kind(answers: Sequence[Verdict | Rating]) -> ErrorKind:
+    """Return the kind of the members' errors: "server" if one of them is, else a kind that is the question's fault."""
+    kinds = [answer.error_kind for answer in answers if answer.error is not None]
+    return "server" if "server" in kinds else next(iter(kinds), "server")
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return different names: the second of a name becomes name_2."""
+    unique: list[str] = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in unique:
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique

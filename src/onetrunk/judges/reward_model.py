@@ -1,14 +1,13 @@
-"""A reward model as a judge: how much higher it scores one completion than the other.
+"""A reward model as a judge: P(first better) = sigmoid(score of first - score of second), as it was trained.
 
-It was trained on P(first better) = sigmoid(score of first - score of second), and is asked for just that. Of a
-principle it knows nothing: it answers the same under each. Knows scores; loading and scoring are `models/scorer.py`.
+It cannot read a principle, so it gives the same answer under each. Loading and scoring are in `models/scorer.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import re
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
+from onetrunk.judges.base import Pair, Principle, Rating, Verdict, collect, digest, model_name
 from onetrunk.judges.rubric import logistic
 from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
@@ -38,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 class RewardModelJudge:
-    """Judges by the scores of a sequence-classification model with one label; see `judges/base.py`.
+    """Judges by the scores of a sequence-classification model with one label (see `Judge`).
 
-    Each different completion of a prompt is scored once a call, so equal completions tie exactly. Texts that are too
-    long lose their beginning, as where a reward model scores for PPO.
+    Each different completion of a prompt is scored once per call, so equal completions tie exactly. Texts that are
+    too long lose their beginning, as they do when a reward model scores for PPO.
 
     Args:
         model: with one label; set to eval mode.
-        tokenizer: its own.
-        scale: of its scores, which centres ratings: rating = sigmoid((score - mean) / std); None: sigmoid(score).
-        batch_size: texts of one forward.
+        tokenizer: the model's.
+        scale: of the scores: rating = sigmoid((score - mean) / std); None: sigmoid(score).
+        batch_size: texts per forward.
         name: for reports; None takes the last part of the model's path.
 
     Raises:
-        ValueError: a model that is no scalar reward model, or a batch size below 1.
+        ValueError: not a scalar reward model, or a batch size below 1.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class RewardModelJudge:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.scale, self.batch_size = scale, batch_size
         self.max_length = length_limit(model, tokenizer)
-        last = (name or model.name_or_path).rstrip("/").rpartition("/")[2]
-        self.name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)[:96] or type(model).__name__
+        self.name = model_name(name or model.name_or_path) or type(model).__name__
         self.num_shortened = 0
         self.identity: dict[str, Any] = {
             "kind": "reward model",
@@ -84,10 +82,10 @@ class RewardModelJudge:
     def compare(
         self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); of a score that is not finite it abstains.
+        """Return a verdict per pair (see `Judge`); it abstains if a score is not finite.
 
         Raises:
-            ValueError: conversations, and a tokenizer without a chat template.
+            ValueError: conversations, but a tokenizer without a chat template.
         """
         prompts = [pair.prompt for pair in pairs]
         scores = self._scores(
@@ -95,16 +93,8 @@ class RewardModelJudge:
             [p.first for p in pairs] + [p.second for p in pairs],
             [p.first_stopped for p in pairs] + [p.second_stopped for p in pairs],
         )
-        verdicts = []
-        for index in range(len(pairs)):
-            first, second = scores[index], scores[index + len(pairs)]
-            if first is None or second is None:
-                verdicts.append(Verdict(None, "a score is not finite"))
-            else:
-                verdicts.append(Verdict(logistic(first - second), details={"scores": [first, second]}))
-            if done is not None:
-                done(index, verdicts[-1])
-        return verdicts
+        halves = zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)
+        return collect(((index, _verdict(*both)) for index, both in enumerate(halves)), done)
 
     def rate(
         self,
@@ -115,44 +105,45 @@ class RewardModelJudge:
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
         """Return a rating per completion; raises as `compare`."""
-        ratings = []
-        for index, score in enumerate(self._scores(prompts, completions, stopped or [True] * len(prompts))):
-            if score is None:
-                ratings.append(Rating(None, "the score is not finite"))
-            else:
-                centred = score if self.scale is None else (score - self.scale.mean) / self.scale.std
-                ratings.append(Rating(logistic(centred), details={"score": score}))
-            if done is not None:
-                done(index, ratings[-1])
-        return ratings
+        scores = self._scores(prompts, completions, stopped or [True] * len(prompts))
+        return collect(((index, self._rating(score)) for index, score in enumerate(scores)), done)
+
+    def _rating(self, score: float | None) -> Rating:
+        if score is None:
+            return Rating(None, "the score is not finite")
+        centred = score if self.scale is None else (score - self.scale.mean) / self.scale.std
+        return Rating(logistic(centred), details={"score": score})
 
     def _scores(
         self, prompts: Sequence[Prompt], completions: Sequence[str], stopped: Sequence[bool]
     ) -> list[float | None]:
-        given = list(zip(prompts, completions, stopped, strict=True))
-        keys = [digest([prompt, text] if is_stopped else [prompt, text, False]) for prompt, text, is_stopped in given]
-        asked = dict(zip(keys, given, strict=True))
-        if not asked:
+        columns = list(zip(prompts, completions, stopped, strict=True))
+        keys = [
+            digest([prompt, text] if is_stopped else [prompt, text, False]) for prompt, text, is_stopped in columns
+        ]
+        rows_by_key = dict(zip(keys, columns, strict=True))
+        if not rows_by_key:
             return []
-        # In an order of their own: which completion stands first changes no batch, so not a bit of its score.
-        order = sorted(asked)
+        # Sorted by key, so that the order of a pair changes no batch, and so not a bit of a score.
+        order = sorted(rows_by_key)
+        prompts, texts, stopped = zip(*(rows_by_key[key] for key in order), strict=True)
         shown = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text, _ in (asked[key] for key in order)
+            for prompt, text in zip(prompts, texts, strict=True)
         ]
         rows, num_shortened = encode_rows(
             self.tokenizer,
-            [asked[key][0] for key in order],
+            list(prompts),
             shown,
             self.max_length,
             reads_end_token(self.model),
             self.name,
-            [asked[key][2] for key in order],
+            list(stopped),
         )
         if num_shortened and not self.num_shortened:
             logger.warning(
-                "judge %s: %d of %d texts had more than %d tokens and lost their beginning; said once, counted on in"
-                " num_shortened",
+                "judge %s: %d of %d texts had more than %d tokens and lost their beginning; logged once,"
+                " counted in num_shortened",
                 self.name,
                 num_shortened,
                 len(rows),
@@ -160,20 +151,25 @@ class RewardModelJudge:
             )
         self.num_shortened += num_shortened
         scores = score_token_ids(self.model, rows, self.batch_size)
-        found = dict(zip(order, scores.tolist(), strict=True))
-        finite = dict(zip(order, scores.isfinite().tolist(), strict=True))
-        return [found[key] if finite[key] else None for key in keys]
+        by_key = dict(zip(order, scores.tolist(), strict=True))
+        return [by_key[key] if math.isfinite(by_key[key]) else None for key in keys]
+
+
+def _verdict(first: float | None, second: float | None) -> Verdict:
+    if first is None or second is None:
+        return Verdict(None, "a score is not finite")
+    return Verdict(logistic(first - second), details={"scores": [first, second]})
 
 
 def load_reward_judge(
     name: str, *, device: torch.device | str | None = None, batch_size: int = 16
 ) -> RewardModelJudge:
-    """Return the reward model at `name` as a judge, with the scale beside it where there is one.
+    """Return the reward model at `name` as a judge, with the score scale saved next to it, if any.
 
     Args:
         name: folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
         device: None leaves it on the CPU.
-        batch_size: texts of one forward.
+        batch_size: texts per forward.
 
     Raises:
         FileNotFoundError, RuntimeError: nothing loadable there.
@@ -198,7 +194,7 @@ def load_reward_judge(
 
 @torch.no_grad()
 def _forget_replaced_head(model: PreTrainedModel) -> None:
-    # PEFT keeps the head that the adapter's stands in for: random numbers, which would make an identity of each load.
+    # PEFT keeps the head that the adapter replaces. Its random numbers would give each load another identity.
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             parameter.zero_()
@@ -207,9 +203,9 @@ def _forget_replaced_head(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _adapter_fingerprint(model: PreTrainedModel) -> str | None:
     """Return a hash of the LoRA weights in a model's layers, which its base's fingerprint leaves out."""
-    found = hashlib.sha256()
+    content = hashlib.sha256()
     weights = [(name, p) for name, p in sorted(model.named_parameters()) if ".lora_" in name]
     for name, parameter in weights:
-        found.update(f"{name} {list(parameter.shape)}".encode())
-        found.update(parameter.float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16] if weights else None
+        content.update(f"{name} {list(parameter.shape)}".encode())
+        content.update(parameter.float().cpu().contiguous().numpy().tobytes())
+    return content.hexdigest()[:16] if weights else None

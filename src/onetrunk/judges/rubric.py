@@ -1,7 +1,6 @@
-"""A judge of plain Python: functions that score completions, and stand for the principles that carry their tag.
+"""A judge of plain Python: functions that score completions, each for the principles that carry its tag.
 
-Nothing is read and nothing believed, so there is nothing to inject; it answers the same for the same question. Checks
-have the signature of reward functions (`rewards/base.py`), which are handed in from above: this room knows none.
+It is deterministic, and no text can persuade it. Checks have the signature of reward functions (`rewards/base.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict
+from onetrunk.judges.base import Pair, Principle, Rating, Verdict, collect
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
@@ -31,19 +30,19 @@ def logistic(x: float) -> float:
 
 
 class RubricJudge:
-    """Compares completions by what checks score them; see `judges/base.py` for what it may be asked.
+    """Compares completions by the scores of checks (see `Judge`).
 
     P(first better) = logistic((score of first - score of second) / temperature): exactly 1/2 for equal scores. A
-    principle with several checks has the mean of their scores; a check that says None for one of the completions is
-    left out, and where none is left the judge abstains.
+    principle with several checks uses the mean of their scores. A check that returns None for one of the completions
+    is left out; if none is left, the judge abstains.
 
     Args:
-        checks: tag -> function with the keywords prompts, completions and completion_ids (None here), and `**columns`;
-            it returns one number per completion, None where it does not apply. Plain or async.
+        checks: tag -> function, plain or async, with the keywords prompts, completions and completion_ids (None here),
+            and `**columns`; it returns one number per completion, None if it does not apply.
         temperature: of the logistic, in units of a score; above 0.
 
     Raises:
-        ValueError: no check, something that cannot be called, or a temperature out of its range.
+        ValueError: no check, a check that is not callable, or a temperature out of its range.
     """
 
     name = "rubric"
@@ -69,11 +68,7 @@ class RubricJudge:
         }
 
     def require(self, constitution: Constitution) -> None:
-        """Refuse principles that no check stands for.
-
-        Raises:
-            ValueError: names the first of them and its tags.
-        """
+        """Raise ValueError if a principle has no check."""
         for principle in constitution.principles:
             self._tags(principle)
 
@@ -89,12 +84,8 @@ class RubricJudge:
         prompts = [pair.prompt for pair in pairs]
         texts = [pair.first for pair in pairs] + [pair.second for pair in pairs]
         scores = self._scores([*prompts, *prompts], texts, principle)
-        verdicts = []
-        for index in range(len(pairs)):
-            verdicts.append(self._verdict(scores, index, index + len(pairs)))
-            if done is not None:
-                done(index, verdicts[-1])
-        return verdicts
+        verdicts = ((index, self._verdict(scores, index, index + len(pairs))) for index in range(len(pairs)))
+        return collect(verdicts, done)
 
     def rate(
         self,
@@ -104,41 +95,22 @@ class RubricJudge:
         done: Callable[[int, Rating], None] | None = None,
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion: its score.
-
-        Raises:
-            ValueError: a score outside [0, 1], and as in `compare`.
-            RuntimeError: as in `compare`.
-        """
+        """Return a rating per completion: its score. Raises ValueError for one outside [0, 1], and as `compare`."""
         by_tag = self._scores(prompts, completions, principle)
-        ratings = []
-        for index in range(len(completions)):
-            given = {tag: scores[index] for tag, scores in by_tag.items() if scores[index] is not None}
-            for tag, score in given.items():
-                if not 0 <= score <= 1:
-                    raise ValueError(
-                        f"the check for the tag {tag!r} scores {score:g}; a rating lies from 0 to 1: scale the check,"
-                        " or compare in pairs, for which any scale will do"
-                    )
-            mean = sum(given.values()) / len(given) if given else None
-            ratings.append(Rating(mean, None if given else _not_applied(by_tag), details={"scores": given}))
-            if done is not None:
-                done(index, ratings[-1])
-        return ratings
+        return collect(((index, _rating(by_tag, index)) for index in range(len(completions))), done)
 
     def _verdict(self, by_tag: Mapping[str, Sequence[float | None]], first: int, second: int) -> Verdict:
-        both = {tag: (scores[first], scores[second]) for tag, scores in by_tag.items()}
-        given = {tag: scores for tag, scores in both.items() if None not in scores}
-        if not given:
+        both = {tag: [scores[first], scores[second]] for tag, scores in by_tag.items()}
+        both = {tag: scores for tag, scores in both.items() if None not in scores}
+        if not both:
             return Verdict(None, _not_applied(by_tag))
-        lead = sum(one - other for one, other in given.values()) / len(given)
-        details = {"scores": {tag: list(scores) for tag, scores in given.items()}}
-        return Verdict(logistic(lead / self.temperature), details=details)
+        lead = sum(one - other for one, other in both.values()) / len(both)
+        return Verdict(logistic(lead / self.temperature), details={"scores": both})
 
     def _scores(
         self, prompts: Sequence[Prompt], completions: Sequence[str], principle: Principle
     ) -> dict[str, list[float | None]]:
-        """Return, per tag of a principle that has a check, the scores; None for those that are no finite number."""
+        """Return the scores per tag of a principle that has a check; None for one that is not a finite number."""
         tags = self._tags(principle)
         if not completions:
             return {tag: [] for tag in tags}
@@ -160,22 +132,34 @@ class RubricJudge:
             ) from error
         values = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
-            found = f"{len(values)} scores" if isinstance(values, (list, tuple)) else type(values).__name__
+            returned = f"{len(values)} scores" if isinstance(values, (list, tuple)) else type(values).__name__
             raise ValueError(
-                f"the check for the tag {tag!r} returned {found}; expected a list of {len(completions)} numbers, one"
-                " per completion, None where it does not apply"
+                f"the check for the tag {tag!r} returned {returned}; expected a list of {len(completions)} numbers,"
+                " one per completion, None if it does not apply"
             )
         return [_number(tag, value) for value in values]
 
     def _tags(self, principle: Principle) -> list[str]:
-        found = [tag for tag in principle.tags if tag in self.checks]
-        if not found:
+        tags = [tag for tag in principle.tags if tag in self.checks]
+        if not tags:
             has = f"has the tags {', '.join(principle.tags)}" if principle.tags else "has no tags"
             raise ValueError(
                 f"the rubric has no check for the principle {principle.text!r}, which {has}; the rubric's tags are"
                 f" {', '.join(self.checks)}: give the principle one of them, or add a check"
             )
-        return found
+        return tags
+
+
+def _rating(by_tag: Mapping[str, Sequence[float | None]], index: int) -> Rating:
+    scores = {tag: values[index] for tag, values in by_tag.items() if values[index] is not None}
+    for tag, score in scores.items():
+        if not 0 <= score <= 1:
+            raise ValueError(
+                f"the check for the tag {tag!r} scores {score:g}; a rating must be from 0 to 1: scale the check,"
+                " or compare in pairs, which works with any scale"
+            )
+    mean = sum(scores.values()) / len(scores) if scores else None
+    return Rating(mean, None if scores else _not_applied(by_tag), details={"scores": scores})
 
 
 def _number(tag: str, value: Any) -> float | None:
@@ -184,7 +168,7 @@ def _number(tag: str, value: Any) -> float | None:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise ValueError(f"the check for the tag {tag!r} returned {value!r}; expected a number, or None")
     number = float(value)
-    # Neither better nor worse than anything: the check does not apply.
+    # A number that is not finite is neither better nor worse than another: the check does not apply.
     return number if math.isfinite(number) else None
 
 
@@ -193,10 +177,9 @@ def _not_applied(by_tag: Mapping[str, Any]) -> str:
 
 
 def source_identity(check: Check) -> dict[str, Any]:
-    """Return what tells a check from others: its name, and a hash of the file that it is written in.
+    """Return a check's name, a hash of its source file, and the plain settings of an object or a partial.
 
-    So a ledger asks anew after a change of the check. What the file imports is not looked into; settings that an
-    object or a partial carries count where they are plain values.
+    A ledger asks again after a change of the check. A change in what the file imports is not noticed.
     """
     settings: dict[str, Any] = {}
     while isinstance(check, functools.partial):
@@ -208,7 +191,7 @@ def source_identity(check: Check) -> dict[str, Any]:
     try:
         source = hashlib.sha256(Path(inspect.getsourcefile(check)).read_bytes()).hexdigest()[:16]
     except (TypeError, OSError):
-        source = None  # Built in, or typed into a session.
+        source = None  # Built in, or typed into a console.
     return {"name": check.__qualname__, "source": source, "settings": settings}
 
 

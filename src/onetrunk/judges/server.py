@@ -1,59 +1,70 @@
-"""A judge behind any server that speaks OpenAI's chat protocol: vLLM, TGI, transformers serve, or a hosted one.
+"""A judge on any server with OpenAI's chat protocol: vLLM, TGI, transformers serve, or a hosted one.
 
-Where the server returns log probabilities of the labels, one call gives a probability; where it does not, votes that
-are sampled at temperature 1 estimate the same number. Which of the two is seen in every single reply, never assumed.
-Knows nothing of orders, of labels of pairs, or of ledgers.
+If the server returns log probabilities of the labels, one call gives a probability; otherwise votes, sampled at
+temperature 1, estimate it. Each reply is checked for log probabilities, because a server may leave them out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, digest
+from onetrunk.judges.base import Answer, Pair, Principle, Rating, Verdict, digest, model_name
 from onetrunk.judges.calls import CallError, Pace, RetryPolicy, run_async
-from onetrunk.judges.chat import VERDICT_TOKENS, ChatServer, Opinion
-from onetrunk.judges.marks import PLACES, Marks, ShownMarks, turns_of_places
-from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
-from onetrunk.judges.votes import REASON_FIRST, VERDICT_NOW, Abilities, ChatQuestion, Poll, Trial, probe
-from onetrunk.types import Message, Prompt
-
-T = TypeVar("T")
+from onetrunk.judges.chat import ChatServer, Opinion
+from onetrunk.judges.template import (
+    LABELS,
+    MAX_CHARACTERS,
+    PLACES,
+    RATINGS,
+    REASON_FIRST,
+    VERDICT_NOW,
+    VERDICT_TOKENS,
+    Marks,
+    Query,
+    ShownMarks,
+    mean_rating,
+    nonce_of,
+    pairwise_messages,
+    rating_messages,
+    turns_of_places,
+)
+from onetrunk.judges.votes import Abilities, ChatQuestion, Poll
+from onetrunk.types import Prompt
 
 
 class ServerJudge:
-    """A judge by HTTP; see `judges/base.py` for what it may be asked.
+    """A judge by HTTP (see `Judge`).
 
-    A verdict is one call where log probabilities come back, and `samples` calls where they do not; with reasoning each
-    of them is two. Calls run at once, are asked again after errors that pass, and slow down when the server is
-    overloaded. What could not be had is an error in its verdict, never a label; a server that stays away is given up
-    with one sentence (`ServerUnavailable`), and every verdict until then has been handed to `done`.
+    A verdict takes one call with log probabilities, and `samples` calls without; with reasoning, twice as many. Calls
+    run concurrently, are retried after temporary errors, and slow down when the server is overloaded. A question
+    without an answer gets a verdict with an error, never a label. When the server is given up (`ServerUnavailable`),
+    `done` has received every verdict until then.
 
     Args:
         url: of the API, such as "http://127.0.0.1:8000/v1".
-        model: its name on the server; replies of any other are refused.
+        model: its name on the server; replies of any other model are rejected.
         api_key_env: environment variable that holds the key; None sends no credentials.
-        max_concurrency: calls at once, at most.
+        max_concurrency: most calls in flight.
         timeout_s: deadline of one call.
-        samples: votes for a question where there are no log probabilities.
+        samples: votes for a question without log probabilities.
         reasoning_tokens: longest reasoning before each verdict; 0 for none.
-        method: "auto" takes log probabilities where they come; "votes" never asks for them; "logprobs" refuses a
+        method: "auto" uses log probabilities if a reply has them; "votes" never asks for them; "logprobs" rejects a
             server without them.
-        allow_http: plain http also to hosts outside this machine and private networks.
-        policy: waits, numbers of calls and deadlines; None for RetryPolicy's own, with `timeout_s`.
-        verdict_tokens: longest reply; a model that reasons on its own needs room for that too.
-        extra_body: further entries of the body of every call, such as {"chat_template_kwargs": {...}}.
-        tokenizer: of the model on the server: its control tokens, and what its chat template writes, are taken out of
-            what is judged. None: what a vLLM server shows of its template. In either case the general rule of
-            `template.py` holds too.
+        allow_http: allows plain http also to hosts outside this machine and private networks.
+        policy: waits, numbers of calls and deadlines; None for RetryPolicy's defaults, with `timeout_s`.
+        verdict_tokens: longest reply; a model that reasons by itself needs room for that too.
+        extra_body: more entries for the body of every call, such as {"chat_template_kwargs": {...}}.
+        tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
+            the judged texts. None: the marks that a vLLM server shows of its template. The general rule of
+            `template.py` applies in either case.
 
     Raises:
-        ValueError: a setting that is out of its range, a URL that may not be called, a variable that is not set.
+        ValueError: a setting out of its range, a URL that may not be called, a variable that is not set.
     """
 
     def __init__(
@@ -83,9 +94,9 @@ class ServerJudge:
         self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
         self.samples, self.reasoning_tokens, self.method = samples, reasoning_tokens, method
         self.policy = policy or replace(RetryPolicy(), call_timeout_s=timeout_s)
-        self.name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rpartition("/")[2])[:96]
-        # Not the address: a server that moves is still the same judge. Not what a server was seen to do either, nor
-        # the length of a reply: one that is cut is asked again, and no answer.
+        self.name = model_name(model)
+        # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
+        # no answer, so more tokens change no answer.
         self.identity: dict[str, Any] = {
             "kind": "server",
             "model": model,
@@ -95,58 +106,42 @@ class ServerJudge:
             "template": _template_digest(),
         }
         if extra_body:
-            # Left out where there is none: ledgers of earlier versions stay valid.
+            # Only if there is one, so that ledgers of earlier versions stay valid.
             self.identity["extra_body"] = extra_body
-        self.marks: Marks | ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
+        self._knows_tokenizer = tokenizer is not None
+        self.marks: ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
         if tokenizer is not None:
             self.identity["marks"] = digest(self.marks.words)[:16]
         self._abilities: Abilities | None = None
-        self._trial = Trial(_trial_messages(), LABELS, verdict_tokens, method, samples)
         pace = Pace(max_concurrency)
-        self._poll = Poll(
-            self.chat, self.policy, pace, samples, reasoning_tokens, verdict_tokens, self._trial.messages
-        )
+        self._poll = Poll(self.chat, self.policy, pace, samples, reasoning_tokens, verdict_tokens, _trial())
 
     def check(self) -> Abilities:
-        """Ask a small question and return what the server can do; done once, and by the first comparison at latest.
+        """Ask a small question and return what the server can do. Runs once, before the first comparison at latest.
 
         Raises:
             ValueError: an address that may not be called.
-            RuntimeError: no server, no API, another model, a key that is not taken: one sentence.
+            RuntimeError: no server, no API, another model, a key that is not accepted.
         """
         if self._abilities is None:
             self.chat.check_host()
-            self._abilities = run_async(self._check())
-            if isinstance(self.marks, ShownMarks):
+            self._abilities = run_async(self._poll.probe(self.method))
+            if not self._knows_tokenizer:
                 self.marks = run_async(self._shown_marks())
-            self._poll.marks = self.marks.words
         return self._abilities
 
     def compare(
-        self,
-        pairs: Sequence[Pair],
-        principle: Principle,
-        done: Callable[[int, Verdict], None] | None = None,
+        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`).
+        """Return a verdict per pair (see `Judge`); raises ServerUnavailable when the server is given up."""
 
-        Raises:
-            ServerUnavailable: the server was given up; what it had answered was handed to `done`.
-            RuntimeError, ValueError: as in `check`.
-        """
-        verdicts: list[Verdict | None] = [None] * len(pairs)
-
-        def finish(index: int, outcome: Opinion | CallError) -> None:
+        def verdict(outcome: Opinion | CallError) -> Verdict:
             if isinstance(outcome, CallError):
-                verdicts[index] = Verdict(None, error=str(outcome), error_kind=outcome.error_kind)
-            else:
-                first = None if outcome.shares is None else outcome.shares[LABELS[0]]
-                verdicts[index] = Verdict(first, outcome.reason, details=outcome.details)
-            if done is not None:
-                done(index, verdicts[index])
+                return Verdict(None, error=str(outcome), error_kind=outcome.error_kind)
+            first = None if outcome.shares is None else outcome.shares[LABELS[0]]
+            return Verdict(first, outcome.reason, details=outcome.details)
 
-        self._ask([self._pair(pair, principle) for pair in self._checked(pairs)], finish)
-        return verdicts
+        return self._ask(len(pairs), lambda i: self.marks.pairwise(pairs[i], principle), LABELS, verdict, done)
 
     def rate(
         self,
@@ -156,70 +151,58 @@ class ServerJudge:
         done: Callable[[int, Rating], None] | None = None,
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion: the mean of the marks, from 0 for the lowest to 1 for the highest.
+        """Return a rating per completion: the mean of RATINGS, from 0 to 1; raises as `compare`."""
 
-        Raises:
-            ServerUnavailable: as in `compare`.
-        """
-        ratings: list[Rating | None] = [None] * len(prompts)
+        def rating(outcome: Opinion | CallError) -> Rating:
+            if isinstance(outcome, CallError):
+                return Rating(None, error=str(outcome), error_kind=outcome.error_kind)
+            shares = outcome.shares
+            score = None if shares is None else mean_rating([shares[label] for label in RATINGS])
+            return Rating(score, outcome.reason, details=outcome.details)
+
+        rows = list(zip(prompts, completions, strict=True))
+        return self._ask(len(rows), lambda i: self.marks.rating(*rows[i], principle), RATINGS, rating, done)
+
+    def _ask(
+        self,
+        num_questions: int,
+        query: Callable[[int], Query],
+        labels: tuple[str, ...],
+        answer: Callable[[Opinion | CallError], Answer],
+        done: Callable[[int, Answer], None] | None,
+    ) -> list[Answer]:
+        if not num_questions:
+            return []
+        # First: the check finds the marks, which the questions need.
+        abilities = self.check()
+        questions = [ChatQuestion(query(i).messages(MAX_CHARACTERS), labels) for i in range(num_questions)]
+        answers: dict[int, Answer] = {}
 
         def finish(index: int, outcome: Opinion | CallError) -> None:
-            if isinstance(outcome, CallError):
-                ratings[index] = Rating(None, error=str(outcome), error_kind=outcome.error_kind)
-            else:
-                shares = outcome.shares
-                mean = None if shares is None else sum(RATINGS.index(mark) * share for mark, share in shares.items())
-                score = None if mean is None else mean / (len(RATINGS) - 1)
-                ratings[index] = Rating(score, outcome.reason, details=outcome.details)
+            answers[index] = answer(outcome)
             if done is not None:
-                done(index, ratings[index])
+                done(index, answers[index])
 
-        asked = zip(prompts, completions, strict=True)
-        self._ask([self._single(p, c, principle) for p, c in self._checked(list(asked))], finish)
-        return ratings
-
-    def _checked(self, asked: Sequence[T]) -> Sequence[T]:
-        """Return what is asked, after the check: by then the marks are known."""
-        if asked:
-            self.check()
-        return asked
-
-    def _pair(self, pair: Pair, principle: Principle) -> ChatQuestion:
-        shown = self.marks.cleaned_pair(pair)
-        return ChatQuestion(pairwise_messages(shown, principle, nonce_of(pair, principle), self.marks.words), LABELS)
-
-    def _single(self, prompt: Prompt, completion: str, principle: Principle) -> ChatQuestion:
-        shown, nonce = self.marks.cleaned_prompt(prompt), nonce_of((prompt, completion), principle)
-        messages = rating_messages(shown, self.marks.cleaned(completion), principle, nonce, self.marks.words)
-        return ChatQuestion(messages, RATINGS)
-
-    def _ask(self, questions: Sequence[ChatQuestion], finish: Callable[[int, Opinion | CallError], None]) -> None:
-        if questions:
-            run_async(self._poll.ask(questions, self.check(), finish))
-
-    async def _check(self) -> Abilities:
-        async with self.chat.session(1) as client:
-            return await probe(self.chat, client, self.policy, self._trial)
+        run_async(self._poll.ask(questions, abilities, self.marks.words, finish))
+        return [answers[index] for index in range(num_questions)]
 
     async def _shown_marks(self) -> ShownMarks:
-        seconds = self.policy.call_timeout_s
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self.policy.call_timeout_s):
                 rendered = [await self.chat.rendered(turns) for turns in turns_of_places()]
         except TimeoutError:
             rendered = []
-        # Whatever else a server answers there is no template of these turns.
+        # A text without the places is no rendering of these turns.
         return ShownMarks(shown for shown in rendered if shown is not None and all(p in shown[0] for p in PLACES[:3]))
 
 
-def _trial_messages() -> list[Message]:
-    """Return a small question that is like those to come."""
+def _trial() -> ChatQuestion:
     pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
-    return pairwise_messages(pair, principle, nonce_of(pair, principle))
+    return ChatQuestion(pairwise_messages(pair, principle, nonce_of(pair, principle)), LABELS)
 
 
 def _template_digest() -> str:
-    """Return what changes with the wording of the questions, and with nothing else."""
+    """Return a hash of the wording of the questions."""
     pair, principle = Pair("prompt", "first", "second"), Principle("principle")
-    asked = [pairwise_messages(pair, principle, "nonce"), rating_messages("prompt", "first", principle, "nonce")]
-    return digest([asked, LABELS, RATINGS, REASON_FIRST, VERDICT_NOW])[:16]
+    questions = [pairwise_messages(pair, principle, "nonce"), rating_messages("prompt", "first", principle, "nonce")]
+    return digest([questions, LABELS, RATINGS, REASON_FIRST, VERDICT_NOW])[:16]

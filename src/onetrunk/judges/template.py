@@ -1,28 +1,35 @@
-"""What a judge that reads is asked, and how the material is kept from speaking in our voice.
+"""The questions for judges that read, and the defences that keep the judged texts from posing as instructions.
 
-The material (prompt and completions) was written by somebody who may want a verdict. It stands between tags with a
-code that is derived from the question, so that no author can know it; every line of it begins with ">"; characters
-that nobody sees and tokens by which chat templates mark turns are taken out of it, "User:" at the beginning of a line
-becomes "[user]"; of long texts the middle is left out; and what is asked comes after it.
-Knows text alone; no model and no tokenizer.
+The author of a prompt or a completion may want a verdict. So each text stands between tags with a code derived from
+the whole question, which no author can know, and every line of it begins with ">". Invisible characters and the marks
+by which chat templates separate turns are removed, "User:" at the beginning of a line becomes "[user]", the middle of
+a long text is left out, and the question itself comes last. The marks come from the judge's tokenizer if it is known
+(`Marks`), else from what a server's chat template renders (`ShownMarks`).
+
+Ledgers of earlier runs depend on the wording below: a change makes every judge another one.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.judges.base import Pair, Principle, digest
 from onetrunk.types import Message, Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 LABELS = ("A", "B")
 RATINGS = ("1", "2", "3", "4", "5")
-# Characters of one text; of a longer one the middle is left out.
+# Characters of one text; the middle of a longer one is left out.
 MAX_CHARACTERS = 16_000
-# Marks of turns and of the ends of texts, as chat templates write them: words in brackets with a sign that neither
-# prose nor code puts there, and those of known names. They are taken out.
+# Marks by which chat templates write turns and ends of texts: bracketed words with a sign that neither prose nor code
+# puts there, and known names. They are removed.
 SPECIAL_TOKENS = re.compile(
     # <|im_end|>, with the wide bar of DeepSeek too; <|turn> and <turn|> of Gemma 4; [|user|] of EXAONE.
     r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>|<[|\uff5c][^\s<>|\uff5c]{1,64}>|<[^\s<>|\uff5c]{1,64}[|\uff5c]>"
@@ -37,15 +44,14 @@ SPECIAL_TOKENS = re.compile(
     r"|<</?SYS>>",
     re.IGNORECASE,
 )
-# What may be a mark of a template that nobody here has seen: <seed:bos>, <turn_end>, [TURN]. Code and letters write
-# such words too (List<String>, [NAME]), so they stay, with a space in them that no mark has. Plain tags of HTML are
-# none of these.
+# Possible marks of unknown templates: <seed:bos>, <turn_end>, [TURN]. Code and letters write such words too
+# (List<String>, [NAME]), so they stay, with a space that no mark has. Plain HTML tags do not match.
 MARK_SHAPES = re.compile(
     r"<(?=/?[^\s<>]{0,63}[^\W\d_][^\s<>]{0,63}>)(?!/?[a-z][a-z0-9]{0,15}/?>)"
     r"|\[(?=/?[A-Z][A-Z0-9_]{1,63}\])"
     r"|>>(?=[A-Z_]{2,32}<<)"
 )
-# Whose turn a line is, in transcripts and in templates without tokens of their own.
+# Role names at the start of a line, in transcripts and in templates without special tokens.
 ROLE = re.compile(
     r"^[ \t>*]*(?:#+[ \t]*(system|user|human|assistant|instruction|input|response)"
     r"|(system|developer|user|human|assistant|ai))\b[ \t*]*[:\uff1a][ \t*]*",
@@ -76,6 +82,18 @@ Principle: {principle}
 
 By the principle above, how good is the completion, from 1 (bad) to 5 (very good)? Answer with one digit, 1, 2, 3, 4 \
 or 5, and nothing else."""
+REASON_FIRST = "\n\nFirst explain in a few sentences what speaks for and against; give no verdict yet."
+VERDICT_NOW = "Now give your verdict: {labels}, and nothing else."
+# Stands for empty reasons: templates reject an empty message.
+NO_REASONS = "(no reasons)"
+# Longest verdict of a server: enough for a label in quotes or in JSON, too little for an essay.
+VERDICT_TOKENS = 16
+# Stand for texts in a rendered conversation; the template wrote what is between two of them.
+PLACES = ("onetrunkfirstplace", "onetrunksecondplace", "onetrunkthirdplace", "onetrunkfourthplace")
+BRACKETED = re.compile(r"[<\[]\S{1,64}?[>\]]")
+# A longer line of a template is a sentence of a system prompt, and harmless.
+LONGEST_MARK = 48
+WORD_AND_SIGN = re.compile(r"\w\W|\W\w")
 
 
 def pairwise_messages(
@@ -85,18 +103,16 @@ def pairwise_messages(
     special_tokens: Collection[str] = (),
     max_characters: int = MAX_CHARACTERS,
 ) -> list[Message]:
-    """Return the question which of two completions is better, as one message of the user.
+    """Return the question which of two completions is better, as one user message.
 
     Args:
-        pair: in the order in which the judge sees it.
-        principle: by which it judges.
+        pair, principle: the pair is in the order in which the judge sees it.
         nonce: code of the tags (`nonce_of`).
-        special_tokens: of the judge's tokenizer; none of them is left in the material.
+        special_tokens: of the judge's tokenizer; removed from the texts.
         max_characters: of each text.
     """
     parts = [("prompt", pair.prompt), ("completion A", pair.first), ("completion B", pair.second)]
-    blocks = _blocks(parts, nonce, special_tokens, max_characters)
-    return _message(PAIRWISE, principle, nonce, blocks)
+    return _message(PAIRWISE, principle, nonce, parts, special_tokens, max_characters)
 
 
 def rating_messages(
@@ -107,30 +123,51 @@ def rating_messages(
     special_tokens: Collection[str] = (),
     max_characters: int = MAX_CHARACTERS,
 ) -> list[Message]:
-    """Return the question how good a completion is, as one message of the user; arguments as above."""
-    blocks = _blocks([("prompt", prompt), ("completion", completion)], nonce, special_tokens, max_characters)
-    return _message(RATING, principle, nonce, blocks)
+    """Return the question how good a completion is, as one user message; arguments as in `pairwise_messages`."""
+    parts = [("prompt", prompt), ("completion", completion)]
+    return _message(RATING, principle, nonce, parts, special_tokens, max_characters)
 
 
-def nonce_of(asked: Any, principle: Principle) -> str:
-    """Return the code of a question's tags: the same for the same question, and unknown to who wrote the material.
+def nonce_of(question: Any, principle: Principle) -> str:
+    """Return the code of a question's tags: the same for the same question, and unknown to the texts' authors.
 
     An author who wanted to write the code would have to find a text that contains a piece of its own hash.
     """
-    return digest([repr(asked), principle.key])[:12]
+    return digest([repr(question), principle.key])[:12]
 
 
-def _message(template: str, principle: Principle, nonce: str, blocks: Iterable[str]) -> list[Message]:
-    rules = RULES.format(nonce=nonce)
-    content = template.format(principle=principle.text, rules=rules, material="\n".join(blocks))
-    return [{"role": "user", "content": content}]
+def with_reasons_asked(messages: Sequence[Message]) -> list[Message]:
+    """Return a question that asks for reasons first."""
+    # In the last message, because many templates reject two user messages in a row.
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + REASON_FIRST}]
 
 
-def _blocks(
-    parts: Iterable[tuple[str, Prompt]], nonce: str, special_tokens: Collection[str], max_characters: int
-) -> list[str]:
+def with_reasons_given(messages: Sequence[Message], reasons: str, labels: Sequence[str]) -> list[Message]:
+    """Return a question, the judge's reasons, and the request for a verdict."""
+    return [
+        *with_reasons_asked(messages),
+        {"role": "assistant", "content": reasons or NO_REASONS},
+        {"role": "user", "content": VERDICT_NOW.format(labels=" or ".join(labels))},
+    ]
+
+
+def mean_rating(shares: Sequence[float]) -> float:
+    """Return the mean of RATINGS by their shares, scaled to [0, 1]."""
+    return sum(mark * share for mark, share in enumerate(shares)) / (len(RATINGS) - 1)
+
+
+def _message(
+    template: str,
+    principle: Principle,
+    nonce: str,
+    parts: Iterable[tuple[str, Prompt]],
+    special_tokens: Collection[str],
+    max_characters: int,
+) -> list[Message]:
     quoted = ((name, _quoted(text, [*special_tokens, nonce], max_characters)) for name, text in parts)
-    return [f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in quoted]
+    material = "\n".join(f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in quoted)
+    content = template.format(principle=principle.text, rules=RULES.format(nonce=nonce), material=material)
+    return [{"role": "user", "content": content}]
 
 
 def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> str:
@@ -140,47 +177,170 @@ def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> st
     return "\n".join(f"> {line}" for line in clean.split("\n"))
 
 
+def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | None = MAX_CHARACTERS) -> str:
+    """Return the text without invisible characters, marks of turns and forbidden words.
+
+    A word that only looks like a mark gets a space after its bracket.
+
+    Args:
+        text: of a prompt or a completion.
+        forbidden: words to remove, in upper and lower case.
+        max_characters: the middle of a longer text is left out; None: no limit.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n").replace("\u2029", "\n")
+    # Category C: controls, formats (zero width, direction, tags), private use, surrogates, unassigned.
+    text = "".join(char for char in text if char in "\n\t" or not unicodedata.category(char).startswith("C"))
+    words = [re.escape(word) for word in sorted(forbidden, key=len, reverse=True) if word.strip()]
+    marks = [SPECIAL_TOKENS, re.compile("|".join(words), re.IGNORECASE)] if words else [SPECIAL_TOKENS]
+    before = None
+    # The rest after a removed mark may be another mark.
+    while before != text:
+        before = text
+        for mark in marks:
+            text = mark.sub("", text)
+        text = ROLE.sub(lambda match: f"[{(match[1] or match[2]).lower()}] ", text)
+        if text == before:
+            # Last, because a space would separate the halves of a mark that should be removed whole.
+            text = MARK_SHAPES.sub(r"\g<0> ", text)
+    if max_characters is None or len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]}\n[{len(text) - max_characters} characters are left out here]\n{text[len(text) - half :]}"
+
+
 def is_mark(word: str) -> bool:
-    """Say whether a word, such as a token, is a mark of turns by the rules above."""
+    """Return whether a word, such as a token, is a mark of turns by the rules above."""
     return SPECIAL_TOKENS.fullmatch(word) is not None or (
         word[-1:] in (">", "]", "<") and MARK_SHAPES.match(word) is not None
     )
 
 
-def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | None = MAX_CHARACTERS) -> str:
-    """Return the text without characters that nobody sees, marks of turns, and forbidden words; what only has the
-    shape of a mark gets a space after its bracket.
+@dataclass(frozen=True)
+class Query:
+    """A question whose texts can be shortened.
 
     Args:
-        text: of a prompt or a completion.
-        forbidden: taken out wherever they stand, whatever their case.
-        max_characters: of a longer text the middle is left out; None: no limit.
+        messages: called with a limit on the characters of each text, returns the messages.
+        longest: characters of its longest text.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n").replace("\u2029", "\n")
-    text = "".join(character for character in text if character in "\n\t" or _is_visible(character))
-    words = [re.escape(word) for word in sorted(forbidden, key=len, reverse=True) if word.strip()]
-    marks = [SPECIAL_TOKENS, re.compile("|".join(words), re.IGNORECASE)] if words else [SPECIAL_TOKENS]
-    before = None
-    # What is left after a mark is taken out may be another mark.
-    while before != text:
-        before = text
-        for mark in marks:
-            text = mark.sub("", text)
-        text = ROLE.sub(lambda found: f"[{(found[1] or found[2]).lower()}] ", text)
-        if text == before:
-            # Last, or a space would keep the halves of a mark apart that should be taken out whole.
-            text = MARK_SHAPES.sub(r"\g<0> ", text)
-    return text if max_characters is None else _shortened(text, max_characters)
+
+    messages: Callable[[int], list[Message]]
+    longest: int
 
 
-def _is_visible(character: str) -> bool:
-    # Controls, formats (zero width, direction, tags), private use, surrogates, unassigned.
-    return not unicodedata.category(character).startswith("C")
+class ShownMarks:
+    """The marks that a server's chat template shows, for a server whose tokenizer is not known.
 
+    Args:
+        rendered: the conversations of `turns_of_places`, each with the names of its tokens, as the template renders
+            them; none if no server shows them.
 
-def _shortened(text: str, max_characters: int) -> str:
-    left_out = len(text) - max_characters
-    if left_out <= 0:
+    Attributes:
+        words: the marks, in a fixed order.
+    """
+
+    words: tuple[str, ...]
+
+    def __init__(self, rendered: Iterable[tuple[str, Collection[str]]] = ()):
+        self.words = _longest_first({mark for text, tokens in rendered for mark in _marks_in(text, tokens)})
+
+    def cleaned(self, text: str) -> str:
+        """Return the text as it is: `pairwise_messages` and `rating_messages` remove the words."""
         return text
-    half = max_characters // 2
-    return f"{text[:half]}\n[{left_out} characters are left out here]\n{text[len(text) - half :]}"
+
+    def cleaned_prompt(self, prompt: Prompt) -> Prompt:
+        """Return a prompt, text or conversation, without marks."""
+        if isinstance(prompt, str):
+            return self.cleaned(prompt)
+        return [{"role": message["role"], "content": self.cleaned(message["content"])} for message in prompt]
+
+    def pairwise(self, pair: Pair, principle: Principle) -> Query:
+        """Return the question which completion of a pair is better."""
+        shown = Pair(self.cleaned_prompt(pair.prompt), self.cleaned(pair.first), self.cleaned(pair.second))
+        ask = partial(pairwise_messages, shown, principle, nonce_of(pair, principle), self.words)
+        return Query(ask, max(_characters(shown.prompt), len(shown.first), len(shown.second)))
+
+    def rating(self, prompt: Prompt, completion: str, principle: Principle) -> Query:
+        """Return the question how good a completion is."""
+        shown = self.cleaned_prompt(prompt), self.cleaned(completion)
+        ask = partial(rating_messages, *shown, principle, nonce_of((prompt, completion), principle), self.words)
+        return Query(ask, max(_characters(shown[0]), len(shown[1])))
+
+
+class Marks(ShownMarks):
+    """The marks of one tokenizer: its control tokens, and what its chat template writes.
+
+    Args:
+        tokenizer: of the judge.
+
+    Attributes:
+        token_ids: ids of the marks that are one token, without the unknown token, which any rare word may become.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        controls = {str(token) for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
+        self.words = _longest_first(controls | set(_template_marks(tokenizer)))
+        ids = (tokenizer.convert_tokens_to_ids(word) for word in self.words)
+        self.token_ids = frozenset(i for i in ids if i is not None and i >= 0) - {tokenizer.unk_token_id}
+
+    def cleaned(self, text: str) -> str:
+        """Return a text without marks, including those that appear only when the tokenizer normalises it."""
+        before = None
+        while before != text:
+            before = text
+            text = sanitized(text, self.words, max_characters=None)
+            for start, end in self._spans(text):
+                text = text[:start] + text[end:]
+        return text
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Return the (start, end) of the control tokens in a text, the last one first."""
+        if not self.tokenizer.is_fast or not text:
+            return []
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [(start, end) for i, (start, end) in pairs if i in self.token_ids and end > start][::-1]
+
+
+def turns_of_places() -> tuple[list[Message], list[Message]]:
+    """Return conversations whose texts are PLACES, without and with a system message."""
+    user, reply, again, system = PLACES
+    turns: list[Message] = [
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": again},
+    ]
+    return turns, [{"role": "system", "content": system}, *turns]
+
+
+def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    if not tokenizer.chat_template:
+        return
+    for messages in turns_of_places():
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception:
+            continue  # Some templates reject system messages.
+        yield from _marks_in(text)
+
+
+def _marks_in(rendered: str, tokens: Collection[str] = ()) -> Iterator[str]:
+    """Yield what a chat template wrote around PLACES: its lines, the tokens in them, and everything in brackets."""
+    for part in re.split("|".join(PLACES), rendered):
+        yield from BRACKETED.findall(part)
+        yield from (match.group() for match in SPECIAL_TOKENS.finditer(part))
+        # The bare name of a role is a word like others; with a sign next to it, it is a mark.
+        lines = [line.strip() for line in part.splitlines() if len(line.strip()) <= LONGEST_MARK]
+        yield from filter(WORD_AND_SIGN.search, lines)
+        yield from {token for token in tokens if WORD_AND_SIGN.search(token) and any(token in line for line in lines)}
+
+
+def _longest_first(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(words, key=lambda word: (-len(word), word)))
+
+
+def _characters(prompt: Prompt) -> int:
+    # With room for the roles of a conversation, which the question shows.
+    return len(prompt) if isinstance(prompt, str) else sum(len(m["role"]) + len(m["content"]) + 4 for m in prompt)

@@ -1,22 +1,22 @@
-"""How often one side's completions are better than another's: win rates as AlpacaEval 2 names them, with intervals.
+"""Win rates of one side against another, named as in AlpacaEval 2, with confidence intervals.
 
 A label is the probability that a pair's first completion is the better one, the mean over both orders of a judge.
 `win_rate` is the mean label, `discrete_win_rate` counts wins and half of the ties, and `length_controlled_win_rate` is
-what a logistic regression of the labels on the difference of lengths predicts at equal length. Pairs of one prompt are
-a cluster: they are drawn together. Math in float64; an empty reduction gives NaN, never 0.
+the prediction of a logistic regression of the labels on the difference of lengths, at equal length. Pairs of one
+prompt are a cluster and are resampled together. Computed in float64; an empty reduction gives NaN, never 0.
 
 Source: AlpacaEval 2 (github.com/tatsu-lab/alpaca_eval, `metrics/`); the length-controlled win rate is that of Dubois
-et al. 2024 (2404.04475, equation 2). Two of its ingredients exist for AlpacaEval's prompts and baseline alone and are
-missing here: the difficulty of each prompt, and two rewritings of the baseline's answers that hold the length
-coefficient down. On 57 models of the leaderboard the other figures are the leaderboard's own, and this one is within
-0.7 points where each side is the longer one in about 40% of the pairs or more. Where one side is that in fewer than
-20% it is up to 24 points off, mostly too high for the shorter side: `is_extrapolated` says so.
+et al. 2024 (2404.04475, equation 2) without two ingredients that exist only for AlpacaEval's prompts and baseline: the
+difficulty of each prompt, and two rewritings of the baseline's answers that keep the length coefficient low. On 57
+models of the leaderboard the other metrics equal the leaderboard's, and this one is within 0.7 points if each side is
+the longer one in about 40% of the pairs or more. If one side is longer in fewer than 20%, it is up to 24 points off,
+mostly too high for the shorter side; `is_extrapolated` reports that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,18 +26,18 @@ from torch import Tensor
 NAN = float("nan")
 KINDS = ("win_rate", "discrete_win_rate", "length_controlled_win_rate")
 TIE = 0.5
-# Per unit of weight, on each coefficient: keeps the fit finite where every label is 1, moves it by 1e-4 elsewhere.
+# Per unit of weight, on each coefficient: keeps the fit finite if every label is 1, and moves it by 1e-4 otherwise.
 RIDGE = 1e-4
-# Most entries [resamples, pairs] that are in memory at once.
+# Most entries [resamples, pairs] in memory at once.
 CHUNK = 2**21
 MAX_NEWTON_STEPS = 200
-# Of the pairs with one side the longer one; with fewer the fit at equal length is an extrapolation.
+# If one side is the longer one in a smaller share of the pairs, the fit at equal length is an extrapolation.
 LEAST_RARER_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its confidence interval; the bounds are NaN where fewer than two prompts leave nothing to draw."""
+    """A metric and its confidence interval; the bounds are NaN with fewer than two prompts."""
 
     value: float
     low: float
@@ -50,9 +50,9 @@ class LengthFit:
 
     Args:
         intercept: log odds at equal length.
-        slope: what a difference of length is worth; above 0: the judge prefers the longer one.
-        scale: standard deviation (n - 1) of the differences; NaN, as the others, where the differences are all alike
-            and not 0, so that length and quality can't be told apart.
+        slope: effect of a difference of length; above 0: the judge prefers the longer one.
+        scale: standard deviation (n - 1) of the differences. All three are NaN if the differences are all equal and
+            not 0, because length and quality cannot be separated then.
     """
 
     intercept: float
@@ -65,26 +65,26 @@ class LengthFit:
         return _sigmoid(self.intercept)
 
     def probability(self, difference: float) -> float:
-        """Return what the fit says of a pair whose completions differ by so much."""
+        """Return the fitted probability of a pair whose lengths differ by `difference`."""
         term = 0.0 if self.scale == 0 else math.tanh(difference / self.scale)
         return _sigmoid(self.intercept + self.slope * term)
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """Figures of one side against another.
+    """Win rates of one side against another.
 
     Args:
-        pairs, prompts: how many.
+        pairs, prompts: numbers of them.
         wins, ties, losses: of the first side; a pair whose two orders contradict each other is a tie.
         win_rate: mean label.
-        standard_error: of it; pairs of one prompt count as one observation.
+        standard_error: of `win_rate`; pairs of one prompt count as one observation.
         discrete_win_rate: (wins + ties / 2) / pairs.
-        length_controlled_win_rate: what the win rate would be at equal length.
-        length_fit: where that comes from.
-        mean_length_difference: first less second.
-        is_extrapolated: True where fewer than a fifth of the pairs have a difference of 0 or less, or of 0 or more:
-            what happens at equal length was then hardly seen.
+        length_controlled_win_rate: the win rate at equal length, from `length_fit`.
+        length_fit: the regression on length.
+        mean_length_difference: first minus second.
+        is_extrapolated: True if fewer than a fifth of the pairs have a difference of at most 0, or of at least 0, so
+            that there is little data near equal length.
     """
 
     pairs: int
@@ -101,12 +101,12 @@ class WinRate:
     is_extrapolated: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures by name, each interval as a list of two beside its figure."""
-        figures = {name: value for name, value in vars(self).items() if not isinstance(value, (Estimate, LengthFit))}
+        """Return the metrics by name, each interval as a list of two next to its metric."""
+        metrics = {name: value for name, value in vars(self).items() if not isinstance(value, (Estimate, LengthFit))}
         for name in KINDS:
             estimate = getattr(self, name)
-            figures |= {name: estimate.value, f"{name}_interval": [estimate.low, estimate.high]}
-        return figures | {"length_fit": asdict(self.length_fit)}
+            metrics |= {name: estimate.value, f"{name}_interval": [estimate.low, estimate.high]}
+        return metrics | {"length_fit": asdict(self.length_fit)}
 
 
 def pair_outcomes(labels: Tensor, consistent: Tensor | None = None, tie_margin: float = 0.0) -> Tensor:
@@ -114,11 +114,11 @@ def pair_outcomes(labels: Tensor, consistent: Tensor | None = None, tie_margin: 
 
     Args:
         labels: [n] in [0, 1].
-        consistent: [n] bool, False where the two orders of a judge contradict each other: a tie, whatever their mean.
-        tie_margin: labels at most so far from 1/2 are ties.
+        consistent: [n] bool, False if the two orders of a judge contradict each other: a tie, whatever their mean.
+        tie_margin: labels at most this far from 1/2 are ties.
 
     Raises:
-        ValueError: labels that are no probabilities, or a margin outside [0, 1/2).
+        ValueError: labels outside [0, 1], or a margin outside [0, 1/2).
     """
     labels = labels.double()
     if not bool(((labels >= 0) & (labels <= 1)).all()):
@@ -143,12 +143,12 @@ def win_rate(
 ) -> WinRate:
     """Return the win rates of the first side, with percentile intervals over resampled prompts.
 
-    All three figures come from the same resamples. The scale of the length term is that of the whole sample.
+    All three metrics use the same resamples. The scale of the length term is that of the whole sample.
 
     Args:
         labels: [n] in [0, 1].
         prompts: n keys; pairs of one key are drawn together.
-        length_differences: [n] first less second, in whatever unit; characters in AlpacaEval.
+        length_differences: [n] first minus second, in any unit; characters in AlpacaEval.
         consistent, tie_margin: as in `pair_outcomes`.
         confidence: of the intervals, in (0, 1).
         num_resamples: of the prompts, with replacement.
@@ -167,10 +167,10 @@ def win_rate(
     if design is not None:
         intercept, slope = fit_logistic(design, labels, torch.ones(1, len(labels), dtype=torch.float64))[0].tolist()
         fit = LengthFit(intercept, slope, scale)
-    drawn = _drawn_figures(outcomes, labels, design, _resampled(clusters, num_resamples, seed))
+    drawn = _resampled_metrics(outcomes, labels, design, _resampled(clusters, num_resamples, seed))
     estimates = {
-        name: _estimate(value, drawn[name], confidence, num_prompts, float(all_say.mean()))
-        for name, value, all_say in (
+        name: _estimate(value, drawn[name], confidence, num_prompts, float(values.mean()))
+        for name, value, values in (
             ("win_rate", float(labels.mean()), labels),
             ("discrete_win_rate", float(outcomes.mean()), outcomes),
             ("length_controlled_win_rate", fit.win_rate, labels),
@@ -186,7 +186,7 @@ def win_rate(
         standard_error=_standard_error(labels, clusters),
         length_fit=fit,
         mean_length_difference=float(differences.mean()),
-        is_extrapolated=_rarer_share(differences) < LEAST_RARER_SHARE,
+        is_extrapolated=min(float((sign * differences >= 0).double().mean()) for sign in (1, -1)) < LEAST_RARER_SHARE,
     )
 
 
@@ -199,11 +199,11 @@ def fit_logistic(features: Tensor, labels: Tensor, weights: Tensor, ridge: float
     Args:
         features: [n, k], a column of ones among them for an intercept.
         labels: [n] in [0, 1].
-        weights: [b, n], 0 or more, none of the rows 0 throughout.
+        weights: [b, n], 0 or more, with no row of zeros.
         ridge: above 0.
 
     Raises:
-        RuntimeError: no maximum was found, which only numbers that are not finite can cause.
+        RuntimeError: no maximum was found, because a number is not finite.
     """
     features, labels, weights = features.double(), labels.double(), weights.double()
     weights = weights / weights.sum(1, keepdim=True)
@@ -212,7 +212,7 @@ def fit_logistic(features: Tensor, labels: Tensor, weights: Tensor, ridge: float
 
     def loss(at: Tensor) -> Tensor:
         logits = at @ features.T
-        # Not softplus, which past 20 is a straight line.
+        # Not softplus, which torch makes a straight line above 20.
         losses = torch.logaddexp(logits, torch.zeros_like(logits)) - labels * logits
         return (weights * losses).sum(1) + ridge / 2 * at.square().sum(1)
 
@@ -222,7 +222,7 @@ def fit_logistic(features: Tensor, labels: Tensor, weights: Tensor, ridge: float
         gradient = (weights * (probs - labels)) @ features + ridge * coefs
         curvature = torch.einsum("bn,nk,nl->bkl", weights * probs * (1 - probs), features, features)
         step = torch.linalg.solve(curvature + ridge * identity, gradient)
-        # What a full step would still gain, in nats; the ridge makes that an error of 1e-7 in a coefficient at most.
+        # The gain of a full step, in nats; with the ridge, 1e-18 is an error of at most 1e-7 in a coefficient.
         if bool(((gradient * step).sum(1) < 1e-18).all()):
             return coefs
         coefs = _descend(loss, coefs, step, value)
@@ -230,11 +230,11 @@ def fit_logistic(features: Tensor, labels: Tensor, weights: Tensor, ridge: float
     raise RuntimeError(f"the length regression found no maximum in {MAX_NEWTON_STEPS} steps; are all labels finite?")
 
 
-def _descend(loss: Any, coefs: Tensor, step: Tensor, value: Tensor) -> Tensor:
+def _descend(loss: Callable[[Tensor], Tensor], coefs: Tensor, step: Tensor, value: Tensor) -> Tensor:
     size = torch.ones(len(coefs), 1, dtype=torch.float64)
     for _ in range(60):
         trial = coefs - size * step
-        # A rounding error is not worse.
+        # A rounding error does not count as worse.
         is_worse = loss(trial) > value + 1e-14 * value.abs()
         if not is_worse.any():
             return trial
@@ -243,9 +243,9 @@ def _descend(loss: Any, coefs: Tensor, step: Tensor, value: Tensor) -> Tensor:
 
 
 def _design(differences: Tensor) -> tuple[Tensor | None, float]:
-    """Return the features [n, 2] of a length fit and its scale; no features where length can't be told apart."""
+    """Return the features [n, 2] of a length fit and its scale; no features if all differ by one number, not 0."""
     scale = float(differences.std()) if len(differences) > 1 else 0.0
-    # Rounding aside, all differences are one number.
+    # All differences are one number, up to rounding.
     is_constant = scale <= 1e-12 * max(1.0, float(differences.abs().max()))
     if is_constant and bool((differences != 0).any()):
         return None, NAN
@@ -266,10 +266,10 @@ def _resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tens
         yield times[:, clusters]
 
 
-def _drawn_figures(
+def _resampled_metrics(
     outcomes: Tensor, labels: Tensor, design: Tensor | None, resamples: Iterator[Tensor]
 ) -> dict[str, list[Tensor]]:
-    """Return the three figures of every resample, in pieces; none of the last without a design."""
+    """Return the three metrics of every resample, in chunks; the last is empty without a design."""
     drawn: dict[str, list[Tensor]] = {name: [] for name in KINDS}
     for weights in resamples:
         drawn["win_rate"].append(weights @ labels / weights.sum(1))
@@ -279,22 +279,17 @@ def _drawn_figures(
     return drawn
 
 
-def _estimate(value: float, drawn: Sequence[Tensor], confidence: float, num_prompts: int, all_say: float) -> Estimate:
-    """Return a figure with the percentiles of its draws; `all_say`: 0 or 1 where every label is that."""
+def _estimate(value: float, drawn: Sequence[Tensor], confidence: float, num_prompts: int, mean: float) -> Estimate:
+    """Return a metric with the percentiles of its resamples; `mean`: of the labels, 0 or 1 if they all agree."""
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
     tail = (1 - confidence) / 2
-    if all_say in (0.0, 1.0):
-        # Every draw says the same, though another sample might not: Clopper and Pearson's bound for no failure in n.
+    if mean in (0.0, 1.0):
+        # All resamples agree, but another sample might not: Clopper and Pearson's bound for no failure in n.
         bound = tail ** (1 / num_prompts)
-        return Estimate(value, bound, 1.0) if all_say else Estimate(value, 0.0, 1 - bound)
+        return Estimate(value, bound, 1.0) if mean else Estimate(value, 0.0, 1 - bound)
     low, high = torch.cat(list(drawn)).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return Estimate(value, low, high)
-
-
-def _rarer_share(differences: Tensor) -> float:
-    shares = [float((sign * differences >= 0).double().mean()) for sign in (1, -1)]
-    return min(shares)
 
 
 def _standard_error(labels: Tensor, clusters: Tensor) -> float:
@@ -317,7 +312,7 @@ def _sigmoid(x: float) -> float:
 
 def _check(labels: Tensor, prompts: Sequence[Hashable], lengths: Tensor, confidence: float, resamples: int) -> None:
     if not len(labels):
-        raise ValueError("there is no labelled pair to take a win rate of")
+        raise ValueError("there is no labelled pair to compute a win rate from")
     if not len(labels) == len(prompts) == len(lengths):
         raise ValueError(
             f"{len(labels)} labels, {len(prompts)} prompts and {len(lengths)} length differences; give one each per"
