@@ -146,76 +146,36 @@ def hub_fault(error: BaseException) -> str:
     return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
 
 
-class SafePushes(Trainer):
-    """The part of a trainer that pushes; it stands first among the bases of a class."""
+class PushFailed(RuntimeError):
+    """A push of the result failed; the result itself is saved."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self._is_saving = False
-        super().__init__(*args, **kwargs)
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository, as Trainer does.
+def push_failed(trainer: Trainer, error: BaseException) -> PushFailed:
+    """Return the error to raise when the push of a trainer's result failed; it contains the command to push again."""
+    args = trainer.args
+    name = trainer.hub_model_id or args.hub_model_id
+    words = ["hf", "upload", str(name), args.output_dir, "."]
+    words += [word for pattern in NOT_PUSHED for word in ("--exclude", pattern)]
+    words += ["--revision", args.hub_revision] if args.hub_revision else []
+    return PushFailed(
+        f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
+        f" `{shlex.join(words)}` pushes it"
+    )
 
-        Raises:
-            RuntimeError: says what the Hub has against it.
-        """
-        try:
-            super().init_hf_repo(token, private)
-        except HUB_ERRORS as error:
-            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            raise RuntimeError(f"{name} cannot be pushed to: {hub_fault(error)}") from error
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model, and push it where the run is pushed; of a push that fails here a warning tells."""
-        before, self._is_saving = self._is_saving, not _internal_call
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            self._is_saving = before
+def warn_of_push(error: BaseException) -> None:
+    """Log that a checkpoint could not be pushed."""
+    logger.warning(f"a checkpoint was not pushed: {_reason(error)}. Training goes on; the checkpoint is in output_dir")
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push the result, as Trainer does.
 
-        Raises:
-            RuntimeError: it failed; says why, where the result lies, and how to push it again.
-        """
-        is_saving, self._is_saving = self._is_saving, False
-        try:
-            return super().push_to_hub(*args, **kwargs)
-        except (*HUB_ERRORS, OSError) as error:
-            sentence = self._push_failed(error)
-            if not is_saving:
-                raise RuntimeError(sentence) from error
-            logger.warning(sentence)
-            return None
-        finally:
-            self._tell_failed_pushes()
+def warn_of_failed_pushes(trainer: Trainer) -> None:
+    """Log the background pushes that have failed since the last call; Trainer itself never looks at them."""
+    jobs = getattr(getattr(trainer, "push_in_progress", None), "jobs", [])
+    for job in [job for job in jobs if job.done()]:
+        jobs.remove(job)
+        if not job.cancelled() and job.exception() is not None:
+            warn_of_push(job.exception())
 
-    def _push_failed(self, error: BaseException) -> str:
-        fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
-        name, folder = self.hub_model_id or self.args.hub_model_id, self.args.output_dir
-        words = ["hf", "upload", str(name), folder, "."]
-        words += [word for pattern in NOT_PUSHED for word in ("--exclude", pattern)]
-        words += ["--revision", self.args.hub_revision] if self.args.hub_revision else []
-        return f"the push to {name} failed: {fault}. The result is whole in {folder}; `{shlex.join(words)}` pushes it"
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._tell_failed_pushes()
-        try:
-            super()._push_from_checkpoint(checkpoint_folder)
-        except (*HUB_ERRORS, OSError) as error:
-            self._tell_failed_push(error)
-
-    def _tell_failed_pushes(self) -> None:
-        """Tell of pushes in the background that have failed; Trainer never looks at them."""
-        jobs = getattr(getattr(self, "push_in_progress", None), "jobs", [])
-        for job in [job for job in jobs if job.done()]:
-            jobs.remove(job)
-            if not job.cancelled() and job.exception() is not None:
-                self._tell_failed_push(job.exception())
-
-    def _tell_failed_push(self, error: BaseException) -> None:
-        fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
-        logger.warning(
-            f"a checkpoint was not pushed: {fault}. Training goes on, and the checkpoint lies in output_dir"
-        )
+def _reason(error: BaseException) -> str:
+    return hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
