@@ -119,7 +119,7 @@ class ResumableTrainer(Trainer):
         return False
 
     def on_model_saved(self, folder: str) -> None:
-        """Add to a folder into which the model has just been saved; called on the processes that save."""
+        """Add to a folder into which the model has just been saved; called on every process."""
 
     def prepare_push(self, checkpoint: str) -> None:
         """Copy to output_dir what a push must contain and Trainer does not copy; called before a checkpoint's push."""
