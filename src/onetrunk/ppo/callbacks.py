@@ -14,6 +14,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -166,6 +169,12 @@ class RolloutProgress(TrainerCallback):
         self._sampling_bar: tqdm | None = None
         self._shows_sampling_bar = False
         self._shown: dict[str, str] = {}
+
+    def add_to(self, trainer: Trainer) -> None:
+        """Replace transformers' own progress bar by this one."""
+        for callback in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(callback)
+        trainer.add_callback(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -25,8 +25,6 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PrinterCallback,
-    ProgressCallback,
     TrainerCallback,
     TrainerState,
 )
@@ -157,9 +155,7 @@ class PPOTrainer(ResumableTrainer):
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
         if not args.disable_tqdm:
-            for callback in (ProgressCallback, PrinterCallback):
-                self.remove_callback(callback)
-            self.add_callback(self.progress)
+            self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer; with value_learning_rate the value head and its adapter get their own groups."""
