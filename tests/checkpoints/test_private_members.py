@@ -24,9 +24,6 @@ MEND = f"; the one file to mend is {FILE}, then the pins in tests/checkpoints/te
 METHODS = {
     "_get_grad_norm": "(self, model, grad_norm=None)",
     "_get_output_dir": "(self, trial)",
-    "_init_training_state": (
-        "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)"
-    ),
     "_load_best_model": "(self)",
     "_load_from_checkpoint": "(self, resume_from_checkpoint, model=None)",
     "_load_optimizer_and_scheduler": "(self, checkpoint)",

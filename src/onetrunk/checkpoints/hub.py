@@ -1,7 +1,7 @@
-"""The Hub, where a run is to be pushed: may it be written, asked before a model loads; and pushes that can fail.
+"""Pushing to the Hub: the check before a model loads that a run may push, and what happens when a push fails.
 
-A push in the middle that fails is said and stops no training. The one at the end is an error, once everything else of
-the run is written. Knows huggingface_hub's answers; no model.
+A push during training that fails is a warning. A failed push of the result is an error, raised after everything else
+of the run is saved. The trainer's calls are in checkpoints/trainer.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import shlex
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx2
 from accelerate.logging import get_logger
@@ -25,17 +24,17 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
-# Left out of a push by Trainer: checkpoints, and what a run keeps for itself.
+# Trainer leaves these out of a push: checkpoints, and the run's internal files.
 NOT_PUSHED = ("checkpoint-*", "_*")
 HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
 LONGEST_REASON = 200
-# For all questions together, in seconds.
+# For all requests of `require_push` together, in seconds.
 DEADLINE_S = 60.0
 NO_TOKEN = "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
 ADVICE = {
@@ -44,19 +43,16 @@ ADVICE = {
     402: "the account has to pay for that; look at its billing page",
     403: "the token may not do that; give one with write permission for this repository (hub_model_id says which)",
     404: "there is no such repository, or the token may not see it; look at hub_model_id",
-    409: "another operation on the repository stands against it; try again, or set another hub_model_id",
+    409: "another operation on the repository is in its way; try again, or set another hub_model_id",
     413: "a file is larger than the Hub takes",
     429: "too many requests were made with this token or from this address; wait and try again",
 }
 
 
-def require_push(args: Any) -> None:
-    """Refuse a run that could not be pushed to the Hub where it is to be: asks the Hub, and makes the repository.
+def require_push(args: TrainingArguments) -> None:
+    """Check that a run with push_to_hub can be pushed, and create its repository; only process 0 asks the Hub.
 
-    The first process asks. What was found to be fine is not asked again in this process.
-
-    Args:
-        args: TrainingArguments.
+    A check that passed is not repeated in this process.
 
     Raises:
         RuntimeError: no token, one that may not write there, no such revision, or a Hub that does not answer.
@@ -77,7 +73,7 @@ def require_push(args: Any) -> None:
         except BaseException as error:
             errors.put(error)
 
-    # huggingface_hub's client waits for ever where a server takes a request and does not answer.
+    # huggingface_hub's client waits for ever if a server accepts a request and does not answer.
     threading.Thread(target=ask, daemon=True, name="hub").start()
     try:
         error = errors.get(timeout=DEADLINE_S)
@@ -117,7 +113,7 @@ def _check_write(api: HfApi, repo: str) -> None:
     try:
         api.auth_check(repo, write=True)
     except HfHubHTTPError as error:
-        # A Hub of another make may not know the question.
+        # A server that is not Hugging Face's may not have this endpoint.
         if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
             raise
 
@@ -128,12 +124,12 @@ def _one_line(text: str) -> str:
 
 
 def hub_fault(error: BaseException) -> str:
-    """Say in a clause what the Hub, or the way to it, has against a request, and what to do."""
+    """Return in a clause why a request to the Hub failed, and what to do."""
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         advice = ADVICE.get(status, "the Hub fails; try again later" if status >= 500 else "look at hub_model_id")
-        said = _one_line(error.server_message or "")
-        return f"HTTP {status}, {advice}" + (f" (it says: {said})" if said else "")
+        message = _one_line(error.server_message or "")
+        return f"HTTP {status}, {advice}" + (f" (it says: {message})" if message else "")
     if isinstance(error, LocalTokenNotFoundError):
         return NO_TOKEN
     if isinstance(error, OfflineModeIsEnabled):

@@ -249,12 +249,6 @@ class ResumableTrainer(Trainer):
                     f" those of {self._resume_from}"
                 )
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        position = super()._init_training_state(*args, **kwargs)
-        if self._resume_from is not None:
-            self._find_best()
-        return position
-
     def _find_best(self) -> None:
         # The state holds the path of the best checkpoint at the time it was written; the run's folder may have moved.
         best = Path(self._resume_from).parent / f"{PREFIX}{self.state.best_global_step}"
@@ -270,9 +264,15 @@ class ResumableTrainer(Trainer):
                 (Path(self.args.output_dir) / name).unlink(missing_ok=True)
         if self._resume_from is None:
             return
+        self._find_best()
         if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
             self._saved_step = self.state.global_step
-            self._set_aside_later()
+            later = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
+            if later:
+                logger.warning(
+                    f"this run resumes at step {self.state.global_step}; the checkpoints after it are set aside as"
+                    f" {', '.join(path.name for path in later)}: delete them if you do not need them"
+                )
         state = read_loop_state(self, self._resume_from)
         self._tr_loss.fill_(state["tr_loss"])
         # The mean loss that training returns is over the steps of this call.
@@ -280,14 +280,6 @@ class ResumableTrainer(Trainer):
         self._globalstep_last_logged = state["last_logged"]
         restore_early_stopping(self, state)
         self.load_extra_loop_state(state["own"])
-
-    def _set_aside_later(self) -> None:
-        folders = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
-        if folders:
-            logger.warning(
-                f"this run resumes at step {self.state.global_step}; the checkpoints after it are set aside as"
-                f" {', '.join(path.name for path in folders)}: delete them if you do not need them"
-            )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

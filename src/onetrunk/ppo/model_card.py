@@ -109,10 +109,10 @@ class ModelCard:
         return f"the base model `{Path(self.base_path).name}`" if self.base_path else "a base model without a name"
 
     def _files(self) -> str:
-        beside = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
-        folders = [f"`{name}/` {beside[name]}" for name in beside if name in self.model.peft_config]
-        further = " and ".join(["`value_head.safetensors` (the value head)", *folders])
-        return f"Beside the adapter lie {further}: PPO goes on from them, sampling needs none."
+        adapters = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
+        folders = [f"`{name}/` ({what})" for name, what in adapters.items() if name in self.model.peft_config]
+        files = ", ".join(["`value_head.safetensors` (the value head)", *folders])
+        return f"Next to the adapter: {files}. PPO needs them to train on; sampling does not."
 
     def adapter(self) -> dict[str, Any]:
         """Return rank, targets and layers of the policy."""
@@ -158,15 +158,15 @@ class ModelCard:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the last logged value of score, KL and length, of the training and of each evaluation."""
+        """Return the last logged score, KL and length, of training and of each evaluation."""
         last: dict[str, float] = {}
         for entry in self.trainer.state.log_history:
             last |= {name: value for name, value in entry.items() if name.endswith(SHOWN_METRICS)}
         return last
 
     def _measured(self) -> list[str]:
-        figures = {name: f"{value:.4g}" for name, value in sorted(self.metrics().items())}
-        return ["## Last measured", _table(figures)] if figures else []
+        metrics = {name: f"{value:.4g}" for name, value in sorted(self.metrics().items())}
+        return ["## Last measured", _table(metrics)] if metrics else []
 
 
 def _table(facts: dict[str, Any]) -> str:
