@@ -9,8 +9,8 @@ import torch
 from transformers import HfArgumentParser
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, last_checkpoint
-from onetrunk.ppo.alarm_settings import ALARMS
-from onetrunk.ppo.alarms import CHANCE_NATS, RULES, fewest_checkpoints, find
+from onetrunk.ppo.alarm_settings import ALARMS, RULES
+from onetrunk.ppo.alarms import CHANCE_NATS, fewest_checkpoints, find_breach
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Rollout
@@ -70,7 +70,7 @@ def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp
     (sentence,) = said(caplog)
     rule = RULES[name]
     # Rollouts 4, 5 and 6 of two steps each: seen after step 14, in the weights of step 8 for the first time.
-    assert sentence.startswith(f"alarm {name} at step 14: {rule.seen} is ")
+    assert sentence.startswith(f"alarm {name} at step 14: {rule.description} is ")
     for part in (f"(alarm_{name} ", "in 3 rollouts in a row, sampled from step 8 on", rule.cause, rule.change):
         assert part in sentence
     others = {other: logged(trainer, f"alarm/{other}") for other in ALARMS if other != name}
@@ -123,7 +123,7 @@ def test_a_negative_kl_within_chance_is_no_alarm():
     for num_rows in (4, 64, 4096):
         bound = -max(0.1, CHANCE_NATS / num_rows)
         for kl, is_alarm in ((bound * 0.99, False), (bound * 1.01, True), (0.0, False)):
-            assert (find("negative_kl", 0.1, {"kl/ref": kl}, {}, num_rows) is not None) == is_alarm
+            assert (find_breach("negative_kl", 0.1, {"kl/ref": kl}, {}, num_rows) is not None) == is_alarm
 
 
 def test_the_chance_of_a_negative_sum_of_k1_is_bounded_as_the_rule_says():
@@ -387,6 +387,6 @@ def test_every_alarm_has_a_rule_and_a_limit(tmp_path):
 
 def test_a_rule_says_nothing_without_its_figure_or_of_a_figure_that_is_no_number():
     for name in ALARMS:
-        figure = RULES[name].figure
-        assert find(name, 0.5, {}, {figure: 1.0}, 8) is None
-        assert find(name, 0.5, {figure: math.nan}, {figure: 1.0}, 8) is None
+        figure = RULES[name].metric
+        assert find_breach(name, 0.5, {}, {figure: 1.0}, 8) is None
+        assert find_breach(name, 0.5, {figure: math.nan}, {figure: 1.0}, 8) is None

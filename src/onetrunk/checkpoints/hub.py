@@ -1,7 +1,7 @@
-"""The Hub, where a run is to be pushed: may it be written, asked before a model loads; and pushes that can fail.
+"""Pushing to the Hub: the check before a model loads that a run may push, and what happens when a push fails.
 
-A push in the middle that fails is said and stops no training. The one at the end is an error, once everything else of
-the run is written. Knows huggingface_hub's answers; no model.
+A push during training that fails is a warning. A failed push of the result is an error, raised after everything else
+of the run is saved. The trainer's calls are in checkpoints/trainer.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import shlex
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx2
 from accelerate.logging import get_logger
@@ -25,17 +24,17 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
-# Left out of a push by Trainer: checkpoints, and what a run keeps for itself.
+# Trainer leaves these out of a push: checkpoints, and the run's internal files.
 NOT_PUSHED = ("checkpoint-*", "_*")
 HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
 LONGEST_REASON = 200
-# For all questions together, in seconds.
+# For all requests of `require_push` together, in seconds.
 DEADLINE_S = 60.0
 NO_TOKEN = "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
 ADVICE = {
@@ -44,19 +43,16 @@ ADVICE = {
     402: "the account has to pay for that; look at its billing page",
     403: "the token may not do that; give one with write permission for this repository (hub_model_id says which)",
     404: "there is no such repository, or the token may not see it; look at hub_model_id",
-    409: "another operation on the repository stands against it; try again, or set another hub_model_id",
+    409: "another operation on the repository is in its way; try again, or set another hub_model_id",
     413: "a file is larger than the Hub takes",
     429: "too many requests were made with this token or from this address; wait and try again",
 }
 
 
-def require_push(args: Any) -> None:
-    """Refuse a run that could not be pushed to the Hub where it is to be: asks the Hub, and makes the repository.
+def require_push(args: TrainingArguments) -> None:
+    """Check that a run with push_to_hub can be pushed, and create its repository; only process 0 asks the Hub.
 
-    The first process asks. What was found to be fine is not asked again in this process.
-
-    Args:
-        args: TrainingArguments.
+    A check that passed is not repeated in this process.
 
     Raises:
         RuntimeError: no token, one that may not write there, no such revision, or a Hub that does not answer.
@@ -77,7 +73,7 @@ def require_push(args: Any) -> None:
         except BaseException as error:
             errors.put(error)
 
-    # huggingface_hub's client waits for ever where a server takes a request and does not answer.
+    # huggingface_hub's client waits for ever if a server accepts a request and does not answer.
     threading.Thread(target=ask, daemon=True, name="hub").start()
     try:
         error = errors.get(timeout=DEADLINE_S)
@@ -117,7 +113,7 @@ def _check_write(api: HfApi, repo: str) -> None:
     try:
         api.auth_check(repo, write=True)
     except HfHubHTTPError as error:
-        # A Hub of another make may not know the question.
+        # A server that is not Hugging Face's may not have this endpoint.
         if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
             raise
 
@@ -128,12 +124,12 @@ def _one_line(text: str) -> str:
 
 
 def hub_fault(error: BaseException) -> str:
-    """Say in a clause what the Hub, or the way to it, has against a request, and what to do."""
+    """Return in a clause why a request to the Hub failed, and what to do."""
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         advice = ADVICE.get(status, "the Hub fails; try again later" if status >= 500 else "look at hub_model_id")
-        said = _one_line(error.server_message or "")
-        return f"HTTP {status}, {advice}" + (f" (it says: {said})" if said else "")
+        message = _one_line(error.server_message or "")
+        return f"HTTP {status}, {advice}" + (f" (it says: {message})" if message else "")
     if isinstance(error, LocalTokenNotFoundError):
         return NO_TOKEN
     if isinstance(error, OfflineModeIsEnabled):
@@ -146,76 +142,36 @@ def hub_fault(error: BaseException) -> str:
     return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
 
 
-class SafePushes(Trainer):
-    """The part of a trainer that pushes; it stands first among the bases of a class."""
+class PushFailed(RuntimeError):
+    """A push of the result failed; the result itself is saved."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self._is_saving = False
-        super().__init__(*args, **kwargs)
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository, as Trainer does.
+def push_failed(trainer: Trainer, error: BaseException) -> PushFailed:
+    """Return the error to raise when the push of a trainer's result failed; it contains the command to push again."""
+    args = trainer.args
+    name = trainer.hub_model_id or args.hub_model_id
+    words = ["hf", "upload", str(name), args.output_dir, "."]
+    words += [word for pattern in NOT_PUSHED for word in ("--exclude", pattern)]
+    words += ["--revision", args.hub_revision] if args.hub_revision else []
+    return PushFailed(
+        f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
+        f" `{shlex.join(words)}` pushes it"
+    )
 
-        Raises:
-            RuntimeError: says what the Hub has against it.
-        """
-        try:
-            super().init_hf_repo(token, private)
-        except HUB_ERRORS as error:
-            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            raise RuntimeError(f"{name} cannot be pushed to: {hub_fault(error)}") from error
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model, and push it where the run is pushed; of a push that fails here a warning tells."""
-        before, self._is_saving = self._is_saving, not _internal_call
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            self._is_saving = before
+def warn_of_push(error: BaseException) -> None:
+    """Log that a checkpoint could not be pushed."""
+    logger.warning(f"a checkpoint was not pushed: {_reason(error)}. Training goes on; the checkpoint is in output_dir")
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push the result, as Trainer does.
 
-        Raises:
-            RuntimeError: it failed; says why, where the result lies, and how to push it again.
-        """
-        is_saving, self._is_saving = self._is_saving, False
-        try:
-            return super().push_to_hub(*args, **kwargs)
-        except (*HUB_ERRORS, OSError) as error:
-            sentence = self._push_failed(error)
-            if not is_saving:
-                raise RuntimeError(sentence) from error
-            logger.warning(sentence)
-            return None
-        finally:
-            self._tell_failed_pushes()
+def warn_of_failed_pushes(trainer: Trainer) -> None:
+    """Log the background pushes that have failed since the last call; Trainer itself never looks at them."""
+    jobs = getattr(getattr(trainer, "push_in_progress", None), "jobs", [])
+    for job in [job for job in jobs if job.done()]:
+        jobs.remove(job)
+        if not job.cancelled() and job.exception() is not None:
+            warn_of_push(job.exception())
 
-    def _push_failed(self, error: BaseException) -> str:
-        fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
-        name, folder = self.hub_model_id or self.args.hub_model_id, self.args.output_dir
-        words = ["hf", "upload", str(name), folder, "."]
-        words += [word for pattern in NOT_PUSHED for word in ("--exclude", pattern)]
-        words += ["--revision", self.args.hub_revision] if self.args.hub_revision else []
-        return f"the push to {name} failed: {fault}. The result is whole in {folder}; `{shlex.join(words)}` pushes it"
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._tell_failed_pushes()
-        try:
-            super()._push_from_checkpoint(checkpoint_folder)
-        except (*HUB_ERRORS, OSError) as error:
-            self._tell_failed_push(error)
-
-    def _tell_failed_pushes(self) -> None:
-        """Tell of pushes in the background that have failed; Trainer never looks at them."""
-        jobs = getattr(getattr(self, "push_in_progress", None), "jobs", [])
-        for job in [job for job in jobs if job.done()]:
-            jobs.remove(job)
-            if not job.cancelled() and job.exception() is not None:
-                self._tell_failed_push(job.exception())
-
-    def _tell_failed_push(self, error: BaseException) -> None:
-        fault = hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))
-        logger.warning(
-            f"a checkpoint was not pushed: {fault}. Training goes on, and the checkpoint lies in output_dir"
-        )
+def _reason(error: BaseException) -> str:
+    return hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))

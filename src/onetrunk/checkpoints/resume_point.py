@@ -25,7 +25,7 @@ from onetrunk.checkpoints.folders import (
 )
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest
 from onetrunk.checkpoints.mirror import Mirror
-from onetrunk.utils.files import atomic_write_json, read_json
+from onetrunk.utils.files import read_json
 
 
 def loop_state_file(rank: int) -> str:
@@ -33,38 +33,15 @@ def loop_state_file(rank: int) -> str:
     return f"loop_state_{rank}.json"
 
 
-def save_loop_state(trainer: Trainer, folder: str | Path, own: Mapping[str, Any]) -> None:
-    """Write the loop's state of this process.
-
-    Args:
-        trainer: in training.
-        folder: a checkpoint.
-        own: what the trainer's class adds, in terms of JSON.
-    """
-    state = {
-        "tr_loss": trainer._tr_loss.item(),
-        "last_logged": trainer._globalstep_last_logged,
-        **end_state(trainer),
-        "own": dict(own),
-    }
-    atomic_write_json(Path(folder) / loop_state_file(trainer.args.process_index), state)
+def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
+    """Return the loop's state that the trainer wrote into a checkpoint for this process."""
+    return read_json(Path(folder) / loop_state_file(trainer.args.process_index))
 
 
-def load_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
-    """Bring the loop to where it was; return what the trainer's class had added. Call it once training has begun."""
-    state = read_loop_state(trainer, folder)
-    trainer._tr_loss.fill_(state["tr_loss"])
-    # The mean loss that training returns is over the steps of this call.
-    trainer._total_loss_scalar = -state["tr_loss"]
-    trainer._globalstep_last_logged = state["last_logged"]
+def restore_early_stopping(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Set the counters of early stopping to those of a loop's state."""
     for callback, counter in zip(_early_stopping(trainer), state["early_stopping"], strict=False):
         callback.early_stopping_patience_counter = counter
-    return state["own"]
-
-
-def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
-    """Return what `save_loop_state` wrote for this process."""
-    return read_json(Path(folder) / loop_state_file(trainer.args.process_index))
 
 
 def end_state(trainer: Trainer) -> dict[str, Any]:
@@ -110,29 +87,26 @@ class EndingCallback(TrainerCallback):
 
 
 class LoopEvents(TrainerCallback):
-    """Tells the trainer where its loop stands: begun, at the end of a pass.
+    """Follows the training loop: calls `begin` when it begins; `is_pass_end` says whether a pass has just ended."""
 
-    Args:
-        trainer: has `begin_loop` and `is_pass_end`.
-    """
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, begin: Callable[[], None]):
+        self.begin = begin
+        self.is_pass_end = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.begin_loop()
+        self.begin()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.is_pass_end = False
+        self.is_pass_end = False
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.is_pass_end = True
+        self.is_pass_end = True
 
 
 logger = get_logger(__name__)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_secret, add_stored_token, redact, redact_all
 
 
@@ -34,20 +32,6 @@ class SecretFreeArguments:
         return redact(super().__str__())
 
     __repr__ = __str__
-
-
-class SecretFreeCards:
-    """The part of a trainer on TRL's whose model card tells no secret; it stands before TRL's trainer."""
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, and what is secret in it again as a mark."""
-        super().create_model_card(*args, **kwargs)
-        path = Path(self.args.output_dir) / "README.md"
-        if self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            clean = redact(text)
-            if clean != text:
-                atomic_write_text(path, clean)
 
 
 def add_secrets_of(args: Any) -> None:

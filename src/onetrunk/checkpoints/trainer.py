@@ -1,12 +1,17 @@
-"""Checkpoints that survive anything, for every Trainer: whole or absent, verified, with all that exact resume needs.
+"""The base of every trainer here: checkpoints that are whole or absent, exact resume, a clean stop, safe Hub pushes.
 
-transformers' Trainer writes its files into a folder aside; they are made durable, get a manifest, and the folder is
-renamed and read again before an older one is deleted. A signal ends a run with a checkpoint. Knows Trainer's loop and
-files; no model and no objective.
+transformers' Trainer writes a checkpoint into a staging folder. The files are then synced to disk and listed in a
+manifest; the folder is renamed and verified, and only then is an older checkpoint deleted. A signal ends a run with a
+checkpoint.
+
+This is the ONE file that overrides or reads private members of transformers' Trainer and of TRL's trainers. Subclasses
+override the public hooks of ResumableTrainer instead. tests/checkpoints/test_private_members.py pins those members:
+with a new version of either library, adapt this file and the upper bounds in pyproject.toml.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -15,7 +20,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -33,7 +38,14 @@ from onetrunk.checkpoints.folders import (
     rotate,
     set_aside_later,
 )
-from onetrunk.checkpoints.hub import SafePushes
+from onetrunk.checkpoints.hub import (
+    HUB_ERRORS,
+    PushFailed,
+    hub_fault,
+    push_failed,
+    warn_of_failed_pushes,
+    warn_of_push,
+)
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.checkpoints.resume_point import (
@@ -43,108 +55,110 @@ from onetrunk.checkpoints.resume_point import (
     end_of,
     end_state,
     ending_callbacks,
-    load_loop_state,
     locate,
+    loop_state_file,
     open_mirror,
     read_loop_state,
-    save_loop_state,
+    restore_early_stopping,
 )
-from onetrunk.checkpoints.secrets import SecretFreeCards, without_secrets
+from onetrunk.checkpoints.secrets import without_secrets
 from onetrunk.checkpoints.settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.utils.files import atomic_write_json
+from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
-
-
-class TRLCounters(Trainer):
-    """The part of a trainer on TRL's that keeps the tokens seen and the metrics since the last log."""
-
-    def own_loop_state(self) -> dict[str, Any]:
-        """Return TRL's counters."""
-        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        return {**super().own_loop_state(), "tokens": self._total_train_tokens, "metrics": metrics}
-
-    def load_own_loop_state(self, state: dict[str, Any]) -> None:
-        """Take TRL's counters back."""
-        super().load_own_loop_state(state)
-        self._total_train_tokens = state["tokens"]
-        self._metrics["train"].clear()
-        self._metrics["train"].update(state["metrics"])
-
+from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
 TRAIN_ON = "set continue_ended_run to true to train on"
-# For what the second home still lacks, in seconds: at the end of a run, and when whoever stops it may soon kill it.
+# Seconds to wait for uploads to the mirror: at the end of a run, and after a signal, when the process may be killed.
 MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
 
-class SafeCheckpoints(Trainer):
-    """The part of a trainer that saves, finds and loads checkpoints, and ends a run in order. It stands before Trainer
-    (or TRL's trainer) among the bases of a class."""
+class ResumableTrainer(Trainer):
+    """Saves, finds and loads checkpoints, and stops a run cleanly.
 
+    With another trainer as a second base, this class comes first: `class T(ResumableTrainer, SomeTrainer)`. The first
+    group of methods are hooks for subclasses.
+    """
+
+    # Files without which a checkpoint cannot be resumed.
     needed_files: Sequence[str] = LOOP_FILES
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.stop_signals = StopSignals()
-        self.is_pass_end = False
+        # Why the run ended before its planned end, if an alarm, the monitor or early stopping ended it.
+        self.ended: str | None = None
+        self._loop_events = LoopEvents(self.begin_loop)
         self._is_staging = False
         self._save_waits = False
         self._saved_step: int | None = None
         self._resume_from: str | None = None
         self._run_id = ""
         self._mirror: Mirror | None = None
-        self._settings: dict[str, Any] | None = None
-        # Why the run ended before its plan, where an alarm, the monitor or early stopping ended it.
-        self.ended: str | None = None
+        self._finite_loss_sum = 0.0
         super().__init__(*args, **kwargs)
-        self.add_callback(LoopEvents(self))
+        self.add_callback(self._loop_events)
 
-    # --- what a kind of trainer adds --------------------------------------------------------------------------------
+    # --- hooks for subclasses ---------------------------------------------------------------------------------------
 
-    def own_loop_state(self) -> dict[str, Any]:
-        """Return what this process has to remember between two logs besides Trainer's own, in terms of JSON."""
+    def extra_loop_state(self) -> dict[str, Any]:
+        """Return what else this process must remember between two logs, as JSON values."""
         return {}
 
-    def load_own_loop_state(self, state: dict[str, Any]) -> None:
-        """Take back what `own_loop_state` returned."""
+    def load_extra_loop_state(self, state: dict[str, Any]) -> None:
+        """Restore what `extra_loop_state` returned."""
 
-    def remember_settings(self) -> None:
-        """Keep the run's settings in its checkpoints, and compare them where it goes on; call it in `__init__`."""
-        self._settings = plain_settings(self)
-        self.needed_files = (*self.needed_files, SETTINGS_FILE)
+    def save_run_state(self, folder: str) -> None:
+        """Write further files into a checkpoint that is being made; called on every process."""
+
+    def load_branches_from(self, folder: str) -> bool:
+        """Load the trained weights from a checkpoint; return False to leave that to Trainer."""
+        return False
+
+    def on_model_saved(self, folder: str) -> None:
+        """Add to a folder into which the model has just been saved; called on every process."""
+
+    def prepare_push(self, checkpoint: str) -> None:
+        """Copy to output_dir what a push must contain and Trainer does not copy; called before a checkpoint's push."""
+
+    def on_grad_norm(self, norm: float | Tensor) -> None:
+        """Receive the norm of a step's gradient, before clipping."""
+
+    def check_checkpoint(self, folder: str) -> None:
+        """Raise ValueError if the checkpoint belongs to a run with other settings."""
 
     def settings_of_run(self) -> dict[str, Any] | None:
-        """Return all that decides what the run computes, in terms of JSON; None where that is not known."""
-        return self._settings
+        """Return the settings that decide what the run computes, as JSON values; None if they are not known."""
+        return None
 
     def planned_steps(self) -> int:
-        """Return how many optimizer steps the run is to have in all."""
+        """Return the number of optimizer steps of the whole run."""
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
 
     def own_state_bytes(self) -> int:
-        """Return how many bytes a checkpoint holds at most beside weights and optimizer, in all processes."""
+        """Return an upper bound of a checkpoint's bytes, all processes, without weights and optimizer."""
         return 0
 
     def may_save(self) -> bool:
-        """Return whether the weights are worth a checkpoint at this step."""
+        """Return whether the weights at this step are worth a checkpoint."""
         return True
 
     def needed_checkpoints(self) -> set[Path]:
-        """Return checkpoints that no rotation may delete now, beside the best one."""
+        """Return checkpoints that must not be deleted now, apart from the best one."""
         return set()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """Train; SIGTERM, Ctrl-C and SIGUSR1 end it with a checkpoint.
+        """Train; SIGTERM, Ctrl-C, SIGUSR1 and SIGHUP end training with a checkpoint.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the last whole one in output_dir, or "auto" for that
                 one if there is any.
-            **kwargs: as Trainer takes them.
+            **kwargs: passed to Trainer.
 
         Raises:
             Stopped: a signal came; a SystemExit with code 0.
@@ -155,16 +169,16 @@ class SafeCheckpoints(Trainer):
             self.args.save_total_limit = max(self.args.save_total_limit, LEAST_KEPT)
         self._mirror = open_mirror(self.args)
         self._resume_from = locate(resume_from_checkpoint, self.args, self.needed_files, self._mirror)
-        self._saved_step, self._save_waits, self.is_pass_end = None, False, False
+        self._saved_step, self._save_waits, self._loop_events.is_pass_end = None, False, False
+        self._finite_loss_sum = 0.0
         self.ended = None
         self._run_id = secrets.token_hex(8)
         if self._resume_from is not None:
             self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
-            if self._settings is not None:
-                check_plain_settings(self._resume_from, self._settings, self.args.allow_config_change)
+            self.check_checkpoint(self._resume_from)
         if self._mirror is not None:
             overwrite = getattr(self.args, "overwrite_output_dir", False)
-            # A stage passes the checkpoint that it found for "auto", or none; its arguments still say "auto".
+            # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
             is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
             self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
         if not self.args.should_save:
@@ -182,7 +196,9 @@ class SafeCheckpoints(Trainer):
                 self.ended = end_of(self, end_state(self))
                 return output
             except StopAsked:
-                checkpoint = self._save_where_it_stands()
+                if self._saved_step != self.state.global_step:
+                    self._save_checkpoint(self.model, trial=None)
+                checkpoint = str(Path(self.args.output_dir) / f"{PREFIX}{self.state.global_step}")
                 self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
                 self.is_in_train = False
         if self._mirror is not None:
@@ -190,9 +206,9 @@ class SafeCheckpoints(Trainer):
         raise Stopped(checkpoint, self.stop_signals.received)
 
     def _is_over(self) -> bool:
-        """Return whether nothing is left to train after the checkpoint; if so, the trainer is as training left it.
+        """Return whether nothing is left to train after the checkpoint; if so, restore the trained state.
 
-        A run is over at its planned end, where Trainer itself would train one step more, and where an alarm or early
+        A run is over at its planned end, where Trainer itself would train one step more, or where an alarm or early
         stopping ended it.
         """
         args, planned = self.args, self.planned_steps()
@@ -203,25 +219,25 @@ class SafeCheckpoints(Trainer):
             return False
         self._restore_ended(state, loop_state["own"])
         self.ended = ended
-        longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
         if ended is None:
-            how = f"step {state.global_step} of {planned} planned; raise {longer} to train on"
+            longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
+            longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
+            reason = f"step {state.global_step} of {planned} planned; raise {longer} to train on"
         else:
-            how = f"step {state.global_step}, where the run was ended ({ended}); {TRAIN_ON}"
-        logger.warning(f"nothing is left to train: {self._resume_from} is at {how}")
+            reason = f"step {state.global_step}, where the run was ended ({ended}); {TRAIN_ON}"
+        logger.warning(f"nothing is left to train: {self._resume_from} is at {reason}")
         return True
 
-    def _restore_ended(self, state: TrainerState, own: dict[str, Any]) -> None:
-        self.get_train_dataloader()  # Refuses a checkpoint of another run.
+    def _restore_ended(self, state: TrainerState, extra: dict[str, Any]) -> None:
+        self.get_train_dataloader()  # Rejects a checkpoint of another run.
         self._load_from_checkpoint(self._resume_from)
         state.is_world_process_zero = self.args.process_index == 0
         state.is_local_process_zero = self.args.local_process_index == 0
         self.state = state
-        self.load_own_loop_state(own)
+        self.load_extra_loop_state(extra)
         for callback in ending_callbacks(self):
             callback.restore_ended(state)
-        # What is measured after training draws from the same generators.
+        # An evaluation after training draws from the same generators.
         self._load_rng_state(self._resume_from)
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._find_best()
@@ -233,49 +249,49 @@ class SafeCheckpoints(Trainer):
                     f" those of {self._resume_from}"
                 )
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        place = super()._init_training_state(*args, **kwargs)
-        if self._resume_from is not None:
-            self._find_best()
-        return place
-
     def _find_best(self) -> None:
-        # The state names the best checkpoint by its path when it was written; the run's folder may have moved since.
+        # The state holds the path of the best checkpoint at the time it was written; the run's folder may have moved.
         best = Path(self._resume_from).parent / f"{PREFIX}{self.state.best_global_step}"
         if self.state.best_global_step and best.is_dir():
             self.state.best_model_checkpoint = str(best)
 
-    def _save_where_it_stands(self) -> str:
-        if self._saved_step != self.state.global_step:
-            self._save_checkpoint(self.model, trial=None)
-        return str(Path(self.args.output_dir) / f"{PREFIX}{self.state.global_step}")
-
     def begin_loop(self) -> None:
-        """Bring the loop to where the checkpoint left it; Trainer has just set it to its beginning."""
+        """Restore the loop's state from the checkpoint, after Trainer has initialised it."""
         require_room(self)
         if self.args.should_save:
-            # A result that lies there is not this training's.
+            # A result that is already there is not the result of this training.
             for name in (FINISHED, MANIFEST):
                 (Path(self.args.output_dir) / name).unlink(missing_ok=True)
-        if self._resume_from is not None:
-            if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
-                self._saved_step = self.state.global_step
-                self._set_aside_later()
-            self.load_own_loop_state(load_loop_state(self, self._resume_from))
+        if self._resume_from is None:
+            return
+        self._find_best()
+        if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
+            self._saved_step = self.state.global_step
+            later = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
+            if later:
+                logger.warning(
+                    f"this run resumes at step {self.state.global_step}; the checkpoints after it are set aside as"
+                    f" {', '.join(path.name for path in later)}: delete them if you do not need them"
+                )
+        state = read_loop_state(self, self._resume_from)
+        self._tr_loss.fill_(state["tr_loss"])
+        # The mean loss that training returns is over the steps of this call.
+        self._total_loss_scalar = -state["tr_loss"]
+        self._globalstep_last_logged = state["last_logged"]
+        restore_early_stopping(self, state)
+        self.load_extra_loop_state(state["own"])
 
-    def _set_aside_later(self) -> None:
-        aside = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
-        if aside:
-            logger.warning(
-                f"this run goes on from step {self.state.global_step}; the checkpoints after it are set aside as"
-                f" {', '.join(path.name for path in aside)}: delete them if you need them no more"
-            )
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.on_grad_norm(norm)
+        return norm
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any) -> None:
-        # At the end of a pass Trainer comes here twice, and a checkpoint of the first time would lack what the second
-        # logs: it waits.
+        # At the end of a pass Trainer calls this twice. A checkpoint of the first call would lack what the second one
+        # logs, so saving waits for the second.
+        is_pass_end = self._loop_events.is_pass_end
         is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch).is_integer()
-        waits = is_last and not self.is_pass_end
+        waits = is_last and not is_pass_end
         if waits:
             self._save_waits, self.control.should_save = self.control.should_save, False
         elif self._save_waits:
@@ -283,6 +299,17 @@ class SafeCheckpoints(Trainer):
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kw)
         if not waits and self.may_save() and self.stop_signals.agreed(self.accelerator):
             raise StopAsked
+
+    def drop_non_finite_loss(self, loss: float) -> None:
+        """Keep a logged loss that is not finite out of later logs.
+
+        Trainer clears its running loss by subtracting it from itself, so one NaN would stay in every later log.
+        """
+        if math.isfinite(loss):
+            self._finite_loss_sum = self._total_loss_scalar
+        else:
+            self._tr_loss.zero_()
+            self._total_loss_scalar = self._finite_loss_sum
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -306,14 +333,14 @@ class SafeCheckpoints(Trainer):
             self._name_best(output_dir)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                self._finish(output_dir, name)
+                self._publish_checkpoint(output_dir, name)
         self.accelerator.wait_for_everyone()
         self._saved_step = self.state.global_step
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(output_dir / name))
 
     def _name_best(self, output_dir: Path) -> None:
-        # Trainer named the best checkpoint by the folder in which it was made.
+        # Trainer recorded the best checkpoint under its path in the staging folder.
         best = self.state.best_model_checkpoint
         if best is not None and Path(best).parent.name == STAGING:
             self.state.best_model_checkpoint = str(output_dir / Path(best).name)
@@ -321,14 +348,14 @@ class SafeCheckpoints(Trainer):
                 staged = output_dir / STAGING / f"{PREFIX}{self.state.global_step}"
                 self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
 
-    def _finish(self, output_dir: Path, name: str) -> None:
+    def _publish_checkpoint(self, output_dir: Path, name: str) -> None:
         staged, final = output_dir / STAGING / name, output_dir / name
         about = {"step": self.state.global_step, "kind": type(self).__name__}
         write_manifest(staged, **about, world_size=self.args.world_size, run=self._run_id)
         publish(staged, final)
-        found = checkpoint_problems(final)
-        if found:
-            raise OSError(f"read again, it is not what was written ({described(found)})")
+        problems = checkpoint_problems(final)
+        if problems:
+            raise OSError(f"read again, it is not what was written ({described(problems)})")
         staged.parent.rmdir()
         best = self.state.best_model_checkpoint
         kept = self.needed_checkpoints() | ({Path(best)} if best else set())
@@ -337,16 +364,16 @@ class SafeCheckpoints(Trainer):
             kept |= self._mirror.busy()
         rotate(output_dir, self.args.save_total_limit, kept)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Trainer calls it while the folder is being made; it is pushed once it is proven.
-        if not self._is_staging:
-            super()._push_from_checkpoint(checkpoint_folder)
-
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        save_loop_state(self, output_dir, self.own_loop_state())
-        if self._settings is not None and self.args.should_save:
-            atomic_write_json(Path(output_dir) / SETTINGS_FILE, self._settings)
+        state = {
+            "tr_loss": self._tr_loss.item(),
+            "last_logged": self._globalstep_last_logged,
+            **end_state(self),
+            "own": self.extra_loop_state(),
+        }
+        atomic_write_json(Path(output_dir) / loop_state_file(self.args.process_index), state)
+        self.save_run_state(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         with without_secrets(self.args):
@@ -354,13 +381,26 @@ class SafeCheckpoints(Trainer):
         model, folder = self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir)
         if self.args.should_save and isinstance(model, PeftModel) and not (folder / BASE_FILE).exists():
             write_base_marks(model.get_base_model(), folder)
+        self.on_model_saved(str(folder))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model into output_dir: its files take their places one by one, the manifest last."""
+        """Save the trained model, in output_dir with a manifest that is written last; push it if the run is pushed.
+
+        A push that fails here is a warning.
+        """
         target = Path(output_dir or self.args.output_dir)
         if _internal_call or target.resolve() != Path(self.args.output_dir).resolve():
-            super().save_model(output_dir, _internal_call)
-            return
+            # True: Trainer would push, and a failure would end the run.
+            super().save_model(output_dir, True)
+        else:
+            self._save_result(target)
+        if self.args.push_to_hub and not _internal_call:
+            try:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            except PushFailed as error:
+                logger.warning(str(error))
+
+    def _save_result(self, target: Path) -> None:
         staged = target / STAGING / "result"
         with writing(target):
             if self.args.should_save:
@@ -373,18 +413,20 @@ class SafeCheckpoints(Trainer):
         if self._mirror is not None:
             self._mirror.push_result(target)
             self._mirror.wait(MIRROR_WAIT_S)
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.load_branches_from(resume_from_checkpoint):
+            return
         if isinstance(self.model, PeftModel):
             require_safetensors(resume_from_checkpoint)
         with reading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        if self.load_branches_from(self.state.best_model_checkpoint):
+            return
         if isinstance(self.model, PeftModel):
             require_safetensors(self.state.best_model_checkpoint)
         super()._load_best_model()
@@ -397,10 +439,93 @@ class SafeCheckpoints(Trainer):
         with reading(str(checkpoint)):
             super()._load_rng_state(checkpoint)
 
+    # --- the Hub ----------------------------------------------------------------------------------------------------
 
-class ResumableSFTTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoints, SFTTrainer):
-    """TRL's SFTTrainer, whose interrupted and resumed run is the run that was not interrupted."""
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository on the Hub.
+
+        Raises:
+            RuntimeError: the Hub rejects it.
+        """
+        try:
+            super().init_hf_repo(token, private)
+        except HUB_ERRORS as error:
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            raise RuntimeError(f"{name} cannot be pushed to: {hub_fault(error)}") from error
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push the result to the Hub.
+
+        Raises:
+            PushFailed: with the reason, and the command that pushes the saved result.
+        """
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except (*HUB_ERRORS, OSError) as error:
+            raise push_failed(self, error) from error
+        finally:
+            warn_of_failed_pushes(self)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Trainer calls this while the folder is still in staging; the push waits until the checkpoint is published.
+        if self._is_staging:
+            return
+        warn_of_failed_pushes(self)
+        try:
+            self.prepare_push(checkpoint_folder)
+            super()._push_from_checkpoint(checkpoint_folder)
+        except (*HUB_ERRORS, OSError) as error:
+            warn_of_push(error)
+
+
+class ResumableTRLTrainer(ResumableTrainer):
+    """ResumableTrainer for a trainer of TRL's, which is the second base.
+
+    Checkpoints also keep TRL's counters, and the settings of the run, which a resumed run is compared with. No secret
+    appears in TRL's model card.
+    """
+
+    needed_files = (*LOOP_FILES, SETTINGS_FILE)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.remember_settings()
+        self._settings = plain_settings(self)
+
+    def settings_of_run(self) -> dict[str, Any]:
+        """Return the settings and digests that decide what the run computes."""
+        return self._settings
+
+    def check_checkpoint(self, folder: str) -> None:
+        """Raise ValueError if the checkpoint belongs to a run with other settings."""
+        check_plain_settings(folder, self._settings, self.args.allow_config_change)
+
+    def save_run_state(self, folder: str) -> None:
+        """Write the settings of the run."""
+        if self.args.should_save:
+            atomic_write_json(Path(folder) / SETTINGS_FILE, self._settings)
+
+    def extra_loop_state(self) -> dict[str, Any]:
+        """Return TRL's counters: the tokens seen, and the metrics since the last log."""
+        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
+        return {**super().extra_loop_state(), "tokens": self._total_train_tokens, "metrics": metrics}
+
+    def load_extra_loop_state(self, state: dict[str, Any]) -> None:
+        """Restore TRL's counters."""
+        super().load_extra_loop_state(state)
+        self._total_train_tokens = state["tokens"]
+        self._metrics["train"].clear()
+        self._metrics["train"].update(state["metrics"])
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, and redact the secrets in it."""
+        super().create_model_card(*args, **kwargs)
+        path = Path(self.args.output_dir) / "README.md"
+        if self.is_world_process_zero() and path.is_file():
+            text = path.read_text(encoding="utf-8")
+            clean = redact(text)
+            if clean != text:
+                atomic_write_text(path, clean)
+
+
+class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
+    """TRL's SFTTrainer; an interrupted run that is resumed computes what an uninterrupted run computes."""

@@ -1,6 +1,6 @@
-"""When a PPO run raises an alarm, and which alarms end it: settings, with what is watched under each name.
+"""The table of alarms, RULES, and the settings made from it: when a PPO run raises an alarm, and which alarms end it.
 
-Knows names, limits and help texts; no figures and no trainer.
+A new alarm is an entry in RULES and a field of AlarmSettings. ppo/alarms.py applies the rules to every rollout.
 """
 
 from __future__ import annotations
@@ -9,74 +9,191 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-ALARMS = (
-    "kl",
-    "negative_kl",
-    "logprob_gap",
-    "length_collapse",
-    "length_explosion",
-    "entropy",
-    "repeated_ngrams",
-    "clip_fraction",
-    "skipped_steps",
-    "explained_variance",
-)
-SHARES = ("length_collapse", "length_explosion", "repeated_ngrams", "clip_fraction", "skipped_steps")
+SHARE = (0.0, 1.0, "between 0 and 1")
+AT_LEAST_0 = (0.0, math.inf, "0 or more")
+AT_MOST_0 = (-math.inf, 0.0, "0 or less")
 
 
-def _limit(default: float, text: str) -> Any:
-    return field(default=default, metadata={"help": f"{text} null: no such alarm."})
+@dataclass(frozen=True)
+class Rule:
+    """One alarm.
+
+    Args:
+        metric: name of the watched metric.
+        is_upper: True if the limit is the largest good value, False if it is the smallest.
+        default: of the setting `alarm_<name>`.
+        range: least and greatest value of the setting, and both in words.
+        help: help text of the setting.
+        description: what the metric is, for the warning.
+        cause: the usual cause.
+        change: what to change.
+        is_relative: the setting is a share of the metric's mean over the first rollouts.
+    """
+
+    metric: str
+    is_upper: bool
+    default: float
+    range: tuple[float, float, str]
+    help: str
+    description: str
+    cause: str
+    change: str
+    is_relative: bool = False
+
+
+RULES = {
+    "kl": Rule(
+        "kl/ref",
+        True,
+        100.0,
+        AT_LEAST_0,
+        "Alarm if the KL to the reference exceeds it, nats per completion.",
+        "the KL to the reference, nats per completion,",
+        "a reward for what the reference never says, too small a beta, or too large a learning rate",
+        "raise beta or set kl_target, lower learning_rate, and read completions",
+    ),
+    "negative_kl": Rule(
+        "kl/ref",
+        False,
+        0.1,
+        AT_LEAST_0,
+        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it.",
+        "the KL to the reference, nats per completion, which can't be negative,",
+        "a sampler whose probabilities differ from those the trainer computes: another temperature, truncated"
+        " sampling, stale or rounded weights, or an override of the scoring",
+        "look at sampling/logprob_gap_mean and at the rollout backend",
+    ),
+    "logprob_gap": Rule(
+        "sampling/logprob_gap_mean",
+        True,
+        0.1,
+        AT_LEAST_0,
+        "Alarm if the logprobs recorded by the sampler differ by more from those of the trainer's forward, nats, mean"
+        " over tokens. Rounding to bfloat16 gives about 0.01.",
+        "the difference between the sampler's logprobs and the trainer's, nats per token,",
+        "a sampler with other weights, another adapter, temperature or precision than the trainer, or a"
+        " logits_processor",
+        "check that the rollout backend loads the policy in sync and returns logprobs after temperature",
+    ),
+    "length_collapse": Rule(
+        "completion/length",
+        False,
+        0.2,
+        SHARE,
+        "Alarm if the mean completion length falls below this share of that of the first rollouts.",
+        "the mean completion length, tokens,",
+        "a reward or a penalty that is highest for saying nothing",
+        "lower length_penalty, score short completions for what they lack, or raise beta",
+        is_relative=True,
+    ),
+    "length_explosion": Rule(
+        "completion/stopped_fraction",
+        False,
+        0.3,
+        SHARE,
+        "Alarm if the share of completions that end by themselves falls below this share of that of the first"
+        " rollouts.",
+        "the share of completions that end by themselves",
+        "a reward that grows with length, or completions that are cut and scored as if they had ended",
+        "set missing_eos_penalty or length_penalty, or raise max_completion_length",
+        is_relative=True,
+    ),
+    "entropy": Rule(
+        "policy/entropy",
+        False,
+        0.01,
+        AT_LEAST_0,
+        "Alarm if the policy's entropy falls below it, nats per token.",
+        "the policy's entropy, nats per token,",
+        "a policy that answers every prompt alike, after too many steps on too few prompts or a reward for one phrase",
+        "set entropy_coef or raise beta, lower learning_rate or num_ppo_epochs, and use more prompts",
+    ),
+    "repeated_ngrams": Rule(
+        "completion/repeated_ngrams",
+        True,
+        0.5,
+        SHARE,
+        "Alarm if more of the 4-grams of completions occurred before in the same completion.",
+        "the share of 4-grams that occurred before in the same completion",
+        "a reward that does not penalise repetition, or a policy that has left the reference's language",
+        "score repetition in the reward, raise beta, or set missing_eos_penalty",
+    ),
+    "clip_fraction": Rule(
+        "policy/clip_fraction",
+        True,
+        0.5,
+        SHARE,
+        "Alarm if the loss clips a larger share of a rollout's tokens.",
+        "the share of tokens that the loss clips",
+        "steps that are too large or too many for one rollout",
+        "lower learning_rate or num_ppo_epochs, set target_kl, or raise rollout_batch_size",
+    ),
+    "skipped_steps": Rule(
+        "policy/skipped_fraction",
+        True,
+        0.8,
+        SHARE,
+        "Alarm if a larger share of a rollout's steps is skipped.",
+        "the share of steps that left the weights alone",
+        "a target_kl that the first steps exceed, gradients that are not finite, or completions that are all masked",
+        "lower learning_rate, raise target_kl, and look for infinite scores",
+    ),
+    "explained_variance": Rule(
+        "value/explained_variance",
+        False,
+        -20.0,
+        AT_MOST_0,
+        "Alarm if the explained variance of the value head falls below it; a constant has 0.",
+        "the explained variance of the value head",
+        "values that are worse than a constant: too large a value learning rate, or scores whose scale jumps",
+        "lower value_learning_rate, set normalize_scores or value_pretraining_rollouts, or try value_head adapter",
+    ),
+}
+ALARMS = tuple(RULES)
+
+
+def _limit(name: str) -> Any:
+    return field(default=RULES[name].default, metadata={"help": f"{RULES[name].help} null: no such alarm."})
 
 
 @dataclass(repr=False)
 class AlarmSettings:
-    """The part of PPOConfig that speaks of alarms; it stands before TrainingArguments."""
+    """The settings of alarms in PPOConfig; a base class that comes before TrainingArguments."""
 
-    alarm_kl: float | None = _limit(100.0, "Alarm where the KL to the reference exceeds it, nats per completion.")
-    alarm_negative_kl: float | None = _limit(
-        0.1,
-        "Alarm where that KL, a mean over completions, lies so far below 0, nats, and chance does not explain it.",
+    alarm_kl: float | None = _limit("kl")
+    alarm_negative_kl: float | None = _limit("negative_kl")
+    alarm_logprob_gap: float | None = _limit("logprob_gap")
+    alarm_length_collapse: float | None = _limit("length_collapse")
+    alarm_length_explosion: float | None = _limit("length_explosion")
+    alarm_entropy: float | None = _limit("entropy")
+    alarm_repeated_ngrams: float | None = _limit("repeated_ngrams")
+    alarm_clip_fraction: float | None = _limit("clip_fraction")
+    alarm_skipped_steps: float | None = _limit("skipped_steps")
+    alarm_explained_variance: float | None = _limit("explained_variance")
+    alarm_patience: int = field(
+        default=3, metadata={"help": "Rollouts in a row in which the condition must hold before an alarm is raised."}
     )
-    alarm_logprob_gap: float | None = _limit(
-        0.1,
-        "Alarm where the logprobs that the sampler recorded differ by more from those of the trainer's own forward,"
-        " nats, mean over tokens. Rounding to bfloat16 gives about 0.01.",
-    )
-    alarm_length_collapse: float | None = _limit(
-        0.2, "Alarm where the mean completion length falls below this share of that of the first rollouts."
-    )
-    alarm_length_explosion: float | None = _limit(
-        0.3,
-        "Alarm where the share of completions that end by themselves falls below this share of that of the first"
-        " rollouts.",
-    )
-    alarm_entropy: float | None = _limit(0.01, "Alarm where the policy's entropy falls below it, nats per token.")
-    alarm_repeated_ngrams: float | None = _limit(
-        0.5, "Alarm where more of the 4-grams of completions occurred before in the same completion."
-    )
-    alarm_clip_fraction: float | None = _limit(0.5, "Alarm where the loss clips a larger share of a rollout's tokens.")
-    alarm_skipped_steps: float | None = _limit(0.8, "Alarm where a larger share of a rollout's steps is skipped.")
-    alarm_explained_variance: float | None = _limit(
-        -20.0, "Alarm where the explained variance of the value head falls below it; 0 is a constant's."
-    )
-    alarm_patience: int = field(default=3, metadata={"help": "Rollouts in a row that an alarm takes."})
     stop_on_alarm: list[str] | None = field(
         default=None,
         metadata={
-            "help": "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): these do; null: none,"
-            " they only warn."
+            "help": "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): only these do; null:"
+            " alarms only warn."
         },
     )
 
 
 def check_alarm_settings(config: AlarmSettings) -> None:
-    """Check the settings of alarms, and write out the names that `stop_on_alarm` stands for.
+    """Check the settings of alarms, and replace `stop_on_alarm` by the list of names it stands for.
 
     Raises:
-        ValueError: a limit out of range, or an alarm that there is not.
+        ValueError: a limit out of range, or an unknown alarm.
     """
-    for name in ALARMS:
-        _check_limit(name, getattr(config, f"alarm_{name}"))
+    for name, rule in RULES.items():
+        value = getattr(config, f"alarm_{name}")
+        low, high, words = rule.range
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not (is_number and low <= value <= high):
+            raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
     patience = config.alarm_patience
     if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
         raise ValueError(f"alarm_patience is {patience!r}; it must be a whole number above 0")
@@ -86,14 +203,14 @@ def check_alarm_settings(config: AlarmSettings) -> None:
         raise ValueError(f"stop_on_alarm names {off[0]}, and alarm_{off[0]} is null; give it a limit")
 
 
-def stopping_alarms(given: Any) -> list[str] | None:
-    """Return the names of the alarms that end a run, or None, from what a user wrote: a boolean, a name, or names.
+def stopping_alarms(setting: str | bool | list[str] | None) -> list[str] | None:
+    """Return the names of the alarms that end a run, or None, from a boolean, a name, or names.
 
     Raises:
-        ValueError: a name that is no alarm's.
+        ValueError: an unknown name.
     """
-    named = [given] if isinstance(given, (str, bool)) else given
-    words = [str(word).lower() for word in named or ()]
+    names = [setting] if isinstance(setting, (str, bool)) else setting
+    words = [str(word).lower() for word in names or ()]
     if not words or words in (["false"], ["null"], ["none"]):
         return None
     if words in (["all"], ["true"]):
@@ -105,16 +222,3 @@ def stopping_alarms(given: Any) -> list[str] | None:
             f" {', '.join(ALARMS)}"
         )
     return [name for name in ALARMS if name in words]
-
-
-def _check_limit(name: str, value: Any) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    low, high, words = -math.inf, 0.0, "0 or less"
-    if name in SHARES:
-        low, high, words = 0.0, 1.0, "between 0 and 1"
-    elif name != "explained_variance":
-        low, high, words = 0.0, math.inf, "0 or more"
-    if not is_number or not low <= value <= high:
-        raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")

@@ -1,7 +1,7 @@
-"""Watches the figures of every rollout: says once what goes wrong, why as a rule, and what to change; may end the run.
+"""Watches the metrics of every rollout; warns with the usual cause and what to change, and may end the run.
 
-An alarm is raised when its condition held for `alarm_patience` rollouts in a row, and is over with the first rollout
-that is as it should be. Knows figures, settings and the names of checkpoints; changes no weight.
+An alarm is raised when its condition has held for `alarm_patience` rollouts in a row. It is over with the first
+rollout in which the condition does not hold. The table of alarms is RULES in ppo/alarm_settings.py.
 """
 
 from __future__ import annotations
@@ -17,153 +17,52 @@ from transformers import TrainerControl, TrainerState
 
 from onetrunk.checkpoints.folders import LEAST_KEPT, last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
-from onetrunk.ppo.alarm_settings import ALARMS
+from onetrunk.ppo.alarm_settings import RULES
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.metrics import MetricLog
 
+logger = get_logger(__name__)
+
 # With the sampler's own probabilities, the sum of k1 over a rollout's completions falls below -x with probability
-# exp(-x) at most (Markov's inequality, for the mean of exp(-k1) is 1): 2e-9 here.
+# exp(-x) at most (Markov's inequality, because the mean of exp(-k1) is 1): 2e-9 here.
 CHANCE_NATS = 20.0
-# Of so few completions that stop, too few more or less would be an alarm.
+# If a smaller share of the first completions stopped, a few more or fewer would raise length_explosion.
 LEAST_STOPPED = 0.3
-
-OF_FIRST = {"length_collapse": "completion/length", "length_explosion": "completion/stopped_fraction"}
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One alarm.
-
-    Args:
-        figure: name of the figure that is watched.
-        is_upper: True where the limit is the largest figure that is right, False where it is the smallest.
-        seen: what the figure is, for a sentence.
-        cause: what usually lies behind it.
-        change: what to do.
-    """
-
-    figure: str
-    is_upper: bool
-    seen: str
-    cause: str
-    change: str
-
-
-RULES = {
-    "kl": Rule(
-        "kl/ref",
-        True,
-        "the KL to the reference, nats per completion,",
-        "a reward that pays for what the reference never says, too small a beta, or too large a learning rate",
-        "raise beta or set kl_target, lower learning_rate, and read completions",
-    ),
-    "negative_kl": Rule(
-        "kl/ref",
-        False,
-        "the KL to the reference, nats per completion, which can't be negative,",
-        "a sampler that draws from other probabilities than the trainer scores: another temperature, truncated"
-        " sampling, stale or rounded weights, an override that scores otherwise",
-        "look at sampling/logprob_gap_mean and at the rollout backend",
-    ),
-    "logprob_gap": Rule(
-        "sampling/logprob_gap_mean",
-        True,
-        "the difference between the sampler's logprobs and the trainer's, nats per token,",
-        "a sampler that has other weights, another adapter, temperature or precision than the trainer, or a"
-        " logits_processor",
-        "check that the rollout backend takes over the policy in sync and returns logprobs after temperature",
-    ),
-    "length_collapse": Rule(
-        "completion/length",
-        False,
-        "the mean completion length, tokens,",
-        "a reward or a penalty that is best served by saying nothing",
-        "lower length_penalty, score short completions for what they lack, or raise beta",
-    ),
-    "length_explosion": Rule(
-        "completion/stopped_fraction",
-        False,
-        "the share of completions that end by themselves",
-        "a reward that grows with length, or completions that are cut and scored as if they had ended",
-        "set missing_eos_penalty or length_penalty, or raise max_completion_length",
-    ),
-    "entropy": Rule(
-        "policy/entropy",
-        False,
-        "the policy's entropy, nats per token,",
-        "a policy that says one thing to everything, after too many steps on too few prompts or one reward that pays"
-        " for a phrase",
-        "set entropy_coef or raise beta, lower learning_rate or num_ppo_epochs, and use more prompts",
-    ),
-    "repeated_ngrams": Rule(
-        "completion/repeated_ngrams",
-        True,
-        "the share of 4-grams that occurred before in the same completion",
-        "a reward that does not mind repetition, or a policy that has left the reference's language",
-        "score repetition in the reward, raise beta, or set missing_eos_penalty",
-    ),
-    "clip_fraction": Rule(
-        "policy/clip_fraction",
-        True,
-        "the share of tokens that the loss clips",
-        "steps too large or too many for one rollout",
-        "lower learning_rate or num_ppo_epochs, set target_kl, or raise rollout_batch_size",
-    ),
-    "skipped_steps": Rule(
-        "policy/skipped_fraction",
-        True,
-        "the share of steps that left the weights alone",
-        "a target_kl that the first steps exceed, gradients that are not finite, or completions that are all masked",
-        "lower learning_rate, raise target_kl, and look for infinite scores",
-    ),
-    "explained_variance": Rule(
-        "value/explained_variance",
-        False,
-        "the explained variance of the value head",
-        "values that are worse than a constant: too large a value learning rate, or scores whose scale jumps",
-        "lower value_learning_rate, set normalize_scores or value_pretraining_rollouts, or try value_head adapter",
-    ),
-}
+# Rollouts whose mean metrics are the reference of relative limits.
+NUM_FIRST = 3
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A figure beyond its bound."""
+class Breach:
+    """A metric beyond its bound."""
 
-    seen: float
+    value: float
     bound: float
 
 
-def find(
-    name: str, limit: float, figures: Mapping[str, float], first: Mapping[str, float], num_rows: int
-) -> Finding | None:
-    """Return what is wrong with a rollout by one rule; None where nothing is, or where nothing can be said.
+def find_breach(
+    name: str, limit: float, metrics: Mapping[str, float], first: Mapping[str, float], num_rows: int
+) -> Breach | None:
+    """Return the breach of one rule by a rollout; None if there is none, or if the metric is missing.
 
     Args:
         name: of the alarm.
         limit: its setting.
-        figures: of the rollout.
-        first: means of the first rollouts; empty until they are over.
+        metrics: of the rollout.
+        first: means over the first rollouts; empty until they are over.
         num_rows: completions of a rollout.
     """
-    rule = RULES[name]
-    bound = limit
+    rule, bound = RULES[name], limit
     if name == "negative_kl":
         bound = -max(limit, CHANCE_NATS / num_rows)
-    elif name in OF_FIRST:
-        if rule.figure not in first or (name == "length_explosion" and first[rule.figure] < LEAST_STOPPED):
+    elif rule.is_relative:
+        if rule.metric not in first or (name == "length_explosion" and first[rule.metric] < LEAST_STOPPED):
             return None
-        bound = limit * first[rule.figure]
-    seen = figures.get(rule.figure)
-    if seen is None or not (seen > bound if rule.is_upper else seen < bound):
+        bound = limit * first[rule.metric]
+    value = metrics.get(rule.metric)
+    if value is None or not (value > bound if rule.is_upper else value < bound):
         return None
-    return Finding(seen, bound)
-
-
-logger = get_logger(__name__)
-
-# Their means are what the first rollouts were like.
-NUM_FIRST = 3
+    return Breach(value, bound)
 
 
 def fewest_checkpoints(every: int, slots: int) -> int:
@@ -173,40 +72,40 @@ def fewest_checkpoints(every: int, slots: int) -> int:
         every: steps between two checkpoints.
         slots: steps of a rollout.
     """
-    # The newest is gcd(every, slots) steps old at least, the one that is needed two rollouts at most.
+    # The newest is at least gcd(every, slots) steps old, the one that is needed at most two rollouts.
     return 1 + math.ceil((2 * slots - math.gcd(every, slots)) / every)
 
 
 class Alarms(EndingCallback):
-    """Logs `alarm/<name>`, 1 while an alarm lasts and else 0, at the last step of every rollout.
+    """Logs `alarm/<name>`, 1 while an alarm lasts and otherwise 0, at the last step of every rollout.
 
     Args:
         metrics: returns the run's MetricLog, whose totals are those of the rollout.
-        may_save: says whether the last step left weights that may be saved; until then a run that is to end goes on.
+        may_save: returns whether the weights after the last step may be saved; the end of the run waits for it.
     """
 
     def __init__(self, metrics: Callable[[], MetricLog], may_save: Callable[[], bool]):
         self.metrics = metrics
         self.may_save = may_save
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        # Rollouts in a row in which each condition held, and what the first rollouts were like, added up.
-        self._in_a_row = dict.fromkeys(ALARMS, 0)
-        self._first_sums = dict.fromkeys(OF_FIRST.values(), 0.0)
+    def _reset(self) -> None:
+        # For each alarm, the rollouts in a row in which its condition has held.
+        self._in_a_row = dict.fromkeys(RULES, 0)
+        # Metrics of the first rollouts, summed.
+        self._first_sums = {rule.metric: 0.0 for rule in RULES.values() if rule.is_relative}
         self._num_first = 0
-        # The alarm that ends the run; the end waits for weights that may be saved.
+        # Why the run will end, until `ended` says that it has.
         self._ending: str | None = None
         self.ended = None
         self.explanation: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, in terms of JSON."""
+        """Return the state that a checkpoint keeps, as JSON values."""
         return {"in_a_row": self._in_a_row, "first_sums": self._first_sums, "num_first": self._num_first}
 
     def load_state_dict(self, state: dict[str, Any], config: PPOConfig) -> None:
-        """Go on from what `state_dict` returned. An alarm that has ended the run takes its patience anew where the run
-        is continued all the same."""
+        """Restore what `state_dict` returned. An alarm that ended the run starts counting again."""
         self._in_a_row |= state["in_a_row"]
         self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
         for name in config.stop_on_alarm or ():
@@ -214,18 +113,18 @@ class Alarms(EndingCallback):
                 self._in_a_row[name] = 0
 
     def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
-        """Return the last checkpoints from before each condition that holds at a step, raised or not yet."""
+        """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
         slots, output_dir = config.slots_per_rollout, Path(config.output_dir)
         end = step - step % slots
-        # The weights that sampled the first bad rollout are bad, those that sampled the one before were not.
+        # The weights that sampled the first bad rollout are bad; those that sampled the one before were not.
         steps = {end - (count + 1) * slots for count in self._in_a_row.values() if count}
         return {output_dir / name for name in (last_checkpoint(output_dir, good) for good in steps) if name}
 
-    # --- transformers calls -----------------------------------------------------------------------------------------
+    # --- events of the training loop --------------------------------------------------------------------------------
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # The trainer loads the state of a checkpoint behind this.
-        self._begin_anew()
+        # The trainer restores the state from a checkpoint after this.
+        self._reset()
         if args.stop_on_alarm and args.save_total_limit and args.save_strategy == "steps" and state.save_steps:
             needed = fewest_checkpoints(int(state.save_steps), args.slots_per_rollout)
             if max(args.save_total_limit, LEAST_KEPT) < needed:
@@ -241,72 +140,57 @@ class Alarms(EndingCallback):
             self.ended = self._ending
             control.should_training_stop = control.should_save = True
 
-    # --- judging ----------------------------------------------------------------------------------------------------
-
     def _end_rollout(self, args: PPOConfig, state: TrainerState) -> None:
         log = self.metrics()
-        figures = log.totals.finish(log.accelerator)
-        is_raised = self._judge(figures, args)
-        log.add_rollout({f"alarm/{name}": float(self._in_a_row[name] >= args.alarm_patience) for name in is_raised})
-        self._remember_first(figures)
-        raised = {name: finding for name, finding in is_raised.items() if finding is not None}
-        stopping = [name for name in raised if name in (args.stop_on_alarm or ())]
-        for name, finding in raised.items():
-            self._say(name, finding, args, state, name in stopping)
-        if stopping and self._ending is None:
-            self._ending = f"alarm {stopping[0]} at step {state.global_step}"
-
-    def _judge(self, figures: dict[str, float], args: PPOConfig) -> dict[str, Finding | None]:
-        """Return the alarms that are on, by name, with a finding where the alarm is raised now."""
+        metrics = log.totals.finish(log.accelerator)
+        num_rows = args.rollout_batch_size * args.num_generations
         first = {}
         if self._num_first >= NUM_FIRST:
             first = {name: total / self._num_first for name, total in self._first_sums.items()}
-        num_rows = args.rollout_batch_size * args.num_generations
-        raised = {}
-        for name in ALARMS:
+        is_on: dict[str, float] = {}
+        for name in RULES:
             limit = getattr(args, f"alarm_{name}")
-            if limit is None:
-                self._in_a_row[name] = 0
-                continue
-            finding = find(name, limit, figures, first, num_rows)
+            breach = None if limit is None else find_breach(name, limit, metrics, first, num_rows)
             was_on = self._in_a_row[name] >= args.alarm_patience
-            self._in_a_row[name] = self._in_a_row[name] + 1 if finding else 0
-            is_on = self._in_a_row[name] >= args.alarm_patience
-            raised[name] = finding if is_on and not was_on else None
-            if was_on and not is_on:
+            self._in_a_row[name] = self._in_a_row[name] + 1 if breach else 0
+            if limit is None:
+                continue
+            is_on[f"alarm/{name}"] = float(self._in_a_row[name] >= args.alarm_patience)
+            if self._in_a_row[name] == args.alarm_patience:
+                self._raise_alarm(name, breach, args, state)
+            elif was_on and not breach:
                 logger.info(f"alarm {name} is over")
-        return raised
-
-    def _remember_first(self, figures: dict[str, float]) -> None:
-        if self._num_first < NUM_FIRST and all(name in figures for name in self._first_sums):
+        log.add_rollout(is_on)
+        if self._num_first < NUM_FIRST and all(name in metrics for name in self._first_sums):
             self._num_first += 1
-            for name in self._first_sums:
-                self._first_sums[name] += figures[name]
+            self._first_sums = {name: total + metrics[name] for name, total in self._first_sums.items()}
 
-    # --- words ------------------------------------------------------------------------------------------------------
-
-    def _say(self, name: str, finding: Finding, args: PPOConfig, state: TrainerState, is_stop: bool) -> None:
-        rule = RULES[name]
-        rollouts = args.alarm_patience
-        # Its completions came from the weights at this step.
-        begin = state.global_step - rollouts * args.slots_per_rollout
-        beyond = "above" if rule.is_upper else "below"
-        times = f"in {rollouts} rollouts in a row, sampled from step {begin} on" if rollouts > 1 else "in a rollout"
+    def _raise_alarm(self, name: str, breach: Breach, args: PPOConfig, state: TrainerState) -> None:
+        rule, num_rollouts = RULES[name], args.alarm_patience
+        # The first bad rollout was sampled by the weights at this step.
+        begin = state.global_step - num_rollouts * args.slots_per_rollout
+        side = "above" if rule.is_upper else "below"
+        period = "in a rollout"
+        if num_rollouts > 1:
+            period = f"in {num_rollouts} rollouts in a row, sampled from step {begin} on"
         self.explanation = (
-            f"alarm {name} at step {state.global_step}: {rule.seen} is {finding.seen:.4g}, {beyond} the limit"
-            f" {finding.bound:.4g} (alarm_{name} {getattr(args, f'alarm_{name}'):g}), {times}. The usual cause:"
-            f" {rule.cause}. What helps: {rule.change}. {self._way_back(begin, args)}"
+            f"alarm {name} at step {state.global_step}: {rule.description} is {breach.value:.4g}, {side} the limit"
+            f" {breach.bound:.4g} (alarm_{name} {getattr(args, f'alarm_{name}'):g}), {period}. The usual cause:"
+            f" {rule.cause}. What helps: {rule.change}. {self._how_to_resume(begin, args)}"
         )
-        what_now = "Training stops" if is_stop else f"Training goes on (stop_on_alarm [{name}] would end it)"
-        logger.warning(f"{self.explanation}. {what_now}")
+        if name in (args.stop_on_alarm or ()):
+            consequence = "Training stops"
+            self._ending = self._ending or f"alarm {name} at step {state.global_step}"
+        else:
+            consequence = f"Training goes on (stop_on_alarm [{name}] would end it)"
+        logger.warning(f"{self.explanation}. {consequence}")
 
-    def _way_back(self, begin: int, args: PPOConfig) -> str:
-        # The weights at `begin` showed it; those that sampled the rollout before did not.
+    def _how_to_resume(self, begin: int, args: PPOConfig) -> str:
+        # The weights at `begin` were bad; those that sampled the rollout before were not.
         good = last_checkpoint(args.output_dir, begin - args.slots_per_rollout)
         if good is None:
             return "No checkpoint is left from before it: start a new run, with another output_dir"
-        folder = Path(args.output_dir) / good
         return (
-            f"The last checkpoint from before it is {good}: --resume {folder} (resume_from_checkpoint of train) goes"
-            " on from there, with allow_config_change where settings change"
+            f"The last checkpoint from before it is {good}: --resume {Path(args.output_dir) / good}"
+            " (resume_from_checkpoint of train) resumes there, with allow_config_change if settings change"
         )

@@ -1,7 +1,4 @@
-"""What happens around an optimizer step: bad gradients are thrown away, progress is shown.
-
-Knows the trainer's state; no tensors but gradients.
-"""
+"""Callbacks around an optimizer step: StepGuard discards bad gradients, RolloutProgress shows a progress bar."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ SHOWN = {
     "eval_score": "eval_score/mean",
 }
 
-# Halvings from the largest scale that a gradient scaler starts with to one that any gradient fits.
+# The scaler halves its scale at every overflow; so many halvings bring it from its start to one that always fits.
 SCALER_PATIENCE = 50
 
 
@@ -48,41 +45,45 @@ def short_number(value: float) -> str:
 
 
 def optimizer_state(optimizer: Optimizer) -> list[Tensor]:
-    """Return the floating-point tensors of an optimizer's state; those in 8 bit are none."""
+    """Return the floating-point tensors of an optimizer's state; 8-bit ones are left out."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
 
 
 @torch.no_grad()
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Return whether no entry is NaN or infinite; one wait for the device."""
-    # The largest magnitude: no square overflows, and NaN stays.
+    """Return whether no entry is NaN or infinite; waits for the device once."""
+    # With the largest magnitude no square overflows, and NaN stays.
     return not tensors or bool(get_total_norm(tensors, norm_type=math.inf).isfinite())
 
 
 class StepGuard(TrainerCallback):
-    """Empties an optimizer step whose gradient is not finite or that exceeds `target_kl`; stops after some in a row.
+    """Skips an optimizer step whose gradient is not finite, or that exceeds `target_kl`.
 
-    A gradient of None leaves weights and optimizer state alone, while the schedule and the step count go on. Nothing
-    is saved after a step that was not finite. An optimizer whose state is not finite takes no step, and one whose step
-    makes it so, or the weights, is the last: both end the run before anything is saved.
+    Setting gradients to None keeps weights and optimizer state, while the schedule and the step count continue. After
+    a non-finite step nothing is saved, and several in a row end the run. The run also ends, before anything is saved,
+    if the optimizer's state is not finite, or if a step makes the state or the weights so.
 
     Args:
         max_skipped_steps: non-finite steps in a row after which the run stops.
+        has_scaler: returns whether the run has a gradient scaler (fp16).
     """
 
-    def __init__(self, max_skipped_steps: int):
+    def __init__(self, max_skipped_steps: int, has_scaler: Callable[[], bool]):
         self.max_skipped_steps = max_skipped_steps
-        # In fp16 the gradient scaler skips steps that overflow, several in a row while it looks for its scale.
-        self.has_scaler = False
+        self.has_scaler = has_scaler
         self.grad_norm = 0.0
         self.is_empty = False
         self.is_bad = False
         self.num_bad_in_a_row = 0
 
     def begin_step(self, is_empty: bool) -> None:
-        """Note whether the step that begins is to leave the weights alone."""
+        """Begin a step; an empty one keeps the weights."""
         self.is_empty = is_empty
+
+    def on_grad_norm(self, norm: float) -> None:
+        """Receive the norm of the step's gradient, before clipping."""
+        self.grad_norm = norm
 
     def on_pre_optimizer_step(
         self,
@@ -96,17 +97,18 @@ class StepGuard(TrainerCallback):
         self.is_bad = not self.grad_norm < float("inf")
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if self.is_bad else 0
         self.is_empty = self.is_empty or self.is_bad
-        if self.is_empty and not (self.is_bad and self.has_scaler):
+        # The scaler itself skips steps that overflow, several in a row while it searches for its scale.
+        has_scaler = self.has_scaler()
+        if self.is_empty and not (self.is_bad and has_scaler):
             for parameter in model.parameters():
                 parameter.grad = None
-        limit = max(self.max_skipped_steps, SCALER_PATIENCE) if self.has_scaler else self.max_skipped_steps
+        limit = max(self.max_skipped_steps, SCALER_PATIENCE) if has_scaler else self.max_skipped_steps
         if self.num_bad_in_a_row >= limit:
             raise RuntimeError(
                 f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
                 f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
                 " scores, then resume from the last checkpoint"
             )
-
         if not self.is_empty and not are_finite(optimizer_state(optimizer)):
             raise RuntimeError(
                 f"the optimizer's state is not finite before step {state.global_step + 1}; the weights are those"
@@ -128,8 +130,8 @@ class StepGuard(TrainerCallback):
         if not are_finite([*weights, *optimizer_state(optimizer)]):
             raise RuntimeError(
                 f"step {state.global_step + 1}, of a gradient with norm {short_number(self.grad_norm)}, left weights"
-                " or optimizer state that are not finite; nothing of it is saved. Lower learning_rate or set"
-                " max_grad_norm, then resume from the last checkpoint"
+                " or optimizer state that are not finite; it is not saved. Lower learning_rate or set max_grad_norm,"
+                " then resume from the last checkpoint"
             )
 
     def on_step_end(
@@ -138,44 +140,40 @@ class StepGuard(TrainerCallback):
         if self.is_bad:
             control.should_save = False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.is_bad:
-            control.should_save = False
+    on_epoch_end = on_step_end
 
 
 class StepEnd(TrainerCallback):
-    """Calls back after every optimizer step, before anything is logged or saved.
+    """Calls `end_step` with the trainer's state after every optimizer step, before anything is logged or saved."""
 
-    Args:
-        ended: receives the trainer's state.
-    """
-
-    def __init__(self, ended: Callable[[TrainerState], None]):
-        self.ended = ended
+    def __init__(self, end_step: Callable[[TrainerState], None]):
+        self.end_step = end_step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.ended(state)
+        self.end_step(state)
 
 
 class RolloutProgress(TrainerCallback):
-    """A progress bar over optimizer steps that shows what matters in PPO, and what is being sampled."""
+    """A progress bar over optimizer steps, with the metrics that matter in PPO and the progress of sampling.
 
-    def __init__(self) -> None:
+    Args:
+        opening: text to print before the bar.
+    """
+
+    def __init__(self, opening: str | None = None) -> None:
+        self.opening = opening
         self.bar: tqdm | None = None
         self._phase = "rollout"
-        self._own_bar: tqdm | None = None
-        self._shows_own_bar = False
-        self.opening: str | None = None
+        self._sampling_bar: tqdm | None = None
+        self._shows_sampling_bar = False
         self._shown: dict[str, str] = {}
 
-    def replace_those_of(self, trainer: Trainer) -> None:
-        """Take the place of transformers' own bar."""
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
+    def add_to(self, trainer: Trainer) -> None:
+        """Replace transformers' own progress bar by this one."""
+        for callback in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(callback)
         trainer.add_callback(self)
 
     def on_train_begin(
@@ -184,36 +182,31 @@ class RolloutProgress(TrainerCallback):
         if state.is_world_process_zero:
             if self.opening:
                 tqdm.write(self.opening, file=sys.stderr)
-            # A step that ends a rollout takes far longer than the others: only the mean over all says when it ends.
+            # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
             settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="PPO", **settings)
 
     @contextlib.contextmanager
     def phase(self, name: str, is_shown: bool) -> Iterator[None]:
-        """Call what is sampled in the block by this name; outside training it gets a bar of its own.
-
-        Args:
-            name: "eval", "before", ...
-            is_shown: False shows nothing outside training.
-        """
-        before, self._phase, self._shows_own_bar = self._phase, name, is_shown
+        """Label the sampling in the block with `name`; outside training it has its own bar if `is_shown`."""
+        before, self._phase, self._shows_sampling_bar = self._phase, name, is_shown
         try:
             yield
         finally:
-            self._phase, self._shows_own_bar = before, False
-            if self._own_bar is not None:
-                self._own_bar.close()
-                self._own_bar = None
+            self._phase, self._shows_sampling_bar = before, False
+            if self._sampling_bar is not None:
+                self._sampling_bar.close()
+                self._sampling_bar = None
 
     def rollout(self, done_rows: int, total_rows: int, tokens: int) -> None:
-        """Show how far a rollout is; the rollout backend calls it."""
+        """Show how far a rollout is; called by the rollout backend."""
         if self.bar is not None:
             is_done = done_rows == total_rows
             self.bar.set_description("PPO" if is_done else f"PPO {self._phase} {done_rows}/{total_rows}")
-        elif self._shows_own_bar:
-            if self._own_bar is None:
-                self._own_bar = tqdm(total=total_rows, desc=self._phase, unit="row", dynamic_ncols=True)
-            self._own_bar.update(done_rows - self._own_bar.n)
+        elif self._shows_sampling_bar:
+            if self._sampling_bar is None:
+                self._sampling_bar = tqdm(total=total_rows, desc=self._phase, unit="row", dynamic_ncols=True)
+            self._sampling_bar.update(done_rows - self._sampling_bar.n)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

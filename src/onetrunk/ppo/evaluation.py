@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,81 +17,13 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import Trainer
 
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.checks import check_lengths
 from onetrunk.ppo.metrics import rollout_figures
 from onetrunk.ppo.sampling import Sampler, ScoredRollout, prompt_batch, rollout_packs
-from onetrunk.ppo.setup import prepare_dataset
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from onetrunk.utils.redaction import redact
-
-
-class PromptEvaluation(Trainer):
-    """The part of PPOTrainer that evaluates on held-out prompts."""
-
-    # Step and metrics; checkpoints keep it.
-    _last_evaluation: dict[str, Any] | None = None
-
-    def evaluate(
-        self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Sample one completion per held-out prompt and return its figures: `eval_score/mean`, `eval_kl/ref`, ...
-
-        Several datasets by name give `eval_<name>_score/mean`, ..., as in transformers.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
-        if isinstance(dataset, dict):
-            parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
-            return {name: value for part in parts for name, value in part.items()}
-        if "prompt_ids" not in dataset.column_names:
-            dataset = prepare_dataset(dataset, self.processing_class, self.args)
-            check_lengths(self.model, self.args, [dataset])
-        start = time.perf_counter()
-        figures, scored = self._figures_of(dataset, "policy", metric_key_prefix.replace("_", " "))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
-        self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if eval_dataset is None and metric_key_prefix == "eval":
-            self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
-        return metrics
-
-    def final_evaluation(self) -> dict[str, float]:
-        """Return what `evaluate` says of the trained policy, where its last step was evaluated not a second time."""
-        last = self._last_evaluation
-        # The best checkpoint is loaded after the last evaluation.
-        if last is not None and last["step"] == self.state.global_step and not self.args.load_best_model_at_end:
-            return dict(last["metrics"])
-        return self.evaluate()
-
-    def evaluate_reference(self) -> dict[str, float]:
-        """Return the figures of the model that training starts from, without a prefix and without a log."""
-        return self._figures_of(self.eval_dataset, "reference", "before")[0]
-
-    def _figures_of(self, dataset: Dataset, role: str, phase: str) -> tuple[dict[str, float], ScoredRollout]:
-        is_shown = not self.args.disable_tqdm and self.is_world_process_zero()
-        with self.progress.phase(phase, is_shown):
-            return evaluate_prompts(
-                self.model,
-                self.sampler,
-                dataset,
-                self.accelerator,
-                seed=self.args.seed,
-                rows_per_pack=self.args.per_device_eval_batch_size,
-                max_tokens=self.args.microbatch_tokens,
-                role=role,
-                version=self.state.global_step,
-                extras={"trainer_state": self.state},
-            )
 
 
 def evaluate_prompts(

@@ -303,6 +303,8 @@ class ExperienceStream:
         accelerator: processes and device.
         metrics: receives the figures of each rollout.
         trunk_cache: where the states at the cut stay for a rollout's epochs; None: they are made in every forward.
+        reward_extras: returns further keywords for the reward functions; called once per rollout.
+        stop_signals: interrupt a rollout when the run is asked to stop.
     """
 
     def __init__(
@@ -314,6 +316,9 @@ class ExperienceStream:
         accelerator: Accelerator,
         metrics: MetricLog,
         trunk_cache: TrunkCache | None = None,
+        *,
+        reward_extras: Callable[[], dict[str, Any]] = dict,
+        stop_signals: StopSignals | None = None,
     ):
         self.dataset = dataset
         self.sampler = sampler
@@ -340,8 +345,8 @@ class ExperienceStream:
         self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
-        self.reward_extras: Callable[[], dict[str, Any]] = dict
-        self.stop_signals = StopSignals()
+        self.reward_extras = reward_extras
+        self.stop_signals = StopSignals() if stop_signals is None else stop_signals
         self._experiences: list[Experience] | None = None
         self._before: tuple[StreamState, list[Experience] | None] | None = None
 

@@ -1,8 +1,8 @@
-"""Runs the largest pack that can come once before the first rollout: what does not fit fails in the first minute.
+"""Memory in PPO: MemoryCheck runs the largest batch once at startup, PackSize halves packs when memory runs out.
 
-A forward and backward at full length, whose gradients are thrown away: weights, optimizer and random numbers are as
-before. What comes later (optimizer state, key-value cache, trunk states) is added by arithmetic. Knows the trunk, the
-settings and the memory of the machine; no rollout and no reward.
+The check does a forward and backward at full length and discards the gradients: weights, optimizer and random numbers
+stay as they are, and an out-of-memory error appears in the first minute. What is allocated later (optimizer state,
+key-value cache, trunk states) is added by arithmetic.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from onetrunk.ppo.metrics import peak_gib
 from onetrunk.types import Experience, Pack, to_device
 
 logger = get_logger(__name__)
+
+Rows = TypeVar("Rows", Pack, Experience)
+
 GIB = 2**30
-# Logits of the next token, their logprobs and their cumulated probabilities, float32.
+# The sampler holds the next token's logits, their logprobs and their cumulative probabilities, in float32.
 SAMPLER_COPIES = 3
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes of a process: `pack` was measured, the rest is arithmetic.
+    """Bytes that a process needs: `pack` is measured, the rest is arithmetic.
 
     Args:
         pack: peak so far, after a forward and backward of the largest pack.
-        optimizer: its state, at two float32 numbers per trained weight (less in 8 bit).
-        states: trunk states of a rollout, where they stay on this device.
-        sampling: key-value cache and logits at the longest rows.
+        optimizer: its state, two float32 numbers per trained weight (less in 8 bit).
+        states: trunk states of a rollout, if they stay on this device.
+        sampling: base model, key-value cache and logits at the longest rows.
     """
 
     pack: int
@@ -52,12 +55,12 @@ class MemoryForecast:
 
     @property
     def peak(self) -> int:
-        """Upper estimate: the cache of sampling is gone when packs run, so the larger of the two counts."""
+        """Upper estimate; sampling frees its cache before packs run, so the larger of the two counts."""
         return self.pack + self.optimizer + self.states + max(0, self.sampling - self.pack)
 
 
 def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
-    """Return the pack of most padded tokens that a rollout can give on this process."""
+    """Return the pack with the most padded tokens that a rollout can have on this process."""
     width = longest_prompt + args.max_completion_length
     rows = plan_batches(args, args.world_size).rows_per_pack
     if args.microbatch_tokens is not None:
@@ -66,10 +69,10 @@ def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
 
 
 def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
-    """Score and train on `pack`, and throw the gradients away.
+    """Score and train on `pack`, and discard the gradients.
 
     Raises:
-        RuntimeError: the memory does not suffice; the sentence says what to lower.
+        RuntimeError: memory ran out.
     """
     try:
         model.train()
@@ -87,18 +90,18 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             raise
         rows, width = pack.input_ids.shape
         raise RuntimeError(
-            f"the memory does not hold a pack of {rows} rows x {width} tokens, which this run can meet"
+            f"out of memory with the largest pack of this run, {rows} rows x {width} tokens"
             f" ({str(error).splitlines()[0]}); lower per_device_train_batch_size, microbatch_tokens or"
             " max_completion_length, or set activation_checkpointing, or load the base in 4 bit"
         ) from error
 
 
 class MemoryCheck(TrainerCallback):
-    """Runs the largest pack when training begins, and says what the run will need.
+    """Runs the largest pack when training begins, and prints the memory that the run will need.
 
     Args:
-        longest_prompt: tokens.
-        states_stay: True where the trunk states of a rollout stay on the trunk's device.
+        longest_prompt: in tokens.
+        states_stay: True if the trunk states of a rollout stay on the trunk's device.
     """
 
     def __init__(self, longest_prompt: int, states_stay: bool):
@@ -113,12 +116,12 @@ class MemoryCheck(TrainerCallback):
             return
         run_largest_pack(model, to_device(largest_pack(args, self.longest_prompt), args.device), args)
         self.forecast = self._forecast(model, args)
-        of_cuda = args.device.type == "cuda"
-        total = torch.cuda.get_device_properties(args.device).total_memory if of_cuda else host_memory_bytes()
+        on_cuda = args.device.type == "cuda"
+        total = torch.cuda.get_device_properties(args.device).total_memory if on_cuda else host_memory_bytes()
         line = f"memory: about {self.forecast.peak / GIB:.1f} of {total / GIB:.1f} GiB at the peak of this process"
         if self.forecast.peak > total:
             logger.warning(
-                f"{line}: more than there is; lower per_device_train_batch_size, microbatch_tokens or max_rollout_rows"
+                f"{line}, which is too much; lower per_device_train_batch_size, microbatch_tokens or max_rollout_rows"
             )
         elif state.is_world_process_zero and not args.disable_tqdm:
             tqdm.write(line, file=sys.stderr)
@@ -142,16 +145,11 @@ class MemoryCheck(TrainerCallback):
         )
 
 
-logger = get_logger(__name__)
-
-Rows = TypeVar("Rows", Pack, Experience)
-
-
 class PackSize:
-    """How many rows a forward takes at most: all of a pack, until memory runs out.
+    """The most rows that a forward takes: a whole pack, until memory runs out.
 
     Args:
-        what: that is run, for sentences ("the update").
+        what: names the work in messages ("the update").
     """
 
     def __init__(self, what: str):
@@ -160,38 +158,34 @@ class PackSize:
         self.num_halvings = 0
 
     def parts(self, item: Rows) -> list[Rows]:
-        """Return a pack, or an experience, in parts of at most `most_rows` rows."""
+        """Split a pack or an experience into parts of at most `most_rows` rows."""
         return split_rows(item, self.most_rows)
 
     def shrink(self, packs: Sequence[Pack], error: str) -> None:
-        """Halve the rows of a forward, and say so.
-
-        Args:
-            packs: the largest of them did not fit.
-            error: what torch said.
+        """Halve the rows of a forward after the largest of the packs did not fit; `error` is torch's message.
 
         Raises:
-            RuntimeError: a forward has one row already.
+            RuntimeError: a forward already has one row only.
         """
         largest = max(min(pack.num_rows, self.most_rows or pack.num_rows) for pack in packs)
         width = max(pack.input_ids.shape[1] for pack in packs)
         reason = error.splitlines()[0] if error else "out of memory"
         if largest == 1:
             raise RuntimeError(
-                f"the memory does not hold {self.what} of one row of {width} tokens ({reason}); lower"
-                " max_completion_length, set activation_checkpointing, or load the base in 4 bit"
+                f"out of memory in {self.what} of one row of {width} tokens ({reason}); lower max_completion_length,"
+                " set activation_checkpointing, or load the base in 4 bit"
             )
         self.most_rows = -(-largest // 2)
         self.num_halvings += 1
         logger.warning(
-            f"the memory did not hold {self.what} of {largest} rows x {width} tokens ({reason}); from here on a"
-            f" forward has at most {self.most_rows} rows, and the step is made again: the gradient is the same. Set"
-            f" per_device_train_batch_size to {self.most_rows} (or lower microbatch_tokens) to spare the attempt"
+            f"out of memory in {self.what} of {largest} rows x {width} tokens ({reason}); it is retried with at most"
+            f" {self.most_rows} rows in a forward, now and from here on, with the same result. Set"
+            f" per_device_train_batch_size to {self.most_rows} (or lower microbatch_tokens) to avoid the attempt"
         )
 
 
 def split_rows(item: Rows, most_rows: int | None) -> list[Rows]:
-    """Return a pack or an experience in parts of at most so many rows, of the same width; None: as it is."""
+    """Split a pack or an experience into parts of at most `most_rows` rows and the same width; None: do not split."""
     num_rows = item.num_rows if isinstance(item, Pack) else item.pack.num_rows
     if most_rows is None or num_rows <= most_rows:
         return [item]
@@ -210,7 +204,7 @@ def _rows(item: Rows, rows: slice) -> Rows:
 
 
 def join_rows(outputs: Sequence[PackOutput]) -> PackOutput:
-    """Return what was said of the parts of a pack as said of the whole."""
+    """Join the outputs of the parts of a pack into the output of the pack."""
     if len(outputs) == 1:
         return outputs[0]
     columns = zip(*outputs, strict=True)

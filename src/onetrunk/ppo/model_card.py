@@ -1,6 +1,6 @@
-"""The README.md beside a saved policy: its base, its adapter, how it was trained, what was measured, how to load it.
+"""The model card (README.md) of a saved policy: base, adapter, training settings, last metrics, and how to load it.
 
-In place of PEFT's empty template. Knows the trainer's parts and its log; of paths on this machine it tells nothing.
+It replaces PEFT's empty template. It must not contain a path of this machine.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
-from transformers import Trainer
 
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.base import decoder_layers
@@ -20,6 +19,9 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
+
+if TYPE_CHECKING:
+    from onetrunk.ppo.trainer import PPOTrainer
 
 CARD = "README.md"
 TAGS = ("lora", "onetrunk", "ppo")
@@ -32,66 +34,43 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```"""
 
 
-class ModelCards(Trainer):
-    """The part of PPOTrainer that writes a model card beside every saved policy."""
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        self._write_card(output_dir or self.args.output_dir)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._write_card(self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        dataset: str | list[str] | None = None,
-    ) -> None:
-        """Write the model card into output_dir; `push_to_hub` calls it, and hands its further keywords on.
-
-        Args:
-            language: of the texts, as the Hub abbreviates it.
-            license: of the adapter, as the Hub names it.
-            tags: further ones.
-            model_name: the heading; None: the Hub name or that of output_dir.
-            finetuned_from: the base model's Hub name, where it was loaded from a folder.
-            dataset: Hub name of the prompts.
-        """
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        data = {"language": language, "license": license, "tags": tags, "datasets": dataset}
-        self._write_card(self.args.output_dir, model_name=model_name, base=finetuned_from, **data)
-
-    def _write_card(self, folder: str, model_name: str | None = None, base: str | None = None, **data: Any) -> None:
-        if not self.is_world_process_zero():
-            return
-        name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
-        facts = CardFacts(self, model_name or name.split("/")[-1], name, base)
-        atomic_write_text(Path(folder) / CARD, redact(facts.text(**data)))
-
-
-class CardFacts:
-    """What a card says of a run.
+def write_card(
+    trainer: PPOTrainer, folder: str, model_name: str | None = None, base: str | None = None, **data: Any
+) -> None:
+    """Write the model card of a trainer's policy into a folder; only process 0 writes.
 
     Args:
-        trainer: the PPOTrainer, trained or not.
+        trainer: trained or not.
+        folder: of the saved policy.
+        model_name: the heading; None: the Hub name, or the name of output_dir.
+        base: Hub name of the base model; None: the name it was loaded from.
+        **data: metadata of the card (language, license, tags, datasets).
+    """
+    if not trainer.is_world_process_zero():
+        return
+    name = trainer.args.hub_model_id or Path(trainer.args.output_dir).resolve().name
+    card = ModelCard(trainer, model_name or name.split("/")[-1], name, base)
+    atomic_write_text(Path(folder) / CARD, redact(card.text(**data)))
+
+
+class ModelCard:
+    """The text of a card and its parts.
+
+    Args:
+        trainer: trained or not.
         title: the heading.
-        name: where the adapter can be loaded from: a Hub name, or the folder's own.
-        base: Hub name of the base model; None: what it was loaded from.
+        name: where the adapter can be loaded from: a Hub name, or the folder's name.
+        base: Hub name of the base model; None: the name it was loaded from.
     """
 
-    def __init__(self, trainer: Any, title: str, name: str, base: str | None = None):
+    def __init__(self, trainer: PPOTrainer, title: str, name: str, base: str | None = None):
         self.trainer, self.title, self.name = trainer, title, name
         self.args: PPOConfig = trainer.args
         self.model: TrunkModel = trainer.accelerator.unwrap_model(trainer.model)
         self.base_path = base or self.model.get_base_model().config.name_or_path or ""
 
     def base_on_hub(self) -> str | None:
-        """Return the base model's Hub name; None where it was a folder, which the Hub would refuse as metadata."""
+        """Return the base model's Hub name; None for a folder, which the Hub does not accept as metadata."""
         if not self.base_path or Path(self.base_path).exists() or not can_be_on_hub(self.base_path):
             return None
         return self.base_path
@@ -130,10 +109,10 @@ class CardFacts:
         return f"the base model `{Path(self.base_path).name}`" if self.base_path else "a base model without a name"
 
     def _files(self) -> str:
-        beside = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
-        folders = [f"`{name}/` {beside[name]}" for name in beside if name in self.model.peft_config]
-        further = " and ".join(["`value_head.safetensors` (the value head)", *folders])
-        return f"Beside the adapter lie {further}: PPO goes on from them, sampling needs none."
+        adapters = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
+        folders = [f"`{name}/` ({what})" for name, what in adapters.items() if name in self.model.peft_config]
+        files = ", ".join(["`value_head.safetensors` (the value head)", *folders])
+        return f"Next to the adapter: {files}. PPO needs them to train on; sampling does not."
 
     def adapter(self) -> dict[str, Any]:
         """Return rank, targets and layers of the policy."""
@@ -158,7 +137,7 @@ class CardFacts:
         return facts
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide what was learnt."""
+        """Return the settings that most affect what is learnt."""
         args, rewards = self.args, self.trainer.sampler.rewards
         weighted = [f"{n} x {w:g}" if w != 1 else n for n, w in zip(rewards.names, rewards.weights, strict=True)]
         rollouts = self.trainer.state.global_step / args.slots_per_rollout
@@ -179,15 +158,15 @@ class CardFacts:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the last logged value of score, KL and length, of the training and of each evaluation."""
+        """Return the last logged score, KL and length, of training and of each evaluation."""
         last: dict[str, float] = {}
         for entry in self.trainer.state.log_history:
             last |= {name: value for name, value in entry.items() if name.endswith(SHOWN_METRICS)}
         return last
 
     def _measured(self) -> list[str]:
-        figures = {name: f"{value:.4g}" for name, value in sorted(self.metrics().items())}
-        return ["## Last measured", _table(figures)] if figures else []
+        metrics = {name: f"{value:.4g}" for name, value in sorted(self.metrics().items())}
+        return ["## Last measured", _table(metrics)] if metrics else []
 
 
 def _table(facts: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """PPOTrainer: transformers.Trainer whose train dataloader is the experience stream of a policy on one shared trunk.
 
-Trainer keeps schedule, logging, callbacks, checkpoints, DDP and Hub. Here stand the loop over packs and the objective;
-evaluation.py and checkpoint.py have what PPO adds there. Math: onetrunk.ops; batch arithmetic: PPOConfig.
+Trainer keeps schedule, logging, callbacks, checkpoints, DDP and the Hub. This file has what PPO adds, in the order of
+a run: construction, the experience stream, the optimizer step over packs, the loss, checkpoints, evaluation, logging.
+The math is in onetrunk.ops. Whatever touches private members of Trainer belongs in checkpoints/trainer.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,211 +20,38 @@ from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
-from transformers.trainer_utils import TrainOutput
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+)
 
-from onetrunk.checkpoints.hub import SafePushes
 from onetrunk.checkpoints.resume_point import LOOP_FILES
 from onetrunk.checkpoints.stopping import StopAsked
-from onetrunk.checkpoints.trainer import SafeCheckpoints
+from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
-from onetrunk.ppo.checks import check_optimizer
+from onetrunk.ppo.checks import check_lengths, check_optimizer
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import PromptEvaluation, SampleLog
+from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.memory import PackSize
 from onetrunk.ppo.metrics import MetricLog
-from onetrunk.ppo.model_card import ModelCards
-from onetrunk.ppo.setup import Reward, prepare_run
+from onetrunk.ppo.model_card import write_card
+from onetrunk.ppo.sampling import ScoredRollout
+from onetrunk.ppo.setup import Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import LossCoefficients, Minibatch, to_device
 
 
-class BranchCheckpoints(SafeCheckpoints):
-    """The part of PPOTrainer that saves, loads and pushes all branches of the trunk and the experience stream."""
-
-    needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
-
-    def planned_steps(self) -> int:
-        """Return how many optimizer steps the run is to have in all; nothing is read from a checkpoint."""
-        args = self.args
-        if args.max_steps > 0:
-            return args.max_steps
-        rollouts_per_pass = math.ceil(len(self.train_dataset) / args.rollout_batch_size)
-        return math.ceil(args.num_train_epochs * rollouts_per_pass * args.slots_per_rollout)
-
-    def own_state_bytes(self) -> int:
-        """Return the bytes of a rollout in use: rows at their longest, and their states where sampling made them."""
-        args = self.args
-        longest = max(map(len, self.train_dataset["prompt_ids"]))
-        rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
-        # Ids and mask of the row and of its completion are int64; seven figures of a token are float32.
-        per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
-        if self.trunk_plan.captures_states:
-            hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
-            per_row += 4 * width * hidden_size
-        return rows * per_row
-
-    def own_loop_state(self) -> dict[str, Any]:
-        """Return the metrics since the last log, where the alarms stand, and the last evaluation."""
-        own = {"alarms": self.alarms.state_dict(), "last_evaluation": self._last_evaluation}
-        return {**self.metric_log.state_dict(), **own}
-
-    def load_own_loop_state(self, state: dict[str, Any]) -> None:
-        """Take them back."""
-        self.metric_log.load_state_dict(state)
-        if "alarms" in state:
-            self.alarms.load_state_dict(state["alarms"], self.args)
-        self._last_evaluation = state.get("last_evaluation")
-
-    def may_save(self) -> bool:
-        """Return whether the last gradient was finite."""
-        return not self.guard.is_bad
-
-    def needed_checkpoints(self) -> set[Path]:
-        """Return the last checkpoints from before what the alarms count."""
-        return self.alarms.needed_checkpoints(self.state.global_step, self.args)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self._stream.save(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.model.load_branches(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        self.model.load_branches(self.state.best_model_checkpoint)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.is_world_process_zero() and not self._is_staging:
-            # Trainer copies what it knows: the files of the policy's adapter.
-            for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != POLICY)):
-                source, target = Path(checkpoint_folder) / name, Path(self.args.output_dir) / name
-                if source.is_dir():
-                    shutil.copytree(source, target, dirs_exist_ok=True)
-                elif source.is_file():
-                    shutil.copy(source, target)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-
-class PackLoop(Trainer):
-    """The part of PPOTrainer that runs the packs of an optimizer step."""
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
-        minibatch = inputs["minibatch"]
-        self._step_start = time.perf_counter()
-        self.guard.begin_step(minibatch.is_empty_slot)
-        if minibatch.is_empty_slot:
-            self._give_scaler_gradients(model)
-            return torch.zeros((), device=self.accelerator.device)
-        if not model.training:  # a walk over all modules
-            model.train()
-        total = self._run_unless_stopped(model, minibatch)
-        while isinstance(total, str):  # memory ran out
-            self._forget_step(model)
-            free_memory()
-            self.pack_size.shrink([e.pack for e in minibatch.experiences], total)
-            total = self._run_unless_stopped(model, minibatch)
-        self._stop_on_target_kl()
-        return total
-
-    def _run_unless_stopped(self, model: nn.Module, minibatch: Minibatch) -> Tensor | str:
-        # The first step of a rollout is not given up: what the rollout has moved (beta, moments) has moved. Nor is one
-        # of several processes, whose gradients the others wait for.
-        if self.accelerator.num_processes > 1 or not self._stream.can_retreat:
-            return self._run_packs(model, minibatch)
-        try:
-            with self.stop_signals.giving_up(self.accelerator):
-                return self._run_packs(model, minibatch)
-        except StopAsked:
-            self._forget_step(model)
-            self._stream.retreat()
-            raise
-
-    def _forget_step(self, model: nn.Module) -> None:
-        model.zero_grad()
-        self.metric_log.drop_step()
-
-    def _run_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor | str:
-        """Return the loss of a minibatch whose gradients are there, or what torch said where memory ran out."""
-        try:
-            return self._run_all_packs(model, minibatch)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if self.accelerator.num_processes > 1:
-                raise self._alone(minibatch, error) from error
-            return str(error)
-
-    def _alone(self, minibatch: Minibatch, error: BaseException) -> RuntimeError:
-        rows, width = (max(e.pack.input_ids.shape[i] for e in minibatch.experiences) for i in (0, 1))
-        reason = (str(error) or "out of memory").splitlines()[0]
-        return RuntimeError(
-            f"the memory of process {self.accelerator.process_index} does not hold the update of {rows} rows x {width}"
-            f" tokens ({reason}). One of several processes can't make a step again whose gradients the others wait"
-            f" for: set per_device_train_batch_size to {max(1, rows // 2)}, lower microbatch_tokens or"
-            " max_completion_length, or set activation_checkpointing, then resume"
-        )
-
-    def memory_figures(self) -> dict[str, float]:
-        """Return `memory/halvings`, how often update and scoring have had to take half the rows; nothing where never.
-
-        It counts from the start of this process."""
-        count = self.pack_size.num_halvings
-        count += self._stream.scorer.pack_size.num_halvings if self._stream else 0
-        return {"memory/halvings": float(count)} if count else {}
-
-    def _run_all_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor:
-        total = torch.zeros((), device=self.accelerator.device)
-        self._policy_kl = torch.zeros_like(total)
-        experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
-        last = len(experiences) - 1
-        for i, experience in enumerate(experiences):
-            self.stop_signals.poll()
-            sync = contextlib.nullcontext() if i == last else self.accelerator.no_sync(model)
-            with sync:
-                pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
-                with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
-                    loss = self.compute_loss(model, pack)
-                # DDP averages gradients over processes; the loss is a share of a global mean.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach() * self.accelerator.num_processes
-        return total
-
-    def _give_scaler_gradients(self, model: nn.Module) -> None:
-        # The gradient scaler of fp16 fails on a step that has seen no gradient; StepGuard takes these away again.
-        if self.args.fp16:
-            for parameter in (p for p in model.parameters() if p.requires_grad):
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _stop_on_target_kl(self) -> None:
-        if self.args.target_kl is None:
-            return
-        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
-            self.guard.begin_step(is_empty=True)
-            self._stream.skip_rest_of_rollout()
-
-
-def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:
-    """Give the value head, and the adapter `value` where there is one, groups of their own in `optimizer`."""
-    of_value = {id(p) for p in model.value_head.parameters()}
-    of_value |= {id(p) for p in adapter_parameters(model, VALUE).values()}
-    for group in list(optimizer.param_groups):
-        own = [p for p in group["params"] if id(p) in of_value]
-        group["params"] = [p for p in group["params"] if id(p) not in of_value]
-        settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-        if own:
-            optimizer.add_param_group({**settings, "params": own, "lr": learning_rate})
-
-
-class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, PackLoop):
+class PPOTrainer(ResumableTrainer):
     """Trains a LoRA policy with PPO; policy, value and reference share one frozen base model.
 
     A user of TRL's GRPOTrainer changes the two names:
@@ -243,26 +71,29 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
     of ExperienceStream.
 
     Args:
-        model: a name or path (of a base model, or of an adapter to go on from), a transformers decoder, a PeftModel.
+        model: a name or path (of a base model, or of an adapter to continue), a transformers decoder, or a PeftModel.
         reward_funcs: one or several of: a function with TRL's signature, a dotted path to one, the name or path of a
             sequence-classification model or of a reward adapter on the policy's base, such a model.
         args: the settings.
         train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
-        eval_dataset: held-out rows of the same kind (or several such sets by name), for `evaluate` and eval_strategy.
+        eval_dataset: held-out rows with the same columns (or several such sets by name), for `evaluate` and
+            eval_strategy.
         processing_class: the policy's tokenizer; None loads it from the model's name.
         reward_processing_classes: tokenizers of reward models, one per reward function (None for functions).
         callbacks: further callbacks.
         optimizers: an optimizer and a scheduler instead of those that `args` describe.
-        quantization_config: for a model given by name (4 or 8 bit).
+        quantization_config: for a model loaded by name (4 or 8 bit).
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
-        rollout_backend: where completions come from; None: this process.
+        rollout_backend: samples the completions; None: this process does.
 
     Raises:
-        ValueError, TypeError: a setting, a row or a reward function that can't work; before the model loads where
-            possible.
+        ValueError, TypeError: an invalid setting, row or reward function; before the model loads where possible.
     """
 
     stream_class = ExperienceStream
+    needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
+
+    # --- construction -----------------------------------------------------------------------------------------------
 
     def __init__(
         self,
@@ -275,14 +106,13 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
-        quantization_config: Any = None,
+        quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
         *,
         rollout_backend: RolloutBackend | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
         check_optimizer(optimizers[0])
-        self.progress = RolloutProgress()
         run = prepare_run(
             model,
             reward_funcs,
@@ -294,16 +124,20 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             quantization_config=quantization_config,
             peft_config=peft_config,
             rollout_backend=rollout_backend,
-            hooks={"progress": self.progress.rollout, "poll": lambda: self.stop_signals.poll()},
+            hooks={"progress": lambda *done: self.progress.rollout(*done), "poll": lambda: self.stop_signals.poll()},
         )
-        self.sampler = run.sampler
-        self.trunk_plan = run.trunk_plan
-        self.progress.opening = run.trunk_plan.report
-        self.guard = StepGuard(args.max_skipped_steps)
+        self.sampler, self.trunk_plan = run.sampler, run.trunk_plan
+        self.progress = RolloutProgress(run.trunk_plan.report)
+        self.guard = StepGuard(args.max_skipped_steps, lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(lambda: self.metric_log, self.may_save)
         self.pack_size = PackSize("the update")
+        self.samples = SampleLog(
+            args.output_dir, args.num_completions_to_print, args.log_completions and args.should_save
+        )
         self._stream: ExperienceStream | None = None
-        self._finite_loss = 0.0
+        self._step_start = 0.0
+        # Step and metrics of the last evaluation of `eval_dataset`.
+        self._last_evaluation: dict[str, Any] | None = None
         super().__init__(
             model=run.model,
             args=args,
@@ -311,24 +145,42 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             train_dataset=run.train_dataset,
             eval_dataset=run.eval_dataset,
             processing_class=run.tokenizer,
-            # The guard behind the alarms: it has the last word on what is saved.
+            # The guard comes after the alarms: it has the last word on what is saved.
             callbacks=[StepEnd(self._end_step), self.alarms, self.guard, run.memory_check, *(callbacks or [])],
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True
-        self.guard.has_scaler = self.accelerator.scaler is not None
         self.metric_log = MetricLog(self.accelerator)
-        is_on = args.log_completions and args.should_save
-        self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on)
+        # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
+        self._policy_kl = torch.zeros((), device=self.accelerator.device)
         if not args.disable_tqdm:
-            self.progress.replace_those_of(self)
+            self.progress.add_to(self)
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer; with value_learning_rate the value head and its adapter get their own groups."""
+        if self.optimizer is not None or self.args.value_learning_rate is None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
+        return optimizer
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """Train; with `resume_from_checkpoint` (a folder, True for the last one, "auto") go on from there."""
-        self._finite_loss = 0.0
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+    def planned_steps(self) -> int:
+        """Return the number of optimizer steps of the whole run; needs no checkpoint."""
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        rollouts_per_pass = math.ceil(len(self.train_dataset) / args.rollout_batch_size)
+        return math.ceil(args.num_train_epochs * rollouts_per_pass * args.slots_per_rollout)
+
+    def num_examples(self, dataloader: ExperienceStream) -> int:
+        """Return the number of training prompts."""
+        return len(self.train_dataset)
+
+    def get_total_train_batch_size(self, args: PPOConfig) -> int:
+        """Return the completions of one optimizer step, all processes; Trainer's samples per second use it."""
+        return args.rollout_batch_size * args.num_generations // args.num_minibatches
+
+    # --- the experience stream --------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
@@ -340,26 +192,123 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             self.accelerator,
             self.metric_log,
             self.trunk_plan.cache,
+            reward_extras=self._reward_extras,
+            stop_signals=self.stop_signals,
         )
-        stream.reward_extras = self._reward_extras
-        stream.stop_signals = self.stop_signals
         if self._resume_from is not None:
             stream.load(self._resume_from)
         self._stream = stream
         return stream
 
-    def settings_of_run(self) -> dict[str, Any]:
-        """Return what a checkpoint of this run is compared with."""
-        model = self.accelerator.unwrap_model(self.model)
-        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, self.sampler.rewards)
+    def _reward_extras(self) -> dict[str, Any]:
+        self.samples.begin()
+        log_metric = self.metric_log.add_own
+        return {"trainer_state": self.state, "log_extra": self.samples.add_column, "log_metric": log_metric}
 
-    def num_examples(self, dataloader: Any) -> int:
-        """Return the number of training prompts."""
-        return len(self.train_dataset)
+    # --- one optimizer step: forward and backward over the packs of a minibatch --------------------------------------
 
-    def get_total_train_batch_size(self, args: PPOConfig) -> int:
-        """Return the completions of one optimizer step, all processes; Trainer's samples per second use it."""
-        return args.rollout_batch_size * args.num_generations // args.num_minibatches
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process.
+
+        If memory runs out, the step is retried with half the rows in a pack, which gives the same gradient.
+        """
+        minibatch = inputs["minibatch"]
+        self._step_start = time.perf_counter()
+        self.guard.begin_step(minibatch.is_empty_slot)
+        if minibatch.is_empty_slot:
+            self._give_scaler_gradients(model)
+            return torch.zeros((), device=self.accelerator.device)
+        if not model.training:  # `train` walks over all modules.
+            model.train()
+        loss = None
+        with self._undo_step_on_stop(model):
+            while loss is None:
+                try:
+                    loss = self._run_packs(model, minibatch)
+                except (torch.OutOfMemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    if self.accelerator.num_processes > 1:
+                        raise self._cannot_retry(minibatch, error) from error
+                    reason = str(error)
+                if loss is None:  # Not within `except`: the error keeps the tensors of the failed forward alive.
+                    self._forget_step(model)
+                    free_memory()
+                    self.pack_size.shrink([e.pack for e in minibatch.experiences], reason)
+        self._stop_on_target_kl()
+        return loss
+
+    def _run_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor:
+        total = torch.zeros((), device=self.accelerator.device)
+        self._policy_kl = torch.zeros_like(total)
+        experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
+        last = len(experiences) - 1
+        for i, experience in enumerate(experiences):
+            self.stop_signals.poll()
+            with contextlib.nullcontext() if i == last else self.accelerator.no_sync(model):
+                pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
+                with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
+                    loss = self.compute_loss(model, pack)
+                # DDP averages gradients over processes; the loss is a share of a global mean.
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach() * self.accelerator.num_processes
+        return total
+
+    @contextlib.contextmanager
+    def _undo_step_on_stop(self, model: nn.Module) -> Iterator[None]:
+        # The first step of a rollout is not interrupted, because sampling has already moved beta and the score
+        # moments. With several processes none is, because the others wait for its gradients.
+        if self.accelerator.num_processes > 1 or not self._stream.can_retreat:
+            yield
+            return
+        try:
+            with self.stop_signals.giving_up(self.accelerator):
+                yield
+        except StopAsked:
+            self._forget_step(model)
+            self._stream.retreat()
+            raise
+
+    def _forget_step(self, model: nn.Module) -> None:
+        model.zero_grad()
+        self.metric_log.drop_step()
+
+    def _cannot_retry(self, minibatch: Minibatch, error: BaseException) -> RuntimeError:
+        rows, width = (max(e.pack.input_ids.shape[i] for e in minibatch.experiences) for i in (0, 1))
+        reason = (str(error) or "out of memory").splitlines()[0]
+        return RuntimeError(
+            f"process {self.accelerator.process_index} ran out of memory in the update of {rows} rows x {width} tokens"
+            f" ({reason}), and one of several processes cannot retry a step, because the others wait for its"
+            f" gradients. Set per_device_train_batch_size to {max(1, rows // 2)}, lower microbatch_tokens or"
+            " max_completion_length, or set activation_checkpointing, then resume"
+        )
+
+    def _give_scaler_gradients(self, model: nn.Module) -> None:
+        # The gradient scaler of fp16 fails on a step without gradients; StepGuard removes these again.
+        if self.args.fp16:
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _stop_on_target_kl(self) -> None:
+        if self.args.target_kl is None:
+            return
+        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
+            self.guard.begin_step(is_empty=True)
+            self._stream.skip_rest_of_rollout()
+
+    def on_grad_norm(self, norm: float | Tensor) -> None:
+        """Pass the norm of the step's gradient to the guard."""
+        self.guard.on_grad_norm(float(norm))
+
+    def _end_step(self, state: TrainerState) -> None:
+        # Trainer counts passes from where this process began, the stream from where the run did.
+        state.epoch = self._stream.passes
+        self.metric_log.end_step(skipped=self.guard.is_empty)
+        self.metric_log.add_seconds("update", time.perf_counter() - self._step_start)
+
+    # --- the loss ---------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,
@@ -401,54 +350,188 @@ class PPOTrainer(SafePushes, ModelCards, BranchCheckpoints, PromptEvaluation, Pa
             kl_estimator=args.kl_estimator,
         )
 
-    def _end_step(self, state: TrainerState) -> None:
-        # Trainer counts epochs from where this process began, the stream from where the run did.
-        state.epoch = self._stream.passes
-        self.metric_log.end_step(skipped=self.guard.is_empty)
-        self.metric_log.add_seconds("update", time.perf_counter() - self._step_start)
+    # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer; with value_learning_rate the value head and its adapter get groups of their own."""
-        if self.optimizer is not None or self.args.value_learning_rate is None:
-            return super().create_optimizer(model)
-        optimizer = super().create_optimizer(model)
-        split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
-        return optimizer
+    def settings_of_run(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint of this run is compared with."""
+        model = self.accelerator.unwrap_model(self.model)
+        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, self.sampler.rewards)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.guard.grad_norm = float(norm)
-        return norm
+    def may_save(self) -> bool:
+        """Return whether the last gradient was finite."""
+        return not self.guard.is_bad
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a policy has no labels to predict.
+    def needed_checkpoints(self) -> set[Path]:
+        """Return the last checkpoints from before the conditions that the alarms are counting."""
+        return self.alarms.needed_checkpoints(self.state.global_step, self.args)
+
+    def own_state_bytes(self) -> int:
+        """Return the bytes of a rollout in use: rows at their longest, with trunk states if sampling captured them."""
+        args = self.args
+        longest = max(map(len, self.train_dataset["prompt_ids"]))
+        rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
+        # Ids and mask of the row and of its completion are int64; seven values of a token are float32.
+        per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
+        if self.trunk_plan.captures_states:
+            hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
+            per_row += 4 * width * hidden_size
+        return rows * per_row
+
+    def extra_loop_state(self) -> dict[str, Any]:
+        """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
+        alarms = self.alarms.state_dict()
+        return {**self.metric_log.state_dict(), "alarms": alarms, "last_evaluation": self._last_evaluation}
+
+    def load_extra_loop_state(self, state: dict[str, Any]) -> None:
+        """Restore what `extra_loop_state` returned."""
+        self.metric_log.load_state_dict(state)
+        if "alarms" in state:
+            self.alarms.load_state_dict(state["alarms"], self.args)
+        self._last_evaluation = state.get("last_evaluation")
+
+    def save_run_state(self, folder: str) -> None:
+        """Write the experience stream into a checkpoint."""
+        self._stream.save(folder)
+
+    def load_branches_from(self, folder: str) -> bool:
+        """Load the adapters and the value head from a checkpoint."""
+        self.model.load_branches(folder)
+        return True
+
+    def on_model_saved(self, folder: str) -> None:
+        """Write the model card next to the policy."""
+        write_card(self, folder)
+
+    def prepare_push(self, checkpoint: str) -> None:
+        """Copy the value head and the other adapters to output_dir; Trainer copies only the policy's adapter."""
+        write_card(self, self.args.output_dir)
+        if not self.is_world_process_zero():
+            return
+        for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != POLICY)):
+            source, target = Path(checkpoint) / name, Path(self.args.output_dir) / name
+            if source.is_dir():
+                shutil.copytree(source, target, dirs_exist_ok=True)
+            elif source.is_file():
+                shutil.copy(source, target)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        dataset: str | list[str] | None = None,
+    ) -> None:
+        """Write the model card into output_dir; `push_to_hub` calls this with its extra keywords.
+
+        Args:
+            language: of the texts, as the Hub abbreviates it.
+            license: of the adapter, as the Hub names it.
+            tags: further tags.
+            model_name: the heading; None: the Hub name, or the name of output_dir.
+            finetuned_from: Hub name of the base model, if it was loaded from a folder.
+            dataset: Hub name of the prompts.
+        """
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        data = {"language": language, "license": license, "tags": tags, "datasets": dataset}
+        write_card(self, self.args.output_dir, model_name=model_name, base=finetuned_from, **data)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Sample one completion per held-out prompt and return its metrics: `eval_score/mean`, `eval_kl/ref`, ...
+
+        Several datasets by name give `eval_<name>_score/mean`, ..., as in transformers.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
+        if isinstance(dataset, dict):
+            parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
+            return {name: value for part in parts for name, value in part.items()}
+        if "prompt_ids" not in dataset.column_names:
+            dataset = prepare_dataset(dataset, self.processing_class, self.args)
+            check_lengths(self.model, self.args, [dataset])
+        start = time.perf_counter()
+        values, scored = self._sample_and_score(dataset, "policy", metric_key_prefix.replace("_", " "))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
+        self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if eval_dataset is None and metric_key_prefix == "eval":
+            self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
+        return metrics
+
+    def final_evaluation(self) -> dict[str, float]:
+        """Evaluate the trained policy. Reuses the last evaluation if it was made at the final step."""
+        last = self._last_evaluation
+        # The best checkpoint is loaded after the last evaluation.
+        if last is not None and last["step"] == self.state.global_step and not self.args.load_best_model_at_end:
+            return dict(last["metrics"])
+        return self.evaluate()
+
+    def evaluate_reference(self) -> dict[str, float]:
+        """Return the metrics of the model that training starts from, without a prefix; nothing is logged."""
+        return self._sample_and_score(self.eval_dataset, "reference", "before")[0]
+
+    def _sample_and_score(self, dataset: Dataset, role: str, phase: str) -> tuple[dict[str, float], ScoredRollout]:
+        is_shown = not self.args.disable_tqdm and self.is_world_process_zero()
+        with self.progress.phase(phase, is_shown):
+            return evaluate_prompts(
+                self.model,
+                self.sampler,
+                dataset,
+                self.accelerator,
+                seed=self.args.seed,
+                rows_per_pack=self.args.per_device_eval_batch_size,
+                max_tokens=self.args.microbatch_tokens,
+                role=role,
+                version=self.state.global_step,
+                extras={"trainer_state": self.state},
+            )
+
+    def predict(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: a policy has no labels to predict.
 
         Raises:
-            ValueError: always; the sentence names `evaluate`.
+            ValueError: always.
         """
         raise ValueError("PPOTrainer predicts no labels; evaluate(eval_dataset) samples and scores held-out prompts")
 
     # --- logging ----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `logs` together with the PPO metrics gathered since the last log."""
+        """Log `logs` together with the PPO metrics gathered since the last log.
+
+        `memory/halvings` counts, from the start of this process, how often rows were halved because memory ran out.
+        """
         if "loss" in logs:
-            self._drop_non_finite_loss(logs["loss"])
-            logs = {**logs, **self.metric_log.flush(), **self.memory_figures()}
+            self.drop_non_finite_loss(logs["loss"])
+            logs = {**logs, **self.metric_log.flush()}
+            halvings = self.pack_size.num_halvings
+            halvings += self._stream.scorer.pack_size.num_halvings if self._stream else 0
+            if halvings:
+                logs["memory/halvings"] = float(halvings)
             if self._stream and self._stream.last_scored:
                 self.samples.record(f"step-{self.state.global_step:06d}", self._stream.last_scored)
                 self._stream.last_scored = None
         super().log(logs, start_time)
 
-    def _drop_non_finite_loss(self, loss: float) -> None:
-        # Trainer empties its running loss by subtracting it from itself: one NaN would stay in every later log.
-        if math.isfinite(loss):
-            self._finite_loss = self._total_loss_scalar
-        else:
-            self._tr_loss.zero_()
-            self._total_loss_scalar = self._finite_loss
 
-    def _reward_extras(self) -> dict[str, Any]:
-        self.samples.begin()
-        log_metric = self.metric_log.add_own
-        return {"trainer_state": self.state, "log_extra": self.samples.add_column, "log_metric": log_metric}
+def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:
+    """Move the value head, and the adapter `value` if there is one, into their own groups of `optimizer`."""
+    value_ids = {id(p) for p in model.value_head.parameters()}
+    value_ids |= {id(p) for p in adapter_parameters(model, VALUE).values()}
+    for group in list(optimizer.param_groups):
+        value_parameters = [p for p in group["params"] if id(p) in value_ids]
+        group["params"] = [p for p in group["params"] if id(p) not in value_ids]
+        settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+        if value_parameters:
+            optimizer.add_param_group({**settings, "params": value_parameters, "lr": learning_rate})

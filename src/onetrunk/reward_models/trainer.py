@@ -20,10 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
-from onetrunk.checkpoints.hub import SafePushes
-from onetrunk.checkpoints.secrets import SecretFreeArguments, SecretFreeCards
+from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointSettings
-from onetrunk.checkpoints.trainer import SafeCheckpoints, TRLCounters
+from onetrunk.checkpoints.trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import stopped_column, validate_preferences
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
@@ -108,7 +107,7 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
-class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoints, RewardTrainer):
+class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
     Rows have `prompt`, `chosen`, `rejected`, and may have `chosen_stopped`, `rejected_stopped`, `probability` and
@@ -154,16 +153,15 @@ class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoin
             processing_class=processing_class,
             **trl,
         )
-        self.remember_settings()
 
-    def own_loop_state(self) -> dict[str, Any]:
+    def extra_loop_state(self) -> dict[str, Any]:
         """Return the pairs since the last log, too."""
         figures = {name: [sums.tolist() for sums in own] for name, own in self.figures["train"].items()}
-        return {**super().own_loop_state(), "figures": figures}
+        return {**super().extra_loop_state(), "figures": figures}
 
-    def load_own_loop_state(self, state: dict[str, Any]) -> None:
+    def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Take them back."""
-        super().load_own_loop_state(state)
+        super().load_extra_loop_state(state)
         device = self.accelerator.device
         for name, sums in state["figures"].items():
             self.figures["train"][name] = [torch.tensor(own, device=device) for own in sums]

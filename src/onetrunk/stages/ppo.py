@@ -105,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(data: Any, args: Any, model_args: Any, judge_settings: Any, judge_args: Any) -> None:
     """Read the rows, load judges, build the trainer, train, save, compare, push."""
     from onetrunk.checkpoints.hub import require_push
-    from onetrunk.ppo.trainer import BranchCheckpoints
+    from onetrunk.ppo.trainer import PPOTrainer
     from onetrunk.stages.ppo_judges import run_judges
     from onetrunk.stages.resuming import begin, delete_old_run, note_finished
     from onetrunk.stages.rows import load_training_rows, prompt_rows
 
-    is_done, resume = begin("ppo", args, BranchCheckpoints.needed_files)
+    is_done, resume = begin("ppo", args, PPOTrainer.needed_files)
     if is_done:
         return
     train, held_out = load_training_rows(data, args.seed, prompt_rows)
