@@ -197,6 +197,7 @@ def rollout_packs(
     return packs
 
 
+@dataclass(frozen=True)
 class Sampler:
     """Samples completions and scores them.
 
@@ -209,21 +210,12 @@ class Sampler:
         captures_last: True if it also returns the state of a row's last token.
     """
 
-    def __init__(
-        self,
-        backend: RolloutBackend,
-        rewards: RewardSet,
-        tokenizer: PreTrainedTokenizerBase,
-        params: SamplingParams,
-        captures_states: bool = False,
-        captures_last: bool = False,
-    ):
-        self.backend = backend
-        self.rewards = rewards
-        self.tokenizer = tokenizer
-        self.params = params
-        self.captures_states = captures_states
-        self.captures_last = captures_last
+    backend: RolloutBackend
+    rewards: RewardSet
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
+    captures_states: bool = False
+    captures_last: bool = False
 
     @property
     def may_wait(self) -> bool:
