@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from onetrunk.models.base import load_base
 from onetrunk.models.build import check_model_type
 from onetrunk.models.sources import load_config
-from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.foreign_keys import REFUSED_OPTIMIZERS
+from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
