@@ -1,4 +1,4 @@
-"""PPOConfig: foreign and unknown keys, fields without meaning, ranges, batch arithmetic: each rejected with the fix."""
+"""PPOConfig: foreign and unknown keys, fields without meaning, ranges, batch arithmetic: rejected with the fix."""
 
 import dataclasses
 
