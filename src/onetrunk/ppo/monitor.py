@@ -36,15 +36,19 @@ ACTIONS = ("warn", "stop")
 SERIES = ("proxy", "judge")
 # A measurement with fewer of its prompts rated is left out.
 LEAST_RATED = 0.5
-# A change counts if it exceeds this many of its standard errors and this many standard deviations of a score. Simulated
-# with 64 prompts, windows of 5, 10 and 20, and a reward that rises all the time: a constant judge raises an alarm in 1
-# of 50 runs of 40 measurements, one that falls by .1 (.02) standard deviations per measurement at the 5th (20th).
+# A change counts if it exceeds this many of its standard errors and this many standard deviations of a score.
+# Simulated with 64 prompts, windows of 5, 10 and 20, and a reward that rises all the time: a constant judge raises an
+# alarm in 1 of 50 runs of 40 measurements, one that falls by .1 (.02) standard deviations per measurement at the 5th
+# (20th).
 LEAST_ERRORS = 3.5
 LEAST_CHANGE = 0.1
 # Windows of these multiples of the given length are tested, so that a slow fall is found too.
 SPANS = (1, 2, 4)
 # With a lower save_total_limit the checkpoint that the judge rated best is soon deleted.
 FEWEST_CHECKPOINTS = 3
+
+# Attributes of the monitor that checkpoints keep.
+KEPT = ("baseline", "measurements", "best", "num_alarms", "num_left_out", "explanation", "ended")
 
 Series = dict[str, list[float | None]]
 
@@ -115,15 +119,9 @@ class JudgedSamples:
                 version=state.global_step,
                 extras={"trainer_state": state},
             )
-        process, num_processes = accelerator.process_index, accelerator.num_processes
+        first, step = accelerator.process_index, accelerator.num_processes
         local = [
-            (
-                process + i * num_processes,
-                scored.batch.prompts[i],
-                as_text(completion),
-                bool(scored.rollout.stopped[i]),
-                total,
-            )
+            (first + i * step, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
             for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
         ]
         answered = sorted((row for row in gather_object(local) if row[0] < len(rows)), key=lambda row: row[0])
@@ -248,8 +246,8 @@ class HackingMonitor(EndingCallback, ExportableState):
             raise ValueError("the trainer has a HackingMonitor already; attach one")
         if trainer.args.restore_callback_states_from_checkpoint:
             raise ValueError(
-                "restore_callback_states_from_checkpoint would replace the HackingMonitor by one without a judge; leave"
-                " it out, because the monitor restores itself"
+                "restore_callback_states_from_checkpoint would replace the HackingMonitor by one without a judge;"
+                " leave it out, because the monitor restores itself"
             )
         held_out = trainer.eval_dataset
         held_out = next(iter(held_out.values())) if isinstance(held_out, dict) else held_out
@@ -318,10 +316,8 @@ class HackingMonitor(EndingCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values."""
-        kept = {"watched": self._watched, "baseline": self.baseline}
-        kept |= {"measurements": self.measurements, "best": self.best, "num_alarms": self.num_alarms}
-        kept |= {"num_left_out": self.num_left_out, "explanation": self.explanation, "ended": self.ended}
-        return {"args": {}, "attributes": kept}
+        attributes = {"watched": self._watched, **{name: getattr(self, name) for name in KEPT}}
+        return {"args": {}, "attributes": attributes}
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
