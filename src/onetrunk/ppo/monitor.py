@@ -160,7 +160,7 @@ class JudgedSamples:
             reason = f" ({failure})" if failure else ""
             logger.warning(
                 f"step {step}: {num_rated} of {num_rows} of the monitor's completions have a score of both the reward"
-                f" and the judge{reason}; this measurement is left out, training goes on, and nothing more is said"
+                f" and the judge{reason}; this measurement is left out, training continues, and nothing more is logged"
                 " until the judge answers"
             )
         self.is_out = True
@@ -216,9 +216,9 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.rows: Dataset | None = None
         self._trainer: PPOTrainer | None = None
         self._watched: str | None = None
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         # Mean and std of the first measurement, the last measurements, step and score of the one rated best.
         self.baseline: dict[str, list[float]] | None = None
         self.measurements: list[dict[str, Any]] = []
@@ -258,7 +258,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         limit = trainer.args.save_total_limit
         if self.action == "stop" and limit is not None and limit < FEWEST_CHECKPOINTS:
             logger.warning(
-                f"save_total_limit {limit} may leave no checkpoint from before a fall that the monitor finds; set it"
+                f"save_total_limit {limit} may leave no checkpoint from before a fall that the monitor detects; set it"
                 f" to {FEWEST_CHECKPOINTS} or more"
             )
         self._trainer = trainer
@@ -329,9 +329,9 @@ class HackingMonitor(EndingCallback, ExportableState):
             return False
         if kept["watched"] != self._watched:
             logger.warning(
-                "the monitor's judge, constitution or prompts are not those of the checkpoint: it begins anew here"
+                "the monitor's judge, constitution or prompts are not those of the checkpoint: it starts again here"
             )
-            self._begin_anew()
+            self._reset()
             return False
         for name in ("baseline", "best", "num_alarms", "num_left_out"):
             setattr(self, name, kept[name])
@@ -394,9 +394,11 @@ class HackingMonitor(EndingCallback, ExportableState):
             control.should_training_stop = True
             # The checkpoint records that the run has ended, also if it is killed before its result is written.
             control.should_save = control.should_save or self._trainer.may_save()
-            logger.warning(f"training stops: {self.explanation}. Mend the reward or raise beta, then train anew")
+            logger.warning(
+                f"training stops: {self.explanation}. Correct the reward or raise beta, then start a new run"
+            )
         else:
-            logger.warning(f"{self.explanation}. Training goes on (monitor_action stop would end it)")
+            logger.warning(f"{self.explanation}. Training continues (monitor_action stop would end it)")
 
     def _best_place(self) -> str:
         best = int(self.best[0])
@@ -422,7 +424,7 @@ def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
         ValueError: one is out of range.
     """
     if every < 1:
-        raise ValueError(f"monitor_every is {every}; the judge rates every so many rollouts: set it to 1 or more")
+        raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
     if window < 2:
         raise ValueError(f"monitor_window is {window}; a change takes two measurements: set it to 2 or more")
     if num_rows < 2:

@@ -139,12 +139,12 @@ class ScoredRollout:
 
 @dataclass(frozen=True)
 class RolloutPack:
-    """Rows of a rollout that go through the model together, and what is known of them; R rows, C completion tokens.
+    """Rows of a rollout that go through the model together, and their results; R rows, C completion tokens.
 
     Args:
         pack: the rows as the model takes them.
         rows: their numbers in the rollout of this process.
-        states: [R, T, H] trunk states captured while sampling; None where there are none.
+        states: [R, T, H] trunk states captured while sampling, or None.
         output: the model's outputs, None for the roles that have not run.
         loss_mask: [R, C] bool, the tokens that train; None until the rollout is scored.
         rewards: [R, C] float32, KL and score included; None until the rollout is scored.

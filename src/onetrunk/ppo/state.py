@@ -41,30 +41,16 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # here, nor free in checkpoints/settings.py, steers the run: a change needs allow_config_change.
 SETTINGS = {
     # Never: the position in the run depends on them.
-    "place": (
-        "rollout_batch_size",
-        "num_generations",
-        "num_ppo_epochs",
-        "num_minibatches",
-        "shuffle_dataset",
-        "seed",
-        "data_seed",
-    ),
+    "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
+    " seed data_seed".split(),
     # Only between two rollouts: the rollout in use was sampled and scored under them.
-    "rollout": ("num_processes", "temperature", "kl_in_loss", "beta"),
+    "rollout": ["num_processes", "temperature", "kl_in_loss", "beta"],
     # Only from one number to another: None or a number decides the kind of controller and the optimizer's groups.
-    "optional": ("kl_target", "value_learning_rate"),
+    "optional": ["kl_target", "value_learning_rate"],
     # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
-    "optimizer": (
-        "learning_rate",
-        "value_learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-    ),
+    "optimizer": "learning_rate value_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split(),
     # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.
-    "adapter": ("lora_alpha", "use_rslora"),
+    "adapter": ["lora_alpha", "use_rslora"],
 }
 # Always: the batch arithmetic of PPO does not depend on them.
 FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
