@@ -315,5 +315,5 @@ def test_a_trainer_takes_one_monitor(tmp_path):
     with pytest.raises(ValueError, match="has a HackingMonitor already"):
         HackingMonitor(BrevityJudge(), CONSTITUTION).attach(trainer)
     other = make_trainer(tmp_path, restore_callback_states_from_checkpoint=True)
-    with pytest.raises(ValueError, match="leave it out: the monitor restores itself"):
+    with pytest.raises(ValueError, match="leave it out, because the monitor restores itself"):
         HackingMonitor(BrevityJudge(), CONSTITUTION).attach(other)
