@@ -48,8 +48,8 @@ REFUSED = (
     "has no meaning here", "must stay", "needs a GPU", "requires Ampere", "process group",
     "here activation_checkpointing",
 )  # fmt: skip
-BOUND = {*rules.PLACE_SETTINGS, "value_learning_rate", "kl_target"}
-KEPT = set(rules.KEPT_SETTINGS) - {"value_learning_rate"}
+BOUND = {*rules.SETTINGS["place"], "value_learning_rate", "kl_target"}
+KEPT = set(rules.SETTINGS["optimizer"]) - {"value_learning_rate"}
 STEERING = {
     "temperature", "beta", "kl_in_loss", "adapter_layers", "max_prompt_length", "overlong_prompts",
     "max_completion_length", "stop_tokens", "chat_template_kwargs", "reward_weights", "missing_eos_penalty",

@@ -92,7 +92,7 @@ def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
     assert trainer.state.global_step < 56 and trainer.state.global_step % 4 == 0 and monitor.num_alarms == 1
     said = caplog.text
     assert "training stops: from step" in said and "the judge rubric, which PPO does not see, fell by" in said
-    assert "Mend the reward or raise beta" in said and monitor.explanation in said
+    assert "Correct the reward or raise beta" in said and monitor.explanation in said
 
 
 def test_a_warning_lets_training_go_on(tmp_path, caplog):
@@ -100,7 +100,7 @@ def test_a_warning_lets_training_go_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, LOGGER):
         trainer.train()
     assert trainer.state.global_step == 56 and monitor.num_alarms >= 1
-    assert "Training goes on (monitor_action stop would end it)" in caplog.text
+    assert "Training continues (monitor_action stop would end it)" in caplog.text
     assert "The judge liked what training started from best." in caplog.text
     assert monitor.summary()["alarms"] == monitor.num_alarms and monitor.summary()["best"]["step"] == 0
 
@@ -242,7 +242,7 @@ def test_another_judge_after_resuming_begins_anew(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, LOGGER):
         trainer.train(resume_from_checkpoint=True)
     assert [m["step"] for m in monitor.measurements] == [2, 4]
-    assert "not those of the checkpoint: it begins anew here" in caplog.text
+    assert "not those of the checkpoint: it starts again here" in caplog.text
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -315,5 +315,5 @@ def test_a_trainer_takes_one_monitor(tmp_path):
     with pytest.raises(ValueError, match="has a HackingMonitor already"):
         HackingMonitor(BrevityJudge(), CONSTITUTION).attach(trainer)
     other = make_trainer(tmp_path, restore_callback_states_from_checkpoint=True)
-    with pytest.raises(ValueError, match="leave it out: the monitor restores itself"):
+    with pytest.raises(ValueError, match="leave it out, because the monitor restores itself"):
         HackingMonitor(BrevityJudge(), CONSTITUTION).attach(other)

@@ -11,8 +11,8 @@ from onetrunk.models.speedups import merged
 from onetrunk.models.speedups.merged import can_merge
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.packing import make_pack
-from onetrunk.ppo.metrics import MetricLog, rollout_figures
-from onetrunk.ppo.sampling import PromptBatch, ScoredRollout
+from onetrunk.ppo.metrics import MetricLog, rollout_metrics
+from onetrunk.ppo.sampling import PromptBatch, RolloutPack, ScoredRollout
 from onetrunk.rewards.base import Scores
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
@@ -36,8 +36,11 @@ def test_the_gap_by_hand():
     own = [torch.tensor([[-3.0, -0.25, -0.5], [-1.0, 0.0, 0.0]]), torch.tensor([[-1.5, -2.0]])]
     # The third row comes again on another process and does not count here.
     counted = torch.tensor([True, True, False])
-    outputs = [PackOutput(logprobs=x) for x in own]
-    figures = rollout_figures(scored, packs, [[1, 2], [0]], outputs, Accelerator(cpu=True), counted)
+    packs = [
+        RolloutPack(pack, rows, output=PackOutput(logprobs=logprobs))
+        for pack, rows, logprobs in zip(packs, [[1, 2], [0]], own, strict=True)
+    ]
+    figures = rollout_metrics(scored, packs, Accelerator(cpu=True), counted)
     k3 = [math.exp(d) - 1 - d for d in (0.5, -1.0, 0.0, 0.25, -0.25)]
     assert figures[f"{GAP}mean"] == pytest.approx(0.4)
     assert figures[f"{GAP}max"] == 1.0
@@ -48,8 +51,8 @@ def test_without_the_policys_logprobs_there_is_no_gap():
     rollout = Rollout([[4]], [[8, 1]], [torch.zeros(2)], [True])
     scored = ScoredRollout(PromptBatch([], [[4]], {}, []), rollout, [], Scores(torch.zeros(1), {}))
     pack = make_pack([[4]], [[8, 1]], 0)
-    for packs, outputs in (([], []), ([pack], [PackOutput(scores=torch.zeros(1))])):
-        figures = rollout_figures(scored, packs, [[0]] * len(packs), outputs, Accelerator(cpu=True))
+    for packs in ([], [RolloutPack(pack, [0], output=PackOutput(scores=torch.zeros(1)))]):
+        figures = rollout_metrics(scored, packs, Accelerator(cpu=True))
         assert not [name for name in figures if name.startswith(GAP)]
 
 

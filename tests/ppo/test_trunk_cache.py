@@ -156,7 +156,7 @@ def test_the_first_ratio_is_one_on_captured_states(tmp_path, family):
 def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
     top = {"adapter_layers": "top-1"}
     assert make_trainer(tmp_path, **top).sampler.captures_states
-    assert "made while sampling" in make_trainer(tmp_path, **top).trunk_plan.report
+    assert "computed while sampling" in make_trainer(tmp_path, **top).trunk_plan.report
     assert not make_trainer(tmp_path, bf16=True, **top).sampler.captures_states
     assert not make_trainer(tmp_path, trunk_cache="off", **top).sampler.captures_states
     assert make_trainer(tmp_path, truncated_completions="bootstrap", **top).sampler.captures_last
@@ -168,11 +168,11 @@ def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "obstacle"),
     [
-        ({}, "there is no cut: set adapter_layers to top-k"),
+        ({}, "no layer is frozen: set adapter_layers to top-k"),
         ({"adapter_layers": "top-1", "trunk_cache": "off"}, "trunk_cache is off"),
         ({"adapter_layers": "top-1", "rollout_backend": CannedBackend([[5, 1]])}, "backend is not the trunk itself"),
     ],
 )
 def test_capture_where_it_cannot_be_is_refused(tmp_path, settings, obstacle):
-    with pytest.raises(ValueError, match=f"capture_trunk_states can't be: .*{obstacle}"):
+    with pytest.raises(ValueError, match=f"capture_trunk_states is not possible: .*{obstacle}"):
         make_trainer(tmp_path, capture_trunk_states=True, **settings)

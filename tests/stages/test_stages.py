@@ -121,7 +121,7 @@ def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there,
     texts = []
 
     def record(parts, *others):
-        texts.append(parts.tokenizer.decode(parts.train_dataset[0]["prompt_ids"]))
+        texts.append(parts.tokenizer.decode(parts.datasets[0][0]["prompt_ids"]))
         return {"score/mean": 0.0, "reward/unscored_fraction": 0.0}, None
 
     monkeypatch.setattr(eval_stage, "evaluate_role", record)
@@ -137,9 +137,9 @@ def test_eval_bounds_a_forward_by_microbatch_tokens_and_measures_the_same(there,
     real = evaluation.rollout_packs
 
     def record(*words):
-        packs, rows = real(*words)
+        packs = real(*words)
         sizes[-1].append(len(packs))
-        return packs, rows
+        return packs
 
     monkeypatch.setattr(evaluation, "rollout_packs", record)
     kl = []

@@ -1,7 +1,4 @@
-"""What is refused before anything loads: launches, parts and settings that can't work together, each by a sentence.
-
-Knows configs and types; builds nothing.
-"""
+"""Checks before anything loads: launches, arguments and settings that cannot work together raise with the fix."""
 
 from __future__ import annotations
 
@@ -18,19 +15,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from onetrunk.models.base import load_base
 from onetrunk.models.build import check_model_type
 from onetrunk.models.sources import load_config
-from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.foreign_keys import REFUSED_OPTIMIZERS
+from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a rollout is dealt out.
+    """How a rollout is divided.
 
     Args:
-        rows_per_rank: completions per process and rollout.
         prompts_per_rank: prompts per process and rollout.
+        rows_per_rank: completions per process and rollout.
         rows_per_minibatch: completions per process and optimizer step.
         rows_per_pack: most completions in one forward.
     """
@@ -45,7 +41,7 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
     """Return the BatchPlan of a config on `world_size` processes.
 
     Raises:
-        ValueError: a division that leaves a rest; the sentence names values that divide.
+        ValueError: a division leaves a remainder; the message names values that divide.
     """
     prompts, rest = divmod(config.rollout_batch_size, world_size)
     if rest or not prompts:
@@ -71,10 +67,10 @@ TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected"
 
 
 def check_launch(args: PPOConfig) -> None:
-    """Refuse a launch that can't work: foreign settings, the output folder, several GPUs in one process, sharding.
+    """Check the type of the settings, the output folder, the GPUs of a process, sharding and the batch arithmetic.
 
     Raises:
-        ValueError, TypeError: with the sentence that says what to change.
+        ValueError, TypeError: one of them cannot work.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(f"args is a {type(args).__name__}; PPOTrainer takes a PPOConfig (onetrunk.PPOConfig)")
@@ -95,10 +91,10 @@ def check_launch(args: PPOConfig) -> None:
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
-    """Refuse parts that would fail late: evaluation without rows, names that are no part of a path, a wrong backend.
+    """Check what would fail late: evaluation without rows, names of evaluation sets, the rollout backend.
 
     Raises:
-        ValueError, TypeError: with the sentence that says what to change.
+        ValueError, TypeError: one of them cannot work.
     """
     if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
         raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
@@ -113,10 +109,10 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
 
 
 def check_best_metric(args: PPOConfig, eval_dataset: Any) -> None:
-    """Refuse a metric_for_best_model that no evaluation of several datasets by name will have.
+    """Check that an evaluation of several named datasets will have metric_for_best_model.
 
     Raises:
-        ValueError: with a name that it will have.
+        ValueError: it will not; the message gives an example of a name that it will have.
     """
     metric = args.metric_for_best_model
     if metric is None or not isinstance(eval_dataset, dict) or len(eval_dataset) == 0:
@@ -129,23 +125,23 @@ def check_best_metric(args: PPOConfig, eval_dataset: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer whose weights in training are not those that are evaluated and saved.
+    """Check that the optimizer trains the same weights that are evaluated and saved.
 
     Raises:
-        ValueError: it has modes, train() and eval(), as schedule-free ones have.
+        ValueError: it has modes, train() and eval(), as schedule-free optimizers have.
     """
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} has modes, train() and eval():"
-            f" {REFUSED_OPTIMIZERS['schedule_free']}; take one without, such as torch.optim.AdamW"
+            f" {REFUSED_OPTIMIZERS['schedule_free']}; use one without, such as torch.optim.AdamW"
         )
 
 
 def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a model or a tokenizer that is none, a name at which nothing lies, keywords that the loading has not.
+    """Check the types of model and tokenizer, that a model exists at the name, and the keywords for loading it.
 
     Raises:
-        TypeError, ValueError, RuntimeError: with the sentence that says what to change.
+        TypeError, ValueError, RuntimeError: one of them is wrong.
     """
     check_model_type(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -163,7 +159,11 @@ def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
-    """Refuse prompts of another vocabulary, and those that leave no room for a completion."""
+    """Check that the model has the tokens of all prompts, and positions for prompt and completion.
+
+    Raises:
+        ValueError: it does not.
+    """
     longest = max(len(ids) for dataset in datasets for ids in dataset["prompt_ids"])
     most = longest + args.max_completion_length
     remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
@@ -187,16 +187,16 @@ def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, dat
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
-    """Refuse a tokenizer that would fail on rows later: no template for conversations, or ids that a model lacks.
+    """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids.
 
     Args:
         tokenizer: of the model.
-        name: where it lies.
-        rows: with texts and conversations in any columns.
+        name: where it was loaded from.
+        rows: with texts and conversations in any of TEXT_COLUMNS.
         vocab_size: entries of the model's embedding.
 
     Raises:
-        ValueError: with the sentence that says what to change.
+        ValueError: it does not.
     """
     columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
     if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
@@ -222,7 +222,7 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
 
 
 def source_of(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return which of the keywords say where a model comes from."""
+    """Return the keywords that choose the source of a model."""
     return {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
 
 

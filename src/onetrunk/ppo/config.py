@@ -1,4 +1,4 @@
-"""PPOConfig: transformers' TrainingArguments and the few fields that PPO on one trunk needs, each validated at once.
+"""PPOConfig: transformers' TrainingArguments and the few fields that PPO on one trunk needs, validated when created.
 
 Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfig otherwise.
 """
@@ -6,6 +6,7 @@ Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -17,18 +18,53 @@ from onetrunk.checkpoints.settings import CheckpointSettings
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
 from onetrunk.ppo.alarm_settings import AlarmSettings, check_alarm_settings
-from onetrunk.ppo.foreign_keys import (
-    FIXED,
-    INHERITED_WITHOUT_MEANING,
-    REFUSED_OPTIMIZERS,
-    WHY_FIXED,
-    explain_unknown_keys,
-)
+from onetrunk.ppo.foreign_keys import explain_unknown_keys
 from onetrunk.utils.randomness import require_seed
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
 OVERLONG = ("error", "drop", "truncate")
+
+# Fields of TrainingArguments that must keep their default, by the reason.
+_WITHOUT_MEANING = {
+    "the stream samples in the main process": "dataloader_num_workers dataloader_persistent_workers"
+    " dataloader_multiprocessing_context dataloader_pin_memory dataloader_in_order",
+    "a rollout sampled ahead of its update would be off-policy": "dataloader_prefetch_factor",
+    "rollouts are filled up with prompts from the start of the pass": "dataloader_drop_last",
+    "shuffle_dataset says how prompts are drawn, and packs are sorted by length already": "train_sampling_strategy",
+    "packs are sorted by length already": "length_column_name",
+    "set microbatch_tokens: it bounds a forward without changing the gradient": "auto_find_batch_size",
+    "noise on embeddings makes the first PPO ratio differ from 1": "neftune_noise_alpha",
+    "the fused logprobs of onetrunk take its place": "use_liger_kernel liger_kernel_config",
+    "rollouts keep a cache and training forwards need none": "use_cache",
+    "a loss is always divided by the tokens of all processes": "average_tokens_across_devices",
+    "what runs in a step changes with the roles that it trains": "ddp_static_graph",
+    "it acts per process; use save_steps": "enable_jit_checkpoint",
+    "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
+    "a checkpoint without optimizer and stream state can't be resumed; use save_strategy: 'no'": "save_only_model",
+    "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
+    "it would act on Trainer's own training step only": "torch_empty_cache_steps",
+    "evaluation runs as training does": "fp16_full_eval bf16_full_eval",
+    "evaluation samples and scores": "batch_eval_metrics eval_accumulation_steps eval_use_gather_object"
+    " eval_do_concat_batches prediction_loss_only",
+    "evaluation samples and scores; a reward function sees every column": "include_for_metrics",
+    "PPO has no labels": "label_names label_smoothing_factor",
+    "not supported yet; use accelerate_configs/ddp.yaml": "parallelism_config fsdp deepspeed",
+}
+INHERITED_WITHOUT_MEANING = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
+# Fields of TrainingArguments with one possible value, and why.
+FIXED = {
+    "ignore_data_skip": (True, "the experience stream restores its own position"),
+    "remove_unused_columns": (False, "reward functions receive every column"),
+    "logging_nan_inf_filter": (False, "a step that is not finite is skipped and counted, not averaged away"),
+    "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
+    "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
+}
+REFUSED_OPTIMIZERS = {
+    "lomo": "it updates weights inside the backward, which runs once per pack here",
+    "layerwise": "it updates weights inside the backward, which runs once per pack here",
+    "schedule_free": "its weights in training are not those that it evaluates and saves",
+}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -41,19 +77,18 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
     32 completions per process and rollout, 8 per optimizer step and process, and 8 optimizer steps per rollout. A
-    forward holds at most per_device_train_batch_size rows and, where it is set, microbatch_tokens padded tokens;
-    neither changes the gradient.
+    forward holds at most per_device_train_batch_size rows and, if set, microbatch_tokens padded tokens; neither
+    changes the gradient.
 
     Raises:
-        ValueError: a value out of range, settings that contradict each other, or a key of another trainer; the
-            sentence says what to change.
+        ValueError: a value out of range, settings that contradict each other, or a key of another trainer.
     """
 
-    # What differs from TrainingArguments' own defaults.
+    # Fields with another default than in TrainingArguments.
     learning_rate: float = _option(1e-4, "Peak learning rate of the adapters.")
-    logging_steps: float = _option(1, "Log every so many optimizer steps.")
+    logging_steps: float = _option(1, "Optimizer steps between two logs.")
     bf16: bool | None = _option(
-        None, "bfloat16 autocast. None: where an accelerator supports it (not yet run on hardware)."
+        None, "bfloat16 autocast. None: on if an accelerator supports it (not yet run on hardware)."
     )
     fp16: bool = _option(False, "float16 autocast with a gradient scaler (not yet run on hardware).")
     ignore_data_skip: bool = _option(True, "Always True: the stream restores its own position.")
@@ -63,35 +98,37 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
     # Rollout
     rollout_batch_size: int = _option(64, "Prompts per rollout, all processes together.")
     num_generations: int = _option(1, "Completions per prompt.")
-    num_rollouts: int | None = _option(None, "Rollouts in all; None: as num_train_epochs or max_steps say.")
-    max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: no limit but the model's.")
+    num_rollouts: int | None = _option(None, "Rollouts in total; None: num_train_epochs or max_steps decides.")
+    max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: only the model's own limit.")
     overlong_prompts: str = _option(
-        "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+        "error", "What happens to a longer prompt: 'error', 'drop' (the row) or 'truncate' (to its last tokens)."
     )
     max_completion_length: int = _option(256, "Longest completion, tokens.")
     temperature: float = _option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
-    stop_tokens: list[str] | None = _option(None, "Tokens that end a completion beside the model's EOS, as text.")
+    stop_tokens: list[str] | None = _option(None, "Texts of tokens that end a completion, besides the model's EOS.")
     max_rollout_rows: int | None = _option(
-        None, "Most rows that decode at once on a process; None: all of the rollout."
+        None, "Most rows that a process decodes at once; None: all rows of the rollout."
     )
     chat_template_kwargs: dict[str, Any] | None = _option(None, "Keywords for the tokenizer's chat template.")
-    shuffle_dataset: bool = _option(True, "New order of the prompts in every pass, drawn from data_seed or seed.")
+    shuffle_dataset: bool = _option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
 
     # Reward
     reward_weights: list[float] | None = _option(None, "Weight of each reward function; None: 1 each.")
     missing_eos_penalty: float | None = _option(
-        None, "Taken off the score of a completion without a stop token; >= 0."
+        None, "Subtracted from the score of a completion without a stop token; 0 or more."
     )
-    length_penalty: float = _option(0.0, "Taken off the score at max_completion_length tokens, in proportion below.")
+    length_penalty: float = _option(
+        0.0, "Subtracted from the score at max_completion_length tokens; in proportion below."
+    )
     truncated_completions: str | None = _option(
         None,
-        "A completion cut at max_completion_length: 'terminal' (as if it had ended), 'bootstrap' (its last state's"
-        " value follows), 'penalize' (missing_eos_penalty), 'mask' (left out of the update). None: 'penalize' where"
-        " there is a penalty, else 'terminal'.",
+        "What happens to a completion cut off at max_completion_length: 'terminal' (as if it had ended), 'bootstrap'"
+        " (the value of its last state stands for the rest), 'penalize' (missing_eos_penalty) or 'mask' (left out of"
+        " the update). None: 'penalize' if there is a penalty, else 'terminal'.",
     )
     normalize_scores: bool = _option(False, "Shift and scale scores by their running mean and standard deviation.")
-    score_clip: float | None = _option(None, "Bound on |score| after normalisation; None: none.")
-    max_unscored_fraction: float = _option(0.1, "Stop when more of a rollout's rows have no finite score.")
+    score_clip: float | None = _option(None, "Largest |score| after normalisation; None: no bound.")
+    max_unscored_fraction: float = _option(0.1, "Stop if more of a rollout's rows have no finite score; 0 to 1.")
 
     # Advantage
     beta: float = _option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
@@ -101,17 +138,17 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
     )
     kl_in_loss: bool = _option(
         False,
-        "Add beta * KL to the loss instead of taking it off the rewards. The KL of later tokens is then not credited,"
-        " and whiten_advantages makes beta count in standard deviations of the advantage.",
+        "Add beta * KL to the loss instead of subtracting it from the rewards. A token is then not credited with the"
+        " KL of later tokens, and with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
     kl_target: float | None = _option(
-        None, "KL per completion (nats) that an adaptive beta holds; None: beta is fixed."
+        None, "KL per completion (nats) that an adaptive beta keeps; None: beta is fixed."
     )
     kl_horizon: int = _option(10_000, "Completions over which the adaptive beta moves.")
     gamma: float = _option(1.0, "Discount per token, in (0, 1].")
     lam: float = _option(0.95, "Lambda of GAE, in [0, 1].")
-    lam_policy: float | None = _option(None, "Lambda of the advantages alone; None: lam.")
-    lam_value: float | None = _option(None, "Lambda of the value targets alone; None: lam.")
+    lam_policy: float | None = _option(None, "Lambda of the advantages only; None: lam.")
+    lam_value: float | None = _option(None, "Lambda of the value targets only; None: lam.")
     length_adaptive_lam: float | None = _option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
     whiten_advantages: bool = _option(True, "Zero mean and unit variance over the tokens of the global rollout.")
     whiten_rewards: bool = _option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
@@ -122,54 +159,55 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
     microbatch_tokens: int | None = _option(None, "Most padded tokens in one forward; None: no bound.")
     epsilon: float = _option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = _option(None, "Upper clip range; None: epsilon.")
-    dual_clip: float | None = _option(None, "Bound c > 1 on the ratio for negative advantages; None: off.")
+    dual_clip: float | None = _option(None, "Upper bound (above 1) of the ratio for negative advantages; None: off.")
     value_clip: float | None = _option(0.2, "Clip range of the value around its rollout value; None: off.")
     value_coef: float = _option(0.1, "Weight of the value loss.")
     entropy_coef: float = _option(0.0, "Weight of the entropy bonus.")
     target_kl: float | None = _option(
-        None, "Skip the rest of a rollout's steps once KL(old, new) per token exceeds it."
+        None, "Skip the remaining steps of a rollout once KL(old, new) per token exceeds it; None: off."
     )
-    value_pretraining_rollouts: int = _option(0, "First rollouts that train the value alone.")
+    value_pretraining_rollouts: int = _option(0, "Rollouts at the start that train only the value.")
     value_learning_rate: float | None = _option(
         None, "Learning rate of the value head and, with value_head adapter, of its LoRA; None: learning_rate."
     )
 
     # Trunk
     value_head: str = _option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
-    adapter_layers: str = _option("all", "'all', or 'top-k': adapt and train the last k layers alone.")
+    adapter_layers: str = _option("all", "'all', or 'top-k': adapt and train only the last k layers.")
     value_head_init: str | None = _option(
         None,
-        "Reward model (folder or Hub name, of the trunk's size) whose score head starts the value head; None: zero.",
+        "Reward model (folder or Hub name, same hidden size) whose score head starts the value head; None: zeros.",
     )
     trunk_cache: str = _option(
         "auto",
-        "Where the states that the layers below the top k make stay for all epochs of a rollout: device, cpu (pinned"
-        " memory), disk (a file in output_dir), off (make them in every forward), auto (the first of them with room).",
+        "Where the output of the frozen lower layers is kept for the epochs of a rollout: device, cpu (pinned memory),"
+        " disk (a file in output_dir), off (computed in every forward) or auto (the first of them with room).",
     )
     capture_trunk_states: bool | None = _option(
         None,
-        "Take those states from sampling, which computes them anyway, instead of one more pass. They differ from that"
-        " pass by rounding (1e-6 in float32), and go into checkpoints. None: in float32.",
+        "Take that output from sampling, which computes it anyway, instead of from one more forward. It differs from"
+        " that forward by rounding (1e-6 in float32), and is saved in checkpoints. None: on in float32.",
     )
-    model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained when the model is a name.")
+    model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained for a model given by name.")
 
     # Safety and logging
     activation_offloading: bool = _option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = _option(
-        True, "Run the largest pack that can come once before the first rollout, and say what the run will need."
+        True,
+        "Run the largest possible pack once before the first rollout, and print the memory that the run needs.",
     )
-    max_skipped_steps: int = _option(3, "Stop after so many non-finite optimizer steps in a row.")
+    max_skipped_steps: int = _option(3, "Stop after this many non-finite optimizer steps in a row.")
     log_completions: bool = _option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = _option(4, "Rows of that table.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
-        wrong = explain_unknown_keys(cls, kwargs)
-        if wrong:
-            raise ValueError(f"PPOConfig: {wrong}")
+        explanation = explain_unknown_keys(cls, kwargs)
+        if explanation:
+            raise ValueError(f"PPOConfig: {explanation}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._refuse_inherited()
+        self._check_inherited()
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
@@ -177,10 +215,6 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         self._choose_best_metric()
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
-        if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = True
-        if self.ddp_broadcast_buffers is None:
-            self.ddp_broadcast_buffers = False
         super().__post_init__()
 
     @property
@@ -188,7 +222,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         """Optimizer steps that a rollout feeds."""
         return self.num_ppo_epochs * self.num_minibatches
 
-    def _refuse_inherited(self) -> None:
+    def _check_inherited(self) -> None:
         for f in fields(self):
             # On a CPU TrainingArguments itself turns pinning off.
             if f.name not in INHERITED_WITHOUT_MEANING or (f.name == "dataloader_pin_memory" and self.use_cpu):
@@ -203,18 +237,20 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
                 " step is a minibatch, cut into forwards by microbatch_tokens or per_device_train_batch_size; leave it"
                 " at 1"
             )
-        for name, fixed in FIXED.items():
+        for name, (required, reason) in FIXED.items():
             value = getattr(self, name)
-            if value is not fixed and not (value is None and name.startswith("ddp_")):
-                raise ValueError(f"{name} must stay {fixed}: {WHY_FIXED[name]}")
+            if value is None and name.startswith("ddp_"):
+                setattr(self, name, required)
+            elif value is not required:
+                raise ValueError(f"{name} must stay {required}: {reason}")
         optim = str(getattr(self.optim, "value", self.optim))
         for part, reason in REFUSED_OPTIMIZERS.items():
             if part in optim:
-                raise ValueError(f"optim {optim!r} is not supported: {reason}; take adamw_torch, adamw_bnb_8bit, ...")
+                raise ValueError(f"optim {optim!r} is not supported: {reason}; set adamw_torch, adamw_bnb_8bit, ...")
         scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         if scheduler in ("reduce_lr_on_plateau", "greedy"):
             raise ValueError(
-                f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO has not; take another"
+                f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO does not have; choose another"
             )
         if self.fp16 and (self.use_cpu or not torch.cuda.is_available()):
             raise ValueError("fp16 needs a GPU with its gradient scaler; set bf16, or leave both out on a CPU")
@@ -222,7 +258,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
     def _choose_best_metric(self) -> None:
         saves_best = str(getattr(self.save_strategy, "value", self.save_strategy)) == "best"
         if self.metric_for_best_model is None and (self.load_best_model_at_end or saves_best):
-            # Trainer would look for a loss, which an evaluation by sampling has not.
+            # Trainer would look for a loss, which an evaluation by sampling does not have.
             self.metric_for_best_model = "score/mean"
             self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
 
@@ -295,7 +331,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
 
 
 def bf16_by_default(args: TrainingArguments) -> bool:
-    """Say whether settings that leave bf16 open mean it: not beside fp16, and only where an accelerator has it."""
+    """Return whether bf16 is on by default: without fp16, on an accelerator that supports it."""
     return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
@@ -307,7 +343,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require(config: PPOConfig, name: str, holds: Any, expected: str) -> None:
+def _require(config: PPOConfig, name: str, holds: Callable[[Any], bool], expected: str) -> None:
     value = getattr(config, name)
     if value is None and name in MAY_BE_NONE:
         return

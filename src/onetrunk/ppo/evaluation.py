@@ -1,13 +1,13 @@
-"""Held-out evaluation: sample, score, and measure the KL of a policy to its reference.
+"""Held-out evaluation: sample, score, and measure the KL of a policy to its reference; tables of samples.
 
-The same prompts get the same random numbers at every evaluation, so that differences are the policy's. Knows the
-sampler and the model's roles; no optimizer.
+The same prompts get the same random numbers at every evaluation, so that differences come from the policy.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.metrics import rollout_figures
-from onetrunk.ppo.sampling import Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.ppo.metrics import rollout_metrics
+from onetrunk.ppo.sampling import RolloutPack, Sampler, ScoredRollout, prompt_batch, rollout_packs
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from onetrunk.utils.redaction import redact
@@ -39,7 +39,7 @@ def evaluate_prompts(
     version: int = 0,
     extras: dict[str, Any] | None = None,
 ) -> tuple[dict[str, float], ScoredRollout]:
-    """Return the figures of one completion per prompt, and this process's scored rollout.
+    """Return the metrics of one completion per prompt, and this process's scored rollout.
 
     Args:
         model: the trunk; `role` samples.
@@ -49,35 +49,35 @@ def evaluate_prompts(
         seed: of the completions.
         rows_per_pack: most rows in one scoring forward.
         max_tokens: most padded tokens in one; None: no bound.
-        role: "policy", or "reference" for the figures before training (its KL to itself is not reported).
+        role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
         extras: keywords for the reward functions.
     """
-    rank, world = accelerator.process_index, accelerator.num_processes
-    share = math.ceil(len(dataset) / world)
-    # Every process has as many rows, for the figures are gathered; surplus rows come again and do not count.
-    places = [rank + i * world for i in range(share)]
+    process, num_processes = accelerator.process_index, accelerator.num_processes
+    share = math.ceil(len(dataset) / num_processes)
+    # Metrics are gathered, so every process has equally many rows; surplus rows repeat others and do not count.
+    places = [process + i * num_processes for i in range(share)]
     rows, counted = [place % len(dataset) for place in places], torch.tensor(places) < len(dataset)
     batch = prompt_batch(dataset, rows, [(seed, EVALUATION_STREAM, row) for row in rows])
     with torch.no_grad(), accelerator.autocast(), model.as_role(role):
         sampler.backend.sync(model, version)
         rollout = sampler.generate(batch)
     roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
-    packs, pack_rows = [], []
+    packs: list[RolloutPack] = []
     if roles:
         pad_id = sampler.params.pad_token_id
         everything = [range(len(rollout))]
-        packs, pack_rows = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device)
+        packs = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()
     with torch.no_grad(), accelerator.autocast():
-        outputs = [model(pack=pack, roles=roles, temperature=temperature) for pack in packs]
+        packs = [replace(p, output=model(pack=p.pack, roles=roles, temperature=temperature)) for p in packs]
     model.train(was_training)
-    scored = sampler.score(batch, rollout, lambda: outputs, pack_rows, **(extras or {}))
-    figures = rollout_figures(scored, packs, pack_rows, outputs, accelerator, counted)
-    del figures["num_tokens"]
-    return figures, scored
+    scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
+    metrics = rollout_metrics(scored, packs, accelerator, counted)
+    del metrics["num_tokens"]
+    return metrics, scored
 
 
 FOLDER = "completions"
@@ -88,8 +88,8 @@ class SampleLog:
     """Prints the first rows of a scored rollout and writes all of them into `output_dir`/completions.
 
     Args:
-        output_dir: of the run.
-        num_rows: rows of the table; 0 for no table.
+        output_dir: output folder of the run.
+        num_rows: rows of the table; 0 prints none.
         is_on: False records nothing.
     """
 
@@ -100,15 +100,15 @@ class SampleLog:
         self._extra: dict[str, list[Any]] = {}
 
     def begin(self) -> None:
-        """Forget the columns of the rollout before."""
+        """Forget the columns of the previous rollout."""
         self._extra = {}
 
     def add_column(self, column: str, values: list[Any]) -> None:
-        """Keep a further column of the rollout at hand; reward functions call it as `log_extra`."""
+        """Add a column to the current rollout; reward functions call it as `log_extra`."""
         self._extra[column] = list(values)
 
     def record(self, name: str, scored: ScoredRollout, with_columns: bool = True) -> None:
-        """Write `name`.jsonl and print the table, if it is to have rows."""
+        """Write `name`.jsonl, and print the table if `num_rows` is above 0."""
         if not self.is_on:
             return
         write_samples(self.folder, name, scored, self._extra if with_columns else {})

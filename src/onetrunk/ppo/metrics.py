@@ -1,9 +1,11 @@
-"""Metrics of a run: gathered on the device as they arise, reduced over processes once per log.
+"""Metrics of a run, gathered on the device as they arise and reduced over the processes once per log.
 
-Four kinds, by how they add up. Step stats are sums over this process's tokens divided by the GLOBAL count of the
-optimizer step (ops/losses.py): packs and processes add, steps average. Maxima take the largest. Rollout figures are
-already global numbers: rollouts average, except that names ending in `_max` take the largest. What a reward function
-logs is this process's own: calls and processes average. Knows names and numbers; no model.
+Each kind adds up in its own way:
+
+- Stats of an optimizer step are sums over this process's tokens divided by the GLOBAL token count of the step
+  (ops/losses.py): they add over packs and processes, and average over steps. Names ending in `_max` take the largest.
+- Metrics of a rollout are global numbers already: they average over rollouts; names ending in `_max` take the largest.
+- What a reward function logs belongs to its process: it averages over calls and processes.
 """
 
 from __future__ import annotations
@@ -19,13 +21,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.ops.packing import pad_rows
-from onetrunk.ppo.sampling import ScoredRollout
-from onetrunk.types import Pack
+from onetrunk.ppo.sampling import RolloutPack, ScoredRollout
 
 STEP_NAMES = {
     "policy/loss": "policy/loss",
@@ -37,10 +37,19 @@ STEP_NAMES = {
     "value/clip_fraction": "value/clip_fraction",
 }
 PHASES = ("generate", "score", "update")
+# What RolloutTotals keeps: these metrics of the rollout, these stats of its steps, and the value's stats but maxima.
+ROLLOUT_TOTALS = (
+    "kl/ref",
+    "sampling/logprob_gap_mean",
+    "completion/length",
+    "completion/stopped_fraction",
+    "completion/repeated_ngrams",
+)
+STEP_TOTALS = ("policy/entropy", "policy/clip_fraction")
 
 
 class MetricLog:
-    """What has been measured since the last log.
+    """What was measured since the last log.
 
     Args:
         accelerator: reduces over the processes.
@@ -56,7 +65,7 @@ class MetricLog:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._rollouts: dict[str, list[float]] = defaultdict(list)
-        self._own: dict[str, list[float]] = defaultdict(list)
+        self._local: dict[str, list[float]] = defaultdict(list)
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_skipped = 0
@@ -68,14 +77,14 @@ class MetricLog:
         self._pending += [(f"{room}/{key}", value.detach().to(wide)) for key, value in stats.items()]
 
     def drop_step(self) -> None:
-        """Forget the stats of the packs of an optimizer step that is made again."""
+        """Forget the stats of the current optimizer step, which will run again."""
         self._pending = []
 
     def end_step(self, skipped: bool) -> None:
-        """Count an optimizer step and take in the stats of its packs.
+        """Count an optimizer step and add the stats of its packs. Every process calls it.
 
-        A skipped step trained nothing; what it measured counts all the same (the KL that exceeded `target_kl`), unless
-        it measured nothing or numbers that are not finite. Every process calls it.
+        A skipped step trained nothing. Its stats still count (the KL that exceeded `target_kl`), unless it measured
+        nothing or numbers that are not finite.
         """
         self._num_skipped += skipped
         is_measured = not skipped or self._is_finite_everywhere()
@@ -85,131 +94,101 @@ class MetricLog:
             if name.endswith("_max"):
                 self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
             else:
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                _add(self._sums, name, value)
         self._pending = []
 
     def _is_finite_everywhere(self) -> bool:
-        # The processes must agree: `flush` reduces what each of them took in.
-        own = bool(self._pending) and all(bool(v.isfinite().all()) for _, v in self._pending)
-        everyone = self.accelerator.gather(torch.tensor([own], dtype=torch.float32, device=self.accelerator.device))
-        return bool(everyone.min())
+        # The processes must agree, because `flush` reduces over what each of them added.
+        is_finite = bool(self._pending) and all(bool(v.isfinite().all()) for _, v in self._pending)
+        flag = torch.tensor([is_finite], dtype=torch.float32, device=self.accelerator.device)
+        return bool(self.accelerator.gather(flag).min())
 
-    def add_rollout(self, figures: dict[str, float]) -> None:
-        """Add figures of one rollout, equal on every process."""
-        self._num_tokens += figures.pop("num_tokens", 0.0)
-        self.totals.add_figures(figures)
-        for name, value in figures.items():
+    def add_rollout(self, metrics: dict[str, float]) -> None:
+        """Add metrics of one rollout, equal on every process."""
+        self._num_tokens += metrics.pop("num_tokens", 0.0)
+        self.totals.add_rollout(metrics)
+        for name, value in metrics.items():
             self._rollouts[name].append(value)
 
     def add_own(self, name: str, value: float) -> None:
-        """Add a figure of this process alone; reward functions call it as `log_metric`."""
-        self._own[name].append(float(value))
+        """Add a metric of this process alone; reward functions call it as `log_metric`."""
+        self._local[name].append(float(value))
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add the duration of a phase: generate, score or update."""
         self._seconds[phase] += seconds
 
     def flush(self) -> dict[str, float]:
-        """Return the metrics since the last flush by their public names, and start anew. Every process calls it."""
-        figures = {
+        """Return the metrics since the last flush by their public names, and clear them. Every process calls it."""
+        metrics = {
             name: max(values) if name.endswith("_max") else sum(values) / len(values)
             for name, values in self._rollouts.items()
         }
-        figures |= self._own_means()
-        names = sorted(self._sums)
-        sums = self._reduced([self._sums[n] for n in names])
-        stats = {n: sums[i] / max(1, self._num_steps) for i, n in enumerate(names)}
-        figures |= {public: stats[n].item() for n, public in STEP_NAMES.items() if n in stats}
-        value_stats = {n.removeprefix("value/"): v for n, v in stats.items() if n.startswith("value/")}
-        if value_stats:
-            figures["value/explained_variance"] = explained_variance_from_stats(value_stats).item()
+        metrics |= self._local_means()
+        stats = _step_means(self._sums, self._num_steps, self.accelerator)
+        metrics |= {public: stats[n].item() for n, public in STEP_NAMES.items() if n in stats}
+        metrics |= _explained_variance(stats)
         for name in sorted(self._maxima):
-            figures[name] = self.accelerator.gather(self._maxima[name].reshape(1)).max().item()
+            metrics[name] = self.accelerator.gather(self._maxima[name].reshape(1)).max().item()
         if self._num_skipped:
-            figures["policy/skipped_steps"] = float(self._num_skipped)
-        figures |= {f"time/{phase}_s": s for phase, s in self._seconds.items() if s}
+            metrics["policy/skipped_steps"] = float(self._num_skipped)
+        metrics |= {f"time/{phase}_s": s for phase, s in self._seconds.items() if s}
         if self._num_tokens:
-            figures["throughput/completion_tokens_per_s"] = self._num_tokens / max(1e-9, sum(self._seconds.values()))
-        figures["memory/peak_gib"] = peak_gib()
+            metrics["throughput/completion_tokens_per_s"] = self._num_tokens / max(1e-9, sum(self._seconds.values()))
+        metrics["memory/peak_gib"] = peak_gib()
         self._clear()
-        return figures
+        return metrics
+
+    def _local_means(self) -> dict[str, float]:
+        # Processes may have logged under different names, so the names are gathered too.
+        gathered: dict[str, list[float]] = defaultdict(list)
+        for metrics in gather_object([dict(self._local)]):
+            for name, values in metrics.items():
+                gathered[name] += values
+        return {name: sum(values) / len(values) for name, values in gathered.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been measured since the last flush, in terms of JSON; call it between two steps."""
-        tensors = {"sums": self._sums, "maxima": self._maxima}
+        """Return what was measured since the last flush, as JSON values; call it between two steps."""
         return {
-            **{name: {key: value.item() for key, value in own.items()} for name, own in tensors.items()},
+            "sums": {name: value.item() for name, value in self._sums.items()},
+            "maxima": {name: value.item() for name, value in self._maxima.items()},
             "rollouts": dict(self._rollouts),
-            "own": dict(self._own),
+            "own": dict(self._local),
             "seconds": dict(self._seconds),
             "counts": [self._num_steps, self._num_skipped, self._num_tokens],
             "totals": self.totals.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._clear()
         device = self.accelerator.device
-        for name, own in (("sums", self._sums), ("maxima", self._maxima)):
-            wide = widest_dtype(device)
-            own.update({key: torch.tensor(value, device=device, dtype=wide) for key, value in state[name].items()})
+        self._sums, self._maxima = _tensors(state["sums"], device), _tensors(state["maxima"], device)
         self._rollouts.update(state["rollouts"])
-        self._own.update(state["own"])
+        self._local.update(state["own"])
         self._seconds.update(state["seconds"])
         self._num_steps, self._num_skipped, self._num_tokens = state["counts"]
         if "totals" in state:
             self.totals.load_state_dict(state["totals"], device)
 
-    def _own_means(self) -> dict[str, float]:
-        # Processes may have logged under different names, so the names travel too.
-        everyone: dict[str, list[float]] = defaultdict(list)
-        for own in gather_object([dict(self._own)]):
-            for name, values in own.items():
-                everyone[name] += values
-        return {name: sum(values) / len(values) for name, values in everyone.items()}
-
-    def _reduced(self, values: list[Tensor]) -> Tensor:
-        if not values:
-            return torch.zeros(0)
-        return self.accelerator.reduce(torch.stack(values), reduction="sum").cpu()
-
-
-def peak_gib() -> float:
-    """Return the peak memory of this process so far in GiB: of the accelerator where there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-# Figures of sampling, and stats of the steps, that are kept; of the value's all but maxima.
-SAMPLED = (
-    "kl/ref",
-    "sampling/logprob_gap_mean",
-    "completion/length",
-    "completion/stopped_fraction",
-    "completion/repeated_ngrams",
-)
-TRAINED = ("policy/entropy", "policy/clip_fraction")
-
 
 class RolloutTotals:
-    """Sums over the steps of the rollout in use, and the figures of its completions."""
+    """Metrics of the rollout in use and of its optimizer steps so far; the alarms read them at its end."""
 
     def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
         self._num_steps = self._num_measured = self._num_skipped = 0
 
-    def add_figures(self, figures: dict[str, float]) -> None:
-        """Take the figures of a rollout, equal on every process."""
-        self._figures |= {name: figures[name] for name in SAMPLED if name in figures}
+    def add_rollout(self, metrics: dict[str, float]) -> None:
+        """Add metrics of the rollout, equal on every process."""
+        self._metrics |= {name: metrics[name] for name in ROLLOUT_TOTALS if name in metrics}
 
     def end_step(self, stats: Iterable[tuple[str, Tensor]], is_measured: bool, is_skipped: bool) -> None:
-        """Take an optimizer step.
+        """Add an optimizer step.
 
         Args:
             stats: of its packs, as MetricLog has them.
@@ -220,86 +199,107 @@ class RolloutTotals:
         self._num_skipped += is_skipped
         self._num_measured += is_measured
         for name, value in stats if is_measured else ():
-            if name in TRAINED or (name.startswith("value/") and not name.endswith("_max")):
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
+            if name in STEP_TOTALS or (name.startswith("value/") and not name.endswith("_max")):
+                _add(self._sums, name, value)
 
     def finish(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the figures of the rollout by their public names, and start anew. Every process calls it.
+        """Return the metrics of the rollout by their public names, and clear them. Every process calls it.
 
         Steps average; `policy/skipped_fraction` is the share of steps that left the weights alone.
         """
-        figures = dict(self._figures)
-        if self._sums:
-            own = torch.stack([self._sums[name] for name in sorted(self._sums)])
-            means = accelerator.reduce(own, reduction="sum").cpu() / max(1, self._num_measured)
-            stats = dict(zip(sorted(self._sums), means, strict=True))
-            figures |= {name: stats[name].item() for name in TRAINED if name in stats}
-            of_value = {n.removeprefix("value/"): v for n, v in stats.items() if n.startswith("value/")}
-            if of_value:
-                figures["value/explained_variance"] = explained_variance_from_stats(of_value).item()
+        stats = _step_means(self._sums, self._num_measured, accelerator)
+        metrics = {**self._metrics, **{name: stats[name].item() for name in STEP_TOTALS if name in stats}}
+        metrics |= _explained_variance(stats)
         if self._num_steps:
-            figures["policy/skipped_fraction"] = self._num_skipped / self._num_steps
+            metrics["policy/skipped_fraction"] = self._num_skipped / self._num_steps
         self._clear()
-        return figures
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been taken since the rollout began, in terms of JSON."""
+        """Return what was added since the rollout began, as JSON values."""
         return {
-            "figures": self._figures,
+            "figures": self._metrics,
             "sums": {name: value.item() for name, value in self._sums.items()},
             "counts": [self._num_steps, self._num_measured, self._num_skipped],
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned."""
-        self._figures = dict(state["figures"])
-        wide = widest_dtype(device)
-        self._sums = {n: torch.tensor(value, device=device, dtype=wide) for n, value in state["sums"].items()}
+        """Restore what `state_dict` returned."""
+        self._metrics = dict(state["figures"])
+        self._sums = _tensors(state["sums"], device)
         self._num_steps, self._num_measured, self._num_skipped = state["counts"]
 
 
-def rollout_figures(
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def _tensors(numbers: dict[str, float], device: torch.device) -> dict[str, Tensor]:
+    wide = widest_dtype(device)
+    return {name: torch.tensor(value, device=device, dtype=wide) for name, value in numbers.items()}
+
+
+def _step_means(sums: dict[str, Tensor], num_steps: int, accelerator: Accelerator) -> dict[str, Tensor]:
+    """Return the stats on the CPU, summed over the processes and averaged over the steps."""
+    if not sums:
+        return {}
+    names = sorted(sums)
+    totals = accelerator.reduce(torch.stack([sums[name] for name in names]), reduction="sum").cpu()
+    return dict(zip(names, totals / max(1, num_steps), strict=True))
+
+
+def _explained_variance(stats: dict[str, Tensor]) -> dict[str, float]:
+    value_stats = {name.removeprefix("value/"): stat for name, stat in stats.items() if name.startswith("value/")}
+    return {"value/explained_variance": explained_variance_from_stats(value_stats).item()} if value_stats else {}
+
+
+def peak_gib() -> float:
+    """Return the peak memory of this process so far in GiB: on the accelerator if there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def rollout_metrics(
     scored: ScoredRollout,
-    packs: Sequence[Pack],
-    pack_rows: Sequence[Sequence[int]],
-    outputs: Sequence[PackOutput],
+    packs: Sequence[RolloutPack],
     accelerator: Accelerator,
     counted: Tensor | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a rollout by their public names, equal on every process.
 
-    `score/*` are means over the completions that have a score (raw, before penalties); `kl/ref` is the k1 estimate
-    summed over a completion's tokens, mean over completions; `completion/repeated_ngrams` is the share of all 4-grams
-    that occurred before in the same completion; `num_tokens` counts completion tokens. `sampling/logprob_gap_*`
-    compare the sampler's logprobs with the trainer's own forward, per token: mean and largest difference, and the k3
-    estimate of KL(sampler || trainer). Only rounding remains if the sampler is the policy that trains.
+    - `score/*`: means over the completions that have a score (raw, before penalties).
+    - `kl/ref`: the k1 estimate summed over a completion's tokens, mean over completions.
+    - `completion/repeated_ngrams`: share of all 4-grams that occurred before in the same completion.
+    - `sampling/logprob_gap_*`: the sampler's logprobs against the trainer's own forward, per token: mean and largest
+      difference, and the k3 estimate of KL(sampler || trainer). Only rounding remains if both are the same policy.
+    - `num_tokens`: completion tokens.
 
     Args:
         scored: n rows of this process.
-        packs: their packs; none where no KL is wanted.
-        pack_rows: the rows that each pack holds.
-        outputs: policy and reference of each pack, as far as they are wanted.
+        packs: their packs with policy and reference outputs, as far as they are wanted.
         accelerator: gathers over the processes, which have n rows each.
-        counted: [n] bool, False for rows that another process counts too; all count where None.
+        counted: [n] bool, False for rows that another process counts too; None: all count.
     """
     device = accelerator.device
     total, lengths = scored.scores.total, scored.lengths.float()
     counts = torch.ones_like(lengths) if counted is None else counted.float()
     stopped = torch.tensor(scored.rollout.stopped, dtype=torch.float32)
-    has_kl = bool(outputs) and outputs[0].ref_logprobs is not None
-    has_policy = bool(outputs) and outputs[0].logprobs is not None
-    of_policy = torch.zeros(4, len(lengths), device=device)
-    for pack, rows, output in zip(packs, pack_rows, outputs, strict=True) if has_policy else ():
-        sampled = pad_rows([scored.rollout.sampler_logprobs[row].double().cpu() for row in rows]).to(device)
-        of_policy[:, torch.tensor(rows, device=device)] = _policy_rows(pack, output, sampled)
+    has_kl = bool(packs) and packs[0].output.ref_logprobs is not None
+    has_policy = bool(packs) and packs[0].output.logprobs is not None
+    policy_columns = torch.zeros(4, len(lengths), device=device)
+    for item in packs if has_policy else ():
+        sampled = pad_rows([scored.rollout.sampler_logprobs[row].double().cpu() for row in item.rows]).to(device)
+        policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
     ids = pad_rows([torch.tensor(ids) for ids in scored.rollout.completion_ids])
-    ngrams = [figure.float() for figure in repeated_ngrams(ids, scored.lengths)]
-    columns = [counts, total, lengths, stopped, *of_policy, *ngrams, *scored.scores.by_function.values()]
+    ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
+    columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *scored.scores.by_function.values()]
     rows = accelerator.gather(torch.stack([column.to(device) for column in columns], dim=1))
     columns = rows[rows[:, 0] > 0].unbind(dim=1)
     _, total, lengths, stopped, kl, gap_sums, gap_maxima, gap_k3, repeated, windows, *by_function = columns
     finite = total[total.isfinite()]
-    figures = {
+    metrics = {
         "score/mean": _finite_mean(total),
         "score/std": finite.std().item() if len(finite) > 1 else 0.0,
         "reward/unscored_fraction": 1 - len(finite) / len(total),
@@ -309,26 +309,25 @@ def rollout_figures(
         "num_tokens": lengths.sum().item(),
     }
     for name, scores in zip(scored.scores.by_function, by_function, strict=True):
-        figures[f"score/{name}"] = _finite_mean(scores)
+        metrics[f"score/{name}"] = _finite_mean(scores)
     if has_kl:
-        figures["kl/ref"] = kl.mean().item()
+        metrics["kl/ref"] = kl.mean().item()
     if has_policy:
-        mean_gap, mean_k3 = gap_sums.sum() / lengths.sum(), gap_k3.sum() / lengths.sum()
-        gap = {"mean": mean_gap.item(), "max": gap_maxima.max().item(), "k3": mean_k3.item()}
-        figures |= {f"sampling/logprob_gap_{name}": value for name, value in gap.items()}
-    return figures
+        metrics["sampling/logprob_gap_mean"] = (gap_sums.sum() / lengths.sum()).item()
+        metrics["sampling/logprob_gap_max"] = gap_maxima.max().item()
+        metrics["sampling/logprob_gap_k3"] = (gap_k3.sum() / lengths.sum()).item()
+    return metrics
 
 
-def _policy_rows(pack: Pack, output: PackOutput, sampler_logprobs: Tensor) -> Tensor:
+def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:
     """Return [4, R]: the KL to the reference, then sum and maximum of the logprob gap, and the sum of its k3.
 
     Args:
-        pack: R rows.
-        output: the policy's logprobs, and those of the reference or None (a KL of 0).
+        item: R rows with the policy's logprobs, and those of the reference or None (a KL of 0).
         sampler_logprobs: [R, C], float64 because k3 is a difference of numbers near 1.
     """
-    mask = pack.completion_mask
-    kl = torch.zeros(pack.num_rows, device=mask.device)
+    mask, output = item.pack.completion_mask, item.output
+    kl = torch.zeros(item.pack.num_rows, device=mask.device)
     if output.ref_logprobs is not None:
         kl = masked_sum(kl_estimate(output.logprobs, output.ref_logprobs, "k1"), mask, dim=1)
     gaps = (output.logprobs - sampler_logprobs).abs() * mask
@@ -343,14 +342,14 @@ def _finite_mean(x: Tensor) -> float:
 
 def global_moments(parts: Sequence[tuple[Tensor, Tensor]], accelerator: Accelerator) -> Moments:
     """Return (count, mean, m2) of the counted entries of all parts (x, mask) over all processes."""
-    own = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(accelerator.device)
-    return merge_moments([tuple(row) for row in accelerator.gather(own[None])])
+    local = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(accelerator.device)
+    return merge_moments([tuple(row) for row in accelerator.gather(local[None])])
 
 
 def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, Tensor]:
     """Return how many n-grams of each row occurred before in that row, and how many n-grams it has.
 
-    Windows are numbered by pairs, so that equal numbers mean equal tokens: no hash, no collision.
+    Windows are numbered by pairs, so equal numbers mean equal tokens: no hash, no collision.
 
     Args:
         ids: [R, C] int64, padded on the right with anything.
@@ -358,7 +357,7 @@ def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, T
         n: tokens of a window, 1 or more.
 
     Returns:
-        Two int64 tensors [R]; a row of fewer than n tokens has 0 of both.
+        Two int64 tensors [R]; both are 0 for a row of fewer than n tokens.
 
     Raises:
         ValueError: n is below 1.
@@ -369,8 +368,7 @@ def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, T
     totals = (lengths - n + 1).clamp(min=0)
     if width < n or not num_rows:
         return torch.zeros_like(totals), totals
-    numbers = _numbered(ids)
-    tokens = numbers
+    numbers = tokens = _numbered(ids)
     for shift in range(1, n):
         numbers = _numbered(numbers[:, :-1] * (tokens.max() + 1) + tokens[:, shift:])
     rows = torch.arange(num_rows, device=ids.device)[:, None].expand_as(numbers)
@@ -381,5 +379,5 @@ def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, T
 
 
 def _numbered(codes: Tensor) -> Tensor:
-    """Return codes of the same shape from 0 on without gaps, equal where `codes` are: products of two fit int64."""
+    """Return codes numbered from 0 without gaps, equal where `codes` are; products of two numbers fit int64."""
     return torch.unique(codes, return_inverse=True)[1]

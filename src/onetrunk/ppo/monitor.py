@@ -1,8 +1,8 @@
-"""Is the policy getting better, or better at pleasing the reward? A judge that is not the reward says, now and then.
+"""HackingMonitor: detects a policy that gets better at pleasing the reward, but not better.
 
-Every few rollouts the policy answers the same prompts with the same random numbers; the reward functions (the proxy)
-and a judge that PPO never sees rate the same completions. Where the proxy rises while the judge falls, an alarm is
-raised, and the run stops if it is to. Knows the trainer's parts, judges and numbers; changes no weight.
+Every few rollouts the policy answers the same prompts with the same random numbers. The reward functions (the proxy)
+and a judge that PPO never sees rate the same completions. If the proxy rises while the judge falls, the monitor raises
+an alarm, and stops the run if it is set to.
 """
 
 from __future__ import annotations
@@ -30,17 +30,39 @@ from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.judge import as_text
 from onetrunk.types import Prompt
 
+logger = get_logger(__name__)
+
+ACTIONS = ("warn", "stop")
+SERIES = ("proxy", "judge")
+# A measurement with fewer of its prompts rated is left out.
+LEAST_RATED = 0.5
+# A change counts if it exceeds this many of its standard errors and this many standard deviations of a score.
+# Simulated with 64 prompts, windows of 5, 10 and 20, and a reward that rises all the time: a constant judge raises an
+# alarm in 1 of 50 runs of 40 measurements, one that falls by .1 (.02) standard deviations per measurement at the 5th
+# (20th).
+LEAST_ERRORS = 3.5
+LEAST_CHANGE = 0.1
+# Windows of these multiples of the given length are tested, so that a slow fall is found too.
+SPANS = (1, 2, 4)
+# With a lower save_total_limit the checkpoint that the judge rated best is soon deleted.
+FEWEST_CHECKPOINTS = 3
+
+# Attributes of the monitor that checkpoints keep.
+KEPT = ("baseline", "measurements", "best", "num_alarms", "num_left_out", "explanation", "ended")
+
+Series = dict[str, list[float | None]]
+
 
 def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, float]:
-    """Return how far scores moved, by a line of least squares per row: the mean over rows and its standard error.
+    """Return the mean change of the rows' scores, by a least-squares line per row, and its standard error.
 
-    The scores of one row share what is peculiar to it, which a comparison of means would take for noise.
+    A line per row removes what is peculiar to the row, which a comparison of means would take for noise.
 
     Args:
         series: [measurements, rows], 2 measurements or more, the earliest first; rows with a None are left out.
 
     Returns:
-        Both NaN where fewer than two rows are left.
+        Both NaN if fewer than two rows are left.
     """
     rows = [values for values in zip(*series, strict=True) if None not in values]
     if len(rows) < 2:
@@ -52,22 +74,15 @@ def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, floa
     return float(changes.mean()), float(changes.std()) / math.sqrt(len(changes))
 
 
-logger = get_logger(__name__)
-
-# A measurement of fewer of its prompts is left out.
-LEAST_RATED = 0.5
-Series = dict[str, list[float | None]]
-
-
 @dataclass
 class JudgedSamples:
     """Measures a policy by its reward functions and by a judge, prompt by prompt.
 
     Args:
-        judge: rates; may be None on all processes but the first.
-        constitution: by which it rates.
-        memory: of its answers.
-        is_out: True since the judge failed; one sentence is said per outage.
+        judge: None on all processes but the first, which asks it.
+        constitution: the principles by which it rates.
+        memory: keeps its answers.
+        is_out: True since the judge failed; an outage is logged once.
     """
 
     judge: Judge | None
@@ -76,14 +91,14 @@ class JudgedSamples:
     is_out: bool = False
 
     def identity(self, trainer: PPOTrainer, rows: Dataset) -> str:
-        """Return a digest of what measurements depend on beside the policy, the same on every process."""
+        """Return a digest of what measurements depend on, except the policy; the same on every process."""
         rewards = trainer.sampler.rewards
         judge = None if self.judge is None else self.judge.identity
-        asked = [self.constitution.version, rewards.names, rewards.weights, trainer.args.seed]
-        return _from_first(digest([judge, *asked, [list(ids) for ids in rows["prompt_ids"]]]))
+        settings = [self.constitution.version, rewards.names, rewards.weights, trainer.args.seed]
+        return _from_first(digest([judge, *settings, [list(ids) for ids in rows["prompt_ids"]]]))
 
     def measure(self, trainer: PPOTrainer, rows: Dataset) -> Series | None:
-        """Return the "proxy" and "judge" scores of every row, the same on every process; None where too few have both.
+        """Return the "proxy" and "judge" scores of every row, the same on every process; None if too few have both.
 
         Every process must call it.
 
@@ -104,25 +119,25 @@ class JudgedSamples:
                 version=state.global_step,
                 extras={"trainer_state": state},
             )
-        first, world = accelerator.process_index, accelerator.num_processes
-        own = [
-            (first + i * world, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
+        first, step = accelerator.process_index, accelerator.num_processes
+        local = [
+            (first + i * step, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
             for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
         ]
-        answered = sorted((row for row in gather_object(own) if row[0] < len(rows)), key=lambda row: row[0])
+        answered = sorted((row for row in gather_object(local) if row[0] < len(rows)), key=lambda row: row[0])
         ratings: list[float | None] = [None] * len(rows)
         failure = None
         if accelerator.is_main_process:
             ratings, failure = self._rate(*(list(column) for column in list(zip(*answered, strict=True))[1:4]))
         ratings = _from_first(ratings)
         proxy = [row[4] if math.isfinite(row[4]) else None for row in answered]
-        # A row without one of the two scores has neither.
+        # A row counts only with both scores.
         both = [
             (p, r) if p is not None and r is not None else (None, None) for p, r in zip(proxy, ratings, strict=True)
         ]
         num_rated = sum(rating is not None for _, rating in both)
         if num_rated < max(2, LEAST_RATED * len(both)):
-            self._say_once(state.global_step, num_rated, len(both), failure)
+            self._warn_once(state.global_step, num_rated, len(both), failure)
             return None
         if self.is_out:
             logger.warning(f"step {state.global_step}: the monitor's judge answers again")
@@ -134,66 +149,50 @@ class JudgedSamples:
     ) -> tuple[list[float | None], str | None]:
         try:
             labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
-        except Exception as error:  # Whatever it is: training does not depend on it.
+        except Exception as error:  # Training does not depend on the monitor.
             return [None] * len(prompts), f"{type(error).__name__}: {error}"
         failure = next((label.failure for label in labels if label.failure), None)
-        # A mean over a part of the principles would be another number once the rest is answered.
+        # A mean over some of the principles would change once the others are answered.
         return [None if label.errors else label.score for label in labels], failure
 
-    def _say_once(self, step: int, num_rated: int, num_rows: int, failure: str | None) -> None:
+    def _warn_once(self, step: int, num_rated: int, num_rows: int, failure: str | None) -> None:
         if not self.is_out:
             reason = f" ({failure})" if failure else ""
             logger.warning(
                 f"step {step}: {num_rated} of {num_rows} of the monitor's completions have a score of both the reward"
-                f" and the judge{reason}; this measurement is left out, training goes on, and nothing more is said"
+                f" and the judge{reason}; this measurement is left out, training continues, and nothing more is logged"
                 " until the judge answers"
             )
         self.is_out = True
 
 
 def _from_first(value: Any) -> Any:
-    """Return what the first process says."""
+    """Return the first process's value."""
     values = [value]
     broadcast_object_list(values)
     return values[0]
 
 
-logger = get_logger(__name__)
-
-ACTIONS = ("warn", "stop")
-SERIES = ("proxy", "judge")
-# A change counts from so many of its standard errors on, and from so many standard deviations of a score. Simulated
-# with 64 prompts, windows of 5, 10 and 20, and a reward that rises all the time: a judge that stays raises an alarm in
-# 1 of 50 runs of 40 measurements, one that falls by .1 (.02) standard deviations a measurement at the 5th (20th).
-LEAST_ERRORS = 3.5
-LEAST_CHANGE = 0.1
-# Looked at are windows of so many times the given length, so that a slow fall shows too.
-SPANS = (1, 2, 4)
-# With a limit below it the checkpoint that the judge liked best is soon deleted.
-FEWEST_CHECKPOINTS = 3
-
-
 class HackingMonitor(EndingCallback, ExportableState):
     """Logs `judge/score`, `judge/proxy_score`, `judge/gap` and `judge/alarm`, and warns or stops.
 
-    Both scores are measured in standard deviations of a completion's score before training began, from its mean then;
-    the gap is the proxy's less the judge's. A window is judged prompt by prompt: through the scores of each prompt
-    goes a line, and the mean rise of these lines must be LEAST_ERRORS of its standard errors, upwards for the proxy
-    and downwards for the judge. Windows of twice and four times the length are looked at too.
+    Both scores are in units of the standard deviation of a completion's score before training, from its mean then; the
+    gap is the proxy's minus the judge's. A window is tested prompt by prompt: a line is fitted to the scores of each
+    prompt, and the mean rise of these lines must exceed LEAST_ERRORS of its standard errors, upwards for the proxy and
+    downwards for the judge. Windows of twice and four times the length are tested too.
 
         monitor = HackingMonitor(judge, constitution, every=2, action="stop")
         monitor.attach(trainer)
         trainer.train()
 
     Args:
-        judge: rates; none of the reward functions should be made from it. None where another process asks: only the
-            first one does.
-        constitution: by which it rates.
+        judge: rates the completions; no reward function should use it. None on all processes but the first.
+        constitution: the principles by which it rates.
         every: rollouts between two measurements.
-        window: measurements that are looked at, 2 or more.
+        window: measurements in a window, 2 or more.
         action: "warn", or "stop" to end training at an alarm.
-        num_rows: of the held-out prompts, or where there are none of the training prompts.
-        memory: of the judge's answers.
+        num_rows: number of held-out prompts, or of training prompts if there are none.
+        memory: keeps the judge's answers.
 
     Raises:
         ValueError: a setting out of range.
@@ -217,10 +216,10 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.rows: Dataset | None = None
         self._trainer: PPOTrainer | None = None
         self._watched: str | None = None
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        # The first measurement, the last ones, and the step and score of the one that the judge liked best.
+    def _reset(self) -> None:
+        # Mean and std of the first measurement, the last measurements, step and score of the one rated best.
         self.baseline: dict[str, list[float]] | None = None
         self.measurements: list[dict[str, Any]] = []
         self.best: list[float] | None = None
@@ -240,14 +239,15 @@ class HackingMonitor(EndingCallback, ExportableState):
         """Watch the training of `trainer`.
 
         Raises:
-            ValueError: it is watched already, or transformers would make this callback anew on resuming.
+            ValueError: it has a monitor already, has one prompt only, or transformers would replace this callback on
+                resuming.
         """
         if any(isinstance(callback, HackingMonitor) for callback in trainer.callback_handler.callbacks):
             raise ValueError("the trainer has a HackingMonitor already; attach one")
         if trainer.args.restore_callback_states_from_checkpoint:
             raise ValueError(
-                "restore_callback_states_from_checkpoint would make the HackingMonitor anew, without its judge; leave"
-                " it out: the monitor restores itself"
+                "restore_callback_states_from_checkpoint would replace the HackingMonitor by one without a judge;"
+                " leave it out, because the monitor restores itself"
             )
         held_out = trainer.eval_dataset
         held_out = next(iter(held_out.values())) if isinstance(held_out, dict) else held_out
@@ -258,7 +258,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         limit = trainer.args.save_total_limit
         if self.action == "stop" and limit is not None and limit < FEWEST_CHECKPOINTS:
             logger.warning(
-                f"save_total_limit {limit} may leave no checkpoint from before a fall that the monitor finds; set it"
+                f"save_total_limit {limit} may leave no checkpoint from before a fall that the monitor detects; set it"
                 f" to {FEWEST_CHECKPOINTS} or more"
             )
         self._trainer = trainer
@@ -270,14 +270,14 @@ class HackingMonitor(EndingCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Trainer's state holds what the checkpoint said, or what `state` said when training was set up.
+        # Trainer's state holds the state of the checkpoint, or the one from when training was set up.
         is_restored = self._restore(state.stateful_callbacks.get(type(self).__name__))
         if self.ended is not None:
-            # The run is continued all the same: another alarm takes a window of its own.
+            # An ended run is continued: another alarm needs a new window.
             self.measurements, self.ended = self.measurements[-1:], None
         if not is_restored:
             self._take_baseline(state)
-        # A checkpoint of a run without a monitor knows none, and saving the next one would fail.
+        # Without an entry, as in a checkpoint of a run without a monitor, saving the next checkpoint would fail.
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_step_end(
@@ -311,29 +311,27 @@ class HackingMonitor(EndingCallback, ExportableState):
             self._act(*alarm, state, control)
 
     def restore_ended(self, state: TrainerState) -> None:
-        """Take back what a checkpoint keeps, from the trainer's state."""
+        """Restore what a checkpoint keeps, from the trainer's state."""
         self._restore(state.stateful_callbacks.get(type(self).__name__))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values."""
-        kept = {"watched": self._watched, "baseline": self.baseline}
-        kept |= {"measurements": self.measurements, "best": self.best, "num_alarms": self.num_alarms}
-        kept |= {"num_left_out": self.num_left_out, "explanation": self.explanation, "ended": self.ended}
-        return {"args": {}, "attributes": kept}
+        attributes = {"watched": self._watched, **{name: getattr(self, name) for name in KEPT}}
+        return {"args": {}, "attributes": attributes}
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
     def _restore(self, saved: dict[str, Any] | None) -> bool:
-        """Take over what a checkpoint holds; return whether it holds measurements of the same judge and prompts."""
+        """Restore a checkpoint's state; return whether it holds measurements of the same judge and prompts."""
         kept = (saved or {}).get("attributes", {})
-        # What is written when training is set up has no measurement, not even one that was left out.
+        # The state from when training was set up has no measurement, not even one that was left out.
         if kept.get("baseline") is None and not kept.get("num_left_out"):
             return False
         if kept["watched"] != self._watched:
             logger.warning(
-                "the monitor's judge, constitution or prompts are not those of the checkpoint: it begins anew here"
+                "the monitor's judge, constitution or prompts are not those of the checkpoint: it starts again here"
             )
-            self._begin_anew()
+            self._reset()
             return False
         for name in ("baseline", "best", "num_alarms", "num_left_out"):
             setattr(self, name, kept[name])
@@ -355,7 +353,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         for name in SERIES:
             scores = torch.tensor([value for value in measured[name] if value is not None], dtype=torch.float64)
             std = float(scores.std()) if len(scores) > 1 else 0.0
-            # Where all are alike there is no unit but the score's own.
+            # Equal scores have no standard deviation: their own unit is used.
             self.baseline[name] = [float(scores.mean()), std if std > 1e-9 else 1.0]
 
     def _standard(self, name: str, measured: dict[str, list[float | None]]) -> float:
@@ -365,7 +363,7 @@ class HackingMonitor(EndingCallback, ExportableState):
     # --- alarm ------------------------------------------------------------------------------------------------------
 
     def find_alarm(self) -> tuple[int, dict[str, float]] | None:
-        """Return where a window begins that is an alarm, and how far proxy and judge moved since; else None."""
+        """Return the first step of a window that raises an alarm and the changes of proxy and judge; else None."""
         for span in SPANS:
             measured = self.measurements[-span * self.window :]
             if len(measured) == span * self.window:
@@ -394,11 +392,13 @@ class HackingMonitor(EndingCallback, ExportableState):
         if self.action == "stop":
             self.ended = f"the monitor's alarm at step {state.global_step}"
             control.should_training_stop = True
-            # With a checkpoint the run is known to have ended, also where it is killed before its result is written.
+            # The checkpoint records that the run has ended, also if it is killed before its result is written.
             control.should_save = control.should_save or self._trainer.may_save()
-            logger.warning(f"training stops: {self.explanation}. Mend the reward or raise beta, then train anew")
+            logger.warning(
+                f"training stops: {self.explanation}. Correct the reward or raise beta, then start a new run"
+            )
         else:
-            logger.warning(f"{self.explanation}. Training goes on (monitor_action stop would end it)")
+            logger.warning(f"{self.explanation}. Training continues (monitor_action stop would end it)")
 
     def _best_place(self) -> str:
         best = int(self.best[0])
@@ -411,20 +411,20 @@ class HackingMonitor(EndingCallback, ExportableState):
         return f"The judge liked step {best} best; {where}"
 
     def summary(self) -> dict[str, Any]:
-        """Return what the run's metrics.json says of the monitor."""
+        """Return the monitor's entry in the run's metrics.json."""
         best = None if self.best is None else {"step": int(self.best[0]), "judge_score": self.best[1]}
         counts = {"alarms": self.num_alarms, "left_out": self.num_left_out}
         return {"judge": self._judge_name, **counts, "best": best, "last_alarm": self.explanation}
 
 
 def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
-    """Refuse settings of a monitor that can't work.
+    """Check the settings of a monitor.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: one is out of range.
     """
     if every < 1:
-        raise ValueError(f"monitor_every is {every}; the judge rates every so many rollouts: set it to 1 or more")
+        raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
     if window < 2:
         raise ValueError(f"monitor_window is {window}; a change takes two measurements: set it to 2 or more")
     if num_rows < 2:

@@ -1,8 +1,7 @@
-"""One completion per prompt of the model that training starts from, sampled once and kept beside the run.
+"""One completion of the reference per prompt, sampled once and saved in the output folder.
 
-The reference is a role of the trunk, so no second model is loaded. All randomness of a completion derives from the
-seed and the prompt, and a file keeps what was sampled: a run that goes on compares with the same texts. Knows the
-trainer's parts; no reward.
+The reference is a role of the trunk, so no second model is loaded. The randomness of a completion derives from the
+seed and the prompt, and a file keeps the completions: a resumed run compares with the same texts.
 """
 
 from __future__ import annotations
@@ -28,44 +27,44 @@ from onetrunk.rewards.judge import COLUMN, prompt_key
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
 
-# What a run keeps for itself: Trainer pushes nothing to the Hub whose name begins so.
+# Trainer pushes no file to the Hub whose path begins with an underscore.
 FOLDER = "_kept"
 FILE = "reference_completions"
-# Prompts whose completions are sampled together, and lost together by a kill.
+# Prompts whose completions are sampled together; a killed run loses at most one chunk.
 CHUNK = 64
 
 
 def sample_references(trainer: PPOTrainer, more: Sequence[Dataset] = ()) -> dict[str, SampledText]:
     """Return a completion of the reference by `prompt_key`, for the prompts of the planned run and its evaluations.
 
-    Every process samples a share, and keeps it in `output_dir`/_kept; all get all of them.
+    Every process samples a share and saves it in `output_dir`/_kept; all processes return all completions.
 
     Args:
         trainer: before training; its reference samples.
-        more: further tokenized prompts that need one. Rows that have a column for it need none.
+        more: further tokenized prompts. Rows with a column for the reference completion need none.
     """
-    wanted = dict(_prompts([_planned_rows(trainer), *_held_out(trainer), *more]))
-    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    own = [PromptItem(prompt, key, ids) for key, (prompt, ids) in list(wanted.items())[rank::world]]
-    path = Path(trainer.args.output_dir) / FOLDER / f"{FILE}-{rank}.jsonl"
+    prompts = dict(_prompts([_planned_rows(trainer), *_held_out(trainer), *more]))
+    process, num_processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    share = [PromptItem(prompt, key, ids) for key, (prompt, ids) in list(prompts.items())[process::num_processes]]
+    path = Path(trainer.args.output_dir) / FOLDER / f"{FILE}-{process}.jsonl"
     model = trainer.model
-    with Ledger(path) as ledger, torch.no_grad(), trainer.accelerator.autocast(), model.as_role("reference"):
+    bar_options = {"desc": "reference completions", "unit": "prompt", "dynamic_ncols": True}
+    is_hidden = trainer.args.disable_tqdm or process > 0
+    completions: dict[str, SampledText] = {}
+    with (
+        Ledger(path) as ledger,
+        torch.no_grad(),
+        trainer.accelerator.autocast(),
+        model.as_role("reference"),
+        tqdm(total=len(share), disable=is_hidden, **bar_options) as bar,
+    ):
         sampler = _sampler(trainer, model, ledger)
-        bar = tqdm(
-            total=len(own),
-            desc="reference completions",
-            unit="prompt",
-            dynamic_ncols=True,
-            disable=trainer.args.disable_tqdm or rank > 0,
-        )
-        found: dict[str, SampledText] = {}
-        with bar:
-            for start in range(0, len(own), CHUNK):
-                items = own[start : start + CHUNK]
-                for item, texts in zip(items, sampler.sample(items, 1), strict=True):
-                    found[item.key] = texts[0]
-                bar.update(len(items))
-    return {key: text for shares in gather_object([found]) for key, text in shares.items()}
+        for start in range(0, len(share), CHUNK):
+            items = share[start : start + CHUNK]
+            for item, texts in zip(items, sampler.sample(items, 1), strict=True):
+                completions[item.key] = texts[0]
+            bar.update(len(items))
+    return {key: text for part in gather_object([completions]) for key, text in part.items()}
 
 
 def _prompts(datasets: Iterable[Dataset]) -> Iterable[tuple[str, tuple[Any, list[int]]]]:
@@ -81,16 +80,9 @@ def _held_out(trainer: PPOTrainer) -> list[Dataset]:
 
 
 def _planned_rows(trainer: PPOTrainer) -> Dataset:
-    """Return the rows that the planned rollouts take; all where they are as many."""
+    """Return the rows that the planned rollouts use."""
     args, dataset = trainer.args, trainer.train_dataset
-    order = PromptOrder(
-        len(dataset),
-        args.rollout_batch_size,
-        args.num_generations,
-        order_seed=args.seed if args.data_seed is None else args.data_seed,
-        seed=args.seed,
-        shuffle=args.shuffle_dataset,
-    )
+    order = PromptOrder.from_config(args, len(dataset))
     if args.max_steps <= 0 or args.max_steps >= order.rollouts_per_pass * args.slots_per_rollout:
         return dataset
     num_rollouts = -(-args.max_steps // args.slots_per_rollout)
@@ -100,7 +92,7 @@ def _planned_rows(trainer: PPOTrainer) -> Dataset:
 def _sampler(trainer: PPOTrainer, model: TrunkModel, ledger: Ledger) -> TextSampler:
     sampler = trainer.sampler
     return TextSampler(
-        # Own, whatever the run samples with: a server has the policy alone.
+        # In this process, whatever backend the run has: a server has only the policy.
         backend=LocalBackend(model, max_rows=trainer.args.max_rollout_rows),
         tokenizer=sampler.tokenizer,
         params=sampler.params,
@@ -112,7 +104,7 @@ def _sampler(trainer: PPOTrainer, model: TrunkModel, ledger: Ledger) -> TextSamp
 
 @torch.no_grad()
 def _adapter_fingerprint(model: TrunkModel) -> str | None:
-    """Return a digest of the reference's own adapter; None where the reference is the bare base."""
+    """Return a digest of the reference's adapter; None if the reference is the bare base."""
     if not model.has_reference_adapter:
         return None
     digest = hashlib.sha256()

@@ -1,14 +1,11 @@
-"""Prompts -> completions -> scores: what training and evaluation do alike.
-
-Knows prompts, a rollout backend and reward functions; no policy gradient and no optimizer.
-"""
+"""Prompts, completions and scores, as training and evaluation need them: which rows come when, and what they score."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,27 +15,33 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.packing import make_pack, plan_packs
+from onetrunk.ops.packing import deal_rows, make_pack, plan_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
-from onetrunk.utils.randomness import PROMPTS_STREAM, generator_of
+from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
+
+if TYPE_CHECKING:
+    from onetrunk.ppo.config import PPOConfig
 
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """The order of prompts over a run.
+    """Which prompts a rollout takes, and how its completions are dealt to processes and minibatches.
+
+    Everything derives from a seed and the number of the rollout, so a resumed run needs no history.
 
     Args:
         num_prompts: rows of the dataset, at least 1.
         rollout_batch_size: prompts per rollout, all processes together.
         num_generations: completions per prompt.
-        order_seed: of the permutations.
-        seed: of the completions.
+        order_seed: seed of the permutations of the prompts.
+        seed: seed of the completions and minibatches.
         shuffle: False keeps the order of the dataset in every pass.
+        num_minibatches: optimizer steps per epoch of a rollout.
     """
 
     num_prompts: int
@@ -47,6 +50,19 @@ class PromptOrder:
     order_seed: int
     seed: int
     shuffle: bool = True
+    num_minibatches: int = 1
+
+    @classmethod
+    def from_config(cls, config: PPOConfig, num_prompts: int) -> PromptOrder:
+        return cls(
+            num_prompts,
+            config.rollout_batch_size,
+            config.num_generations,
+            order_seed=config.seed if config.data_seed is None else config.data_seed,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
+            num_minibatches=config.num_minibatches,
+        )
 
     @property
     def rollouts_per_pass(self) -> int:
@@ -66,17 +82,32 @@ class PromptOrder:
 
         Args:
             iteration: number of the rollout.
-            completions: their numbers, counted over all processes: a completion does not depend on how many there
-                are. Those of one prompt follow one another.
+            completions: their numbers, counted over all processes, so that a completion does not depend on the number
+                of processes. The completions of one prompt have consecutive numbers.
         """
         prompts = self.prompts(iteration)
         rows = [int(prompts[i // self.num_generations]) for i in completions]
         return rows, [(self.seed, iteration, i) for i in completions]
 
+    def deal(self, iteration: int, process: int, num_processes: int) -> tuple[list[int], list[list[int]]]:
+        """Return the completions of a process in a rollout, and for each minibatch their positions in that list."""
+        num_rows = self.rollout_batch_size * self.num_generations
+        generator = self._generator(DEAL_STREAM, iteration)
+        return deal_rows(num_rows, self.num_minibatches, generator, process, num_processes)
+
+    def minibatch(self, iteration: int, slot: int) -> int:
+        """Return which minibatch the optimizer step `slot` of a rollout trains on; every epoch has its own order."""
+        epoch, place = divmod(slot, self.num_minibatches)
+        generator = self._generator(MINIBATCH_STREAM, iteration, epoch)
+        return int(torch.randperm(self.num_minibatches, generator=generator)[place])
+
+    def _generator(self, *words: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(self.seed, *words))
+
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that go to the sampler, one entry per completion wanted; n rows.
+    """Prompts for the sampler, one entry per completion; n rows.
 
     Args:
         prompts: as the dataset has them.
@@ -106,6 +137,27 @@ class ScoredRollout:
         return torch.tensor([len(ids) for ids in self.rollout.completion_ids])
 
 
+@dataclass(frozen=True)
+class RolloutPack:
+    """Rows of a rollout that go through the model together, and their results; R rows, C completion tokens.
+
+    Args:
+        pack: the rows as the model takes them.
+        rows: their numbers in the rollout of this process.
+        states: [R, T, H] trunk states captured while sampling, or None.
+        output: the model's outputs, None for the roles that have not run.
+        loss_mask: [R, C] bool, the tokens that train; None until the rollout is scored.
+        rewards: [R, C] float32, KL and score included; None until the rollout is scored.
+    """
+
+    pack: Pack
+    rows: list[int]
+    states: Tensor | None = None
+    output: PackOutput = PackOutput()
+    loss_mask: Tensor | None = None
+    rewards: Tensor | None = None
+
+
 def prompt_batch(dataset: Dataset, rows: Sequence[int], keys: Sequence[RowKey]) -> PromptBatch:
     """Return the rows of a dataset (with `prompt` and `prompt_ids`) as a PromptBatch."""
     columns = dataset[list(rows)]
@@ -119,8 +171,8 @@ def rollout_packs(
     max_tokens: int | None,
     pad_id: int,
     device: torch.device,
-) -> tuple[list[Pack], list[list[int]]]:
-    """Return the packs of a rollout on `device`, and the rows of the rollout that each one holds.
+) -> list[RolloutPack]:
+    """Return the packs of a rollout on `device`, with the trunk states that the sampler captured.
 
     Args:
         rollout: n rows.
@@ -130,91 +182,67 @@ def rollout_packs(
         pad_id: fills the padding.
         device: where the packs go.
     """
-    prompts, completions = rollout.prompt_ids, rollout.completion_ids
+    prompts, completions, states = rollout.prompt_ids, rollout.completion_ids, rollout.states
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    packs, pack_rows = [], []
-    for number, own in enumerate(minibatches):
-        for places in plan_packs([lengths[i] for i in own], rows_per_pack, max_tokens):
-            rows = [own[place] for place in places]
+    packs = []
+    for number, members in enumerate(minibatches):
+        for places in plan_packs([lengths[i] for i in members], rows_per_pack, max_tokens):
+            rows = [members[place] for place in places]
             pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, minibatch=number)
-            packs.append(to_device(pack, device))
-            pack_rows.append(rows)
-    return packs, pack_rows
+            pack, captured = to_device(pack, device), None
+            if states is not None:
+                width = pack.input_ids.shape[1]
+                captured = states[torch.tensor(rows, device=states.device), :width].contiguous()
+            packs.append(RolloutPack(pack, rows, captured))
+    return packs
 
 
-def pack_states(rollout: Rollout, packs: Sequence[Pack], rows: Sequence[Sequence[int]]) -> list[Tensor] | None:
-    """Return the captured states [R, T, H] of each pack; None where the sampler captured none.
-
-    Args:
-        rollout: n rows.
-        packs: of that rollout.
-        rows: rows of the rollout that each pack holds.
-    """
-    if rollout.states is None:
-        return None
-    states = rollout.states
-    return [
-        states[torch.tensor(r, device=states.device), : pack.input_ids.shape[1]].contiguous()
-        for pack, r in zip(packs, rows, strict=True)
-    ]
-
-
-def row_scores(outputs: Sequence[PackOutput], pack_rows: Sequence[Sequence[int]]) -> list[float]:
-    """Return the scores that the reward adapter gives the rows of a rollout, out of those of its packs."""
-    scores = torch.cat([output.scores for output in outputs]).tolist()
-    places = [row for rows in pack_rows for row in rows]
-    return [score for _, score in sorted(zip(places, scores, strict=True))]
-
-
+@dataclass(frozen=True)
 class Sampler:
-    """Samples completions and has them scored.
+    """Samples completions and scores them.
 
     Args:
         backend: where completions come from.
         rewards: the reward functions and their weights.
         tokenizer: turns completions into text.
         params: length, temperature and stop tokens.
-        captures_states: True where the backend is a LocalBackend that hands out the states at the cut.
-        captures_last: True where that of a row's last token is wanted too.
+        captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
+        captures_last: True if it also returns the state of a row's last token.
     """
 
-    def __init__(
-        self,
-        backend: RolloutBackend,
-        rewards: RewardSet,
-        tokenizer: PreTrainedTokenizerBase,
-        params: SamplingParams,
-        captures_states: bool = False,
-        captures_last: bool = False,
-    ):
-        self.backend = backend
-        self.rewards = rewards
-        self.tokenizer = tokenizer
-        self.params = params
-        self.captures_states = captures_states
-        self.captures_last = captures_last
+    backend: RolloutBackend
+    rewards: RewardSet
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
+    captures_states: bool = False
+    captures_last: bool = False
 
     @property
     def may_wait(self) -> bool:
-        """True where a reward function may wait for a server; a model of ours would compete for the device."""
+        """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
         return not all(
             isinstance(function, (ModelReward, EnsembleReward, TrunkReward)) for function in self.rewards.functions
         )
 
     def roles(self, *names: str) -> tuple[str, ...]:
-        """Return what the trunk is asked for: these roles, and "reward" where an adapter of it scores."""
+        """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
         return names if self.rewards.trunk_reward is None else (*names, "reward")
 
-    def generate(self, batch: PromptBatch, *, trains: bool = False) -> Rollout:
-        """Return one completion per row, with states at the cut where they are captured and the rollout trains.
+    def generate(self, batch: PromptBatch, *, trains: bool = False, captures_last: bool = False) -> Rollout:
+        """Return one completion per row.
+
+        Args:
+            batch: the prompts.
+            trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
+            captures_last: capture the state of a row's last token too, whatever the sampler is set to.
 
         Raises:
             RuntimeError: the backend broke its contract (number of rows, empty completions, number of logprobs).
         """
-        states = {}
+        keywords = {}
         if trains and self.captures_states:
-            states = {"keeps_states": True, "keeps_last_state": self.captures_last}
-        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **states)
+            keywords = {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
+        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)
         if len(rollout) != len(batch.prompt_ids) or not all(rollout.completion_ids):
             raise RuntimeError(
                 f"{type(self.backend).__name__}.generate returned {len(rollout)} completions for"
@@ -232,8 +260,7 @@ class Sampler:
         self,
         batch: PromptBatch,
         rollout: Rollout,
-        outputs: Callable[[], Sequence[PackOutput]] = tuple,
-        pack_rows: Sequence[Sequence[int]] = (),
+        packs: Callable[[], Sequence[RolloutPack]] = tuple,
         **extras: Any,
     ) -> ScoredRollout:
         """Return the rollout with its text and raw scores.
@@ -241,8 +268,8 @@ class Sampler:
         Args:
             batch: the prompts.
             rollout: their completions.
-            outputs: returns what the trunk says of the packs, with `scores` where `roles` has "reward"; called last.
-            pack_rows: rows of the rollout that each pack holds.
+            packs: returns the packs of the rollout with their outputs. Called last, and only if an adapter of the
+                trunk scores.
             extras: keywords for the reward functions.
         """
         completions = [
@@ -254,8 +281,15 @@ class Sampler:
             completions,
             list(rollout.completion_ids),
             columns=batch.columns,
-            trunk_scores=lambda: row_scores(outputs(), pack_rows),
+            trunk_scores=lambda: _scores_in_order(packs()),
             completion_stopped=rollout.stopped,
             **extras,
         )
         return ScoredRollout(batch, rollout, completions, scores)
+
+
+def _scores_in_order(packs: Sequence[RolloutPack]) -> list[float]:
+    """Return the reward adapter's scores of the packs, in the order of the rollout's rows."""
+    scores = torch.cat([pack.output.scores for pack in packs]).tolist()
+    rows = [row for pack in packs for row in pack.rows]
+    return [score for _, score in sorted(zip(rows, scores, strict=True))]

@@ -1,13 +1,13 @@
-"""From what a user hands to PPOTrainer to parts that fit together; the model loads last.
+"""Turns the arguments of PPOTrainer into parts that fit together.
 
-Knows every room below; trains nothing.
+Settings, tokenizer, rows and rewards are checked first; the model loads last, because that takes longest.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,16 @@ class Run:
 
 
 @dataclass(frozen=True)
+class SampledModel:
+    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share."""
+
+    model: TrunkModel
+    tokenizer: PreTrainedTokenizerBase
+    datasets: list[Dataset]
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
 class Policy:
     """What a reward adapter must have in common with the policy: the base model's name and the tokenizer."""
 
@@ -77,21 +87,72 @@ def prepare_run(
     rollout_backend: RolloutBackend | None,
     hooks: dict[str, Callable[..., None]],
 ) -> Run:
-    """Return the parts of a run: settings, tokenizer, rows and rewards are checked first, the model loads last."""
+    """Return the parts of a run. The arguments are those of PPOTrainer; `hooks` are those of LocalBackend."""
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
     check_parts(args, eval_dataset, rollout_backend)
+    by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    held_out = {name: rows for name, rows in by_name.items() if rows is not None}
+    parts = load_sampled_model(
+        model,
+        reward_funcs,
+        args,
+        [train_dataset, *held_out.values()],
+        rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks),
+        tokenizer=tokenizer,
+        reward_tokenizers=reward_tokenizers,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
+    )
+    train_dataset, *prepared = parts.datasets
+    held_out = dict(zip(held_out, prepared, strict=True))
+    longest_prompt = max(map(len, train_dataset["prompt_ids"]))
+    trunk_plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
+    states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")
+    captures = {"captures_states": trunk_plan.captures_states, "captures_last": trunk_plan.captures_last}
+    return Run(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        train_dataset=train_dataset,
+        eval_dataset=held_out if isinstance(eval_dataset, dict) else held_out.get(""),
+        sampler=replace(parts.sampler, **captures),
+        trunk_plan=trunk_plan,
+        memory_check=MemoryCheck(longest_prompt, states_stay),
+    )
+
+
+def load_sampled_model(
+    model: str | PreTrainedModel | PeftModel,
+    reward_funcs: Reward | Sequence[Reward],
+    args: PPOConfig,
+    datasets: Sequence[Dataset],
+    backend: RolloutBackend,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
+    quantization_config: Any = None,
+    peft_config: PeftConfig | None = None,
+) -> SampledModel:
+    """Check the model's name, tokenizer, rows and rewards, then load the model.
+
+    Args:
+        model, reward_funcs, args, quantization_config, peft_config: as PPOTrainer takes them.
+        datasets: rows of prompts.
+        backend: where completions come from.
+        tokenizer: the policy's; None loads it from the model's name.
+        reward_tokenizers: of reward models, one per reward function.
+    """
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    check_model(model, tokenizer, args.model_init_kwargs or {})
-    tokenizer = policy_tokenizer(model, tokenizer, args.model_init_kwargs or {})
+    model_kwargs = args.model_init_kwargs or {}
+    check_model(model, tokenizer, model_kwargs)
+    tokenizer = policy_tokenizer(model, tokenizer, model_kwargs)
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
-    train_dataset = prepare_dataset(train_dataset, tokenizer, args)
-    eval_datasets = prepare_eval(eval_dataset, tokenizer, args)
-    check_lengths(model, args, [train_dataset, *eval_datasets.values()])
-    policy = Policy(base_name(model, args.model_init_kwargs or {}), tokenizer)
+    datasets = [prepare_dataset(dataset, tokenizer, args) for dataset in datasets]
+    check_lengths(model, args, datasets)
+    policy = Policy(base_name(model, model_kwargs), tokenizer)
     rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args, policy), args.reward_weights)
-    for dataset in (train_dataset, *eval_datasets.values()):
+    for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     require_push(args)
     set_seed(args.seed)
@@ -115,20 +176,13 @@ def prepare_run(
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
     )
-    longest_prompt = max(map(len, train_dataset["prompt_ids"]))
-    trunk_plan = plan_trunk(trunk, args, longest_prompt, samples_here=rollout_backend is None)
-    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
-    sampler = Sampler(backend, rewards, tokenizer, params, trunk_plan.captures_states, trunk_plan.captures_last)
-    prepared = eval_datasets if isinstance(eval_dataset, dict) else eval_datasets.get("")
-    states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")
-    memory_check = MemoryCheck(longest_prompt, states_stay)
-    return Run(trunk, tokenizer, train_dataset, prepared, sampler, trunk_plan, memory_check)
+    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
 
 
 def policy_tokenizer(
     model: str | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer, its padding repaired; for an adapter without one, that of its base."""
+    """Return the policy's tokenizer with its padding repaired; an adapter without one has that of its base."""
     if tokenizer is not None:
         return repair_padding(tokenizer)
     source = source_of(kwargs)
@@ -141,14 +195,14 @@ def policy_tokenizer(
     if base is None:
         return load_tokenizer(model, **source)
     if Path(model).is_dir():
-        has_own = (Path(model) / "tokenizer_config.json").is_file()
+        has_tokenizer = (Path(model) / "tokenizer_config.json").is_file()
     else:
-        has_own = has_file(model, "tokenizer_config.json", revision=source.get("revision"))
-    return load_tokenizer(model, revision=source.get("revision")) if has_own else load_tokenizer(base)
+        has_tokenizer = has_file(model, "tokenizer_config.json", revision=source.get("revision"))
+    return load_tokenizer(model, revision=source.get("revision")) if has_tokenizer else load_tokenizer(base)
 
 
 def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> str:
-    """Return what the policy's base model was or will be loaded from; empty for a model that was made in memory."""
+    """Return the name or path of the policy's base model; empty for a model that was made in memory."""
     if isinstance(model, str):
         return adapter_base(model, source_of(kwargs).get("revision")) or model
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -161,21 +215,21 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
     Raises:
         ValueError: a text that is not exactly one token, or one that the tokenizer does not know.
     """
-    found = []
+    token_ids = []
     for text in stop_tokens:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(
                 f"stop_tokens: {text!r} is {len(ids)} tokens; a completion can only end at a single token"
             )
-        # A tokenizer of whole words gives all that it does not know one id: the first unknown word would end a text.
+        # A tokenizer of whole words has one id for all unknown words: the first of them would end a completion.
         if ids[0] == tokenizer.unk_token_id and text != tokenizer.unk_token:
             raise ValueError(
                 f"stop_tokens: the tokenizer does not know {text!r} and reads it as {tokenizer.unk_token!r}; name a"
                 " token of its vocabulary"
             )
-        found += ids
-    return found
+        token_ids += ids
+    return token_ids
 
 
 def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Dataset:
@@ -193,30 +247,28 @@ def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: 
     )
 
 
-def prepare_eval(
-    given: Dataset | dict[str, Dataset] | None, tokenizer: PreTrainedTokenizerBase, args: PPOConfig
-) -> dict[str, Dataset]:
-    """Return held-out datasets by name, prepared; one alone has the name ""."""
-    by_name = given if isinstance(given, dict) else {"": given}
-    return {name: prepare_dataset(rows, tokenizer, args) for name, rows in by_name.items() if rows is not None}
-
-
 def resolve_rewards(
     rewards: Reward | Sequence[Reward],
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     args: PPOConfig,
     policy: Policy,
 ) -> list[RewardFunction | str]:
-    """Return reward functions for functions, dotted paths, sequence-classification models (by name or loaded), servers
-    (by address or object, called once), and reward adapters for the policy's own trunk."""
-    listed = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
-    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(listed)
-    if len(given) != len(listed):
+    """Return what RewardSet takes, with models loaded, servers called once, and adapters of the policy's own trunk.
+
+    Args:
+        rewards: functions, dotted paths, sequence-classification models (names or loaded), reward adapters, servers.
+        tokenizers: of the models, one per reward; None for functions.
+        args: the settings.
+        policy: base and tokenizer, which a reward adapter must share.
+    """
+    rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
+    if len(tokenizers) != len(rewards):
         raise ValueError(
-            f"{len(given)} reward_processing_classes for {len(listed)} reward functions; give one each (None"
+            f"{len(tokenizers)} reward_processing_classes for {len(rewards)} reward functions; give one each (None"
             " for functions)"
         )
-    return [_resolve(r, t, args, policy) for r, t in zip(listed, given, strict=True)]
+    return [_resolve(r, t, args, policy) for r, t in zip(rewards, tokenizers, strict=True)]
 
 
 def _resolve(
@@ -237,13 +289,13 @@ def _resolve(
 
 @dataclass(frozen=True)
 class TrunkPlan:
-    """What becomes of the states at the cut.
+    """What happens to the trunk states: the output of the frozen lower layers, which every role starts from.
 
     Args:
-        cache: where they stay; None: they are made in every forward, or there is no cut.
-        report: one line for a person.
-        captures_states: True where sampling makes them, False where scoring does.
-        captures_last: True where it runs the last token of a row too, which it would not draw from.
+        cache: keeps them for the epochs of a rollout; None: every forward computes them, or no layer is frozen.
+        report: a line for the user.
+        captures_states: True if sampling computes them, False if scoring does.
+        captures_last: True if sampling runs a row's last token for them too, which it would not need otherwise.
     """
 
     cache: TrunkCache | None
@@ -256,13 +308,13 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     """Return the TrunkPlan of a run.
 
     Args:
-        trunk: the model, with `cut`.
+        trunk: the model; `trunk.cut` is its first layer that trains.
         args: the settings.
         longest_prompt: tokens.
-        samples_here: True where the trunk itself samples, False with a rollout backend of the user's.
+        samples_here: True if the trunk itself samples, False with a rollout backend of the user's.
 
     Raises:
-        ValueError: a place was asked for, and there is nothing to keep.
+        ValueError: the settings ask to keep states, but there are none.
     """
     base = trunk.get_base_model()
     num_layers = len(decoder_layers(base))
@@ -275,9 +327,9 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
                 " adapter_layers to top-k with k below the number of layers, or trunk_cache to 'auto'"
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
-    lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and alike for every role"
+    lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
     if args.trunk_cache == "off":
-        return TrunkPlan(None, f"{lower}; trunk_cache is off: they run in every forward{reward}")
+        return TrunkPlan(None, f"{lower}; trunk_cache is off, so they run in every forward{reward}")
     shape = ModelShape.from_config(base.config.get_text_config())
     row_tokens = longest_prompt + args.max_completion_length
     rows = plan_batches(args, args.world_size).rows_per_rank
@@ -286,8 +338,9 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     saving = reuse_saving(shape, trunk.cut, args.num_ppo_epochs, args.max_completion_length / row_tokens)
     where = {"device": f"on {args.device}", "cpu": "in this machine's memory", "disk": f"on disk ({args.output_dir})"}
     report = (
-        f"{lower} and run once a rollout: {saving:.0%} less work in scoring and update, for at most"
-        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', made while sampling' if captures else ''}{reward}"
+        f"{lower} and run once per rollout: {saving:.0%} less work in scoring and update, for at most"
+        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', computed while sampling' if captures else ''}"
+        f"{reward}"
     )
     reads_last = trunk.reward_branch is not None and trunk.reward_branch.from_states
     reads_last = reads_last or args.truncated_completions == "bootstrap"
@@ -304,16 +357,17 @@ def _reward_line(trunk: TrunkModel) -> str:
 
 
 def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:
-    obstacles = {
-        "there is no cut: set adapter_layers to top-k": not trunk.cut,
-        "trunk_cache is off": args.trunk_cache == "off",
-        "the rollout backend is not the trunk itself": not samples_here,
-    }
-    found = [obstacle for obstacle, is_there in obstacles.items() if is_there]
-    if args.capture_trunk_states and found:
-        raise ValueError(f"capture_trunk_states can't be: {found[0]}; leave it out")
+    obstacles = []
+    if not trunk.cut:
+        obstacles.append("no layer is frozen: set adapter_layers to top-k")
+    if args.trunk_cache == "off":
+        obstacles.append("trunk_cache is off")
+    if not samples_here:
+        obstacles.append("the rollout backend is not the trunk itself")
+    if args.capture_trunk_states and obstacles:
+        raise ValueError(f"capture_trunk_states is not possible: {obstacles[0]}; leave it out")
     if args.capture_trunk_states is not None:
         return args.capture_trunk_states
-    # In half precision a token alone rounds otherwise than within a row, by far more than in float32.
+    # In half precision a token alone is rounded differently than within a row, far more than in float32.
     is_float32 = trunk.get_base_model().dtype == torch.float32 and not (args.bf16 or args.fp16)
-    return is_float32 and not found
+    return is_float32 and not obstacles

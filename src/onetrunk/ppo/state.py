@@ -1,7 +1,4 @@
-"""What a run is made of, as far as a checkpoint must know it: what may not change on resuming, and what is told.
-
-Knows settings, rows, the base and what reward functions are computed from; no state.
-"""
+"""The state of an ExperienceStream in a checkpoint, and which settings of a run may differ when it resumes."""
 
 from __future__ import annotations
 
@@ -38,11 +35,30 @@ from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
 
 STATE_FILE = "experience_stream.json"
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+# Which settings may differ between a checkpoint and the run that resumes from it. Every setting that is not listed
+# here, nor free in checkpoints/settings.py, steers the run: a change needs allow_config_change.
+SETTINGS = {
+    # Never: the position in the run depends on them.
+    "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
+    " seed data_seed".split(),
+    # Only between two rollouts: the rollout in use was sampled and scored under them.
+    "rollout": ["num_processes", "temperature", "kl_in_loss", "beta"],
+    # Only from one number to another: None or a number decides the kind of controller and the optimizer's groups.
+    "optional": ["kl_target", "value_learning_rate"],
+    # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
+    "optimizer": "learning_rate value_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split(),
+    # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.
+    "adapter": ["lora_alpha", "use_rslora"],
+}
+# Always: the batch arithmetic of PPO does not depend on them.
+FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
 
 
 @dataclass
 class StreamState:
-    """Where the stream stands.
+    """The position of the stream.
 
     Args:
         iteration: number of the rollout in use, from 0.
@@ -57,11 +73,6 @@ class StreamState:
     beta: float = 0.0
 
 
-def kl_controller(beta: float, target: float | None, horizon: int) -> FixedKLController | AdaptiveKLController:
-    """Return what holds the KL coefficient: adaptive where there is a target."""
-    return FixedKLController(beta) if target is None else AdaptiveKLController(beta, target, horizon)
-
-
 def save_state(
     folder: str | Path,
     state: StreamState,
@@ -69,7 +80,7 @@ def save_state(
     kl_controller: FixedKLController | AdaptiveKLController,
     score_moments: RunningMoments,
 ) -> None:
-    """Write `experience_stream.json`; `settings` are those that the place in the run rests on."""
+    """Write `experience_stream.json`; `settings` are the `run_settings` of the run."""
     content = {
         "stream": asdict(state),
         "settings": settings,
@@ -86,11 +97,11 @@ def load_state(
     score_moments: RunningMoments,
     allow_changes: bool = False,
 ) -> StreamState:
-    """Read `experience_stream.json`; the controllers take their state from it.
+    """Read `experience_stream.json`; restores the controllers too.
 
     Raises:
         ValueError: the file is missing, is not one of ours, or was written on another base or under other `settings`.
-            With `allow_changes` those that only steer what comes may differ, and a warning says how.
+            With `allow_changes`, settings that only steer the rest of the run may differ; a warning lists them.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
@@ -110,12 +121,12 @@ def load_state(
 
 
 def buffer_file(rank: int) -> str:
-    """Return the name of the file with the rollout in use of a process."""
+    """Return the name of the file with a process's share of the rollout in use."""
     return f"experience_buffer_{rank}.safetensors"
 
 
 def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) -> None:
-    """Write the experiences of the rollout in use; nothing where there is none."""
+    """Write the experiences of the rollout in use; no file if there are none."""
     tensors: dict[str, Tensor] = {}
     for number, experience in enumerate(experiences):
         for name, tensor in _tensors(experience).items():
@@ -134,8 +145,8 @@ def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
     path = Path(folder) / buffer_file(rank)
     if not path.is_file():
         raise ValueError(
-            f"{path} is missing, but the checkpoint lies in the middle of a rollout; resume on the number of processes"
-            " that wrote it"
+            f"{path} is missing, but the checkpoint was saved in the middle of a rollout; resume on the number of"
+            " processes that wrote it"
         )
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_tensors(path).items():
@@ -150,51 +161,21 @@ def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
 
 
 def _tensors(experience: Experience) -> dict[str, Tensor]:
-    found: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
-    found |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
-    return {name: torch.as_tensor(value) for name, value in found.items() if value is not None}
+    values: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
+    values |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
+    return {name: torch.as_tensor(value) for name, value in values.items() if value is not None}
 
 
 def _experience(tensors: dict[str, Tensor]) -> Experience:
     of_pack: dict[str, Any] = {n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")}
     of_pack["minibatch"] = int(of_pack["minibatch"])
-    pack = Pack(**of_pack)
-    return Experience(pack=pack, **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
-
-
-PLACE_SETTINGS = (
-    "rollout_batch_size",
-    "num_generations",
-    "num_ppo_epochs",
-    "num_minibatches",
-    "shuffle_dataset",
-    "seed",
-    "data_seed",
-)
-# What the rollout in use was sampled and scored under; between two rollouts they may change.
-ROLLOUT_SETTINGS = ("num_processes", "temperature", "kl_in_loss", "beta")
-# Whether they are None decides the kind of controller and the optimizer's groups; their values may change.
-OPTIONAL_SETTINGS = ("kl_target", "value_learning_rate")
-# The optimizer keeps them in its own state, which comes from the checkpoint.
-KEPT_SETTINGS = (
-    "learning_rate",
-    "value_learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
-# Scale the policy's adapter: its weights would mean another policy.
-ADAPTER_SETTINGS = ("lora_alpha", "use_rslora")
-# Free in PPO, whose batch arithmetic does not rest on them.
-FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+    return Experience(Pack(**of_pack), **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
 
 
 def run_settings(
     config: PPOConfig, dataset: Dataset, num_processes: int, model: TrunkModel, rewards: RewardSet
 ) -> dict[str, Any]:
-    """Return what `check_settings` compares, in terms of JSON.
+    """Return the settings that `check_settings` compares, as JSON values.
 
     Args:
         config: the settings.
@@ -203,28 +184,29 @@ def run_settings(
         model: the trunk.
         rewards: the reward functions.
     """
-    names = dict.fromkeys((*PLACE_SETTINGS, *ROLLOUT_SETTINGS[1:], *OPTIONAL_SETTINGS, *KEPT_SETTINGS))
+    groups = ("place", "rollout", "optional", "optimizer")
+    names = dict.fromkeys(name for group in groups for name in SETTINGS[group] if name != "num_processes")
     settings = {name: getattr(config, name) for name in names}
     settings |= {"num_processes": num_processes, "prompts": _fingerprint(dataset["prompt_ids"])}
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
-    settings |= {name: getattr(adapter, name) for name in ADAPTER_SETTINGS}
-    told: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
-    told |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
+    settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
+    steering: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
+    steering |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
     columns = rewards.columns_read(dataset.column_names)
-    told |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
+    steering |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
     for name, value in config.to_dict().items():
         if name not in settings and name not in FREE_IN_PPO and not is_free(name):
-            told[name] = value
-    # As it comes back from the file: tuples are lists there.
-    return json.loads(json.dumps({**settings, "told": told}, default=str))
+            steering[name] = value
+    # As the file returns it: tuples are lists there. "told" is the name that checkpoints have for what steers.
+    return json.loads(json.dumps({**settings, "told": steering}, default=str))
 
 
 def reward_path(function: Callable[..., Any]) -> str:
-    """Return what a reward function is called and where it comes from, without the folder of a file."""
+    """Return the name and module of a reward function; of a file its name, without the folder."""
     while isinstance(function, functools.partial):
         function = function.func
-    if not hasattr(function, "__qualname__"):
+    if not hasattr(function, "__qualname__"):  # an instance of a class with __call__
         return f"{type(function).__module__}.{type(function).__qualname__} {reward_name(function)}"
     # A function made by exec has no module.
     module, code = function.__module__ or "", getattr(function, "__code__", None)
@@ -234,17 +216,17 @@ def reward_path(function: Callable[..., Any]) -> str:
 
 
 def column_digest(dataset: Dataset, name: str) -> str:
-    """Return how many rows a column has and a digest of what is in them."""
+    """Return the number of rows of a column and a digest of its content."""
     digest = hashlib.sha256()
     for batch in dataset.select_columns([name]).with_format(None).iter(batch_size=1000):
-        # Dates and the like as text; of an object without one its address must not count.
+        # Objects such as dates count as text; in a text without content the object's address must not count.
         text = json.dumps(batch[name], sort_keys=True, default=lambda value: ADDRESS.sub("", str(value)))
         digest.update(text.encode())
     return f"{len(dataset)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
 def _fingerprint(rows: Sequence[list[int]]) -> str:
-    """Return how many rows there are and a digest of their token ids."""
+    """Return the number of rows and a digest of their token ids."""
     digest = hashlib.sha256()
     for ids in rows:
         digest.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
@@ -252,36 +234,37 @@ def _fingerprint(rows: Sequence[list[int]]) -> str:
 
 
 def check_settings(
-    path: Path, written: dict[str, Any], own: dict[str, Any], in_rollout: bool, is_allowed: bool = False
+    path: Path, written: dict[str, Any], current: dict[str, Any], in_rollout: bool, is_allowed: bool = False
 ) -> None:
-    """Refuse settings that the place in a run does not fit, and changed ones unless that is meant.
+    """Check the settings of a resumed run against those of its checkpoint, by the table `SETTINGS`.
 
     Args:
         path: the file that `written` comes from.
-        written: what `run_settings` said when the checkpoint was written.
-        own: what it says now.
-        in_rollout: True where the checkpoint lies in the middle of a rollout.
+        written: `run_settings` when the checkpoint was written.
+        current: `run_settings` now.
+        in_rollout: True if the checkpoint was saved in the middle of a rollout.
         is_allowed: `allow_config_change`.
 
     Raises:
-        ValueError: names every setting that has to be as it was.
+        ValueError: names every setting that must stay as it was.
     """
-    require_base(path, written, own)
-    free = {"base_name", "told", *KEPT_SETTINGS} - set(OPTIONAL_SETTINGS)
+    require_base(path, written, current)
+    free = {"base_name", "told", *SETTINGS["optimizer"]} - set(SETTINGS["optional"])
     if not in_rollout:
-        free |= set(ROLLOUT_SETTINGS)
-    if own["kl_target"] is not None:
-        # An adaptive beta goes on from the checkpoint: another start would say nothing.
+        free |= set(SETTINGS["rollout"])
+    if current["kl_target"] is not None:
+        # An adaptive beta continues from the checkpoint: another initial value would have no effect.
         free.discard("beta")
-    require_same(path, written, own, [n for n in own if n not in free and _differs(n, written.get(n), own[n])])
-    keep_optimizer_settings(path, written, own, KEPT_SETTINGS, is_allowed)
-    before, now = dict(written.get("told", {})), dict(own["told"])
-    for name in (*OPTIONAL_SETTINGS[:1], *(() if in_rollout else ROLLOUT_SETTINGS)):
-        before[name], now[name] = written.get(name), own[name]
+    bound = [n for n in current if n not in free and _differs(n, written.get(n), current[n])]
+    require_same(path, written, current, bound)
+    keep_optimizer_settings(path, written, current, SETTINGS["optimizer"], is_allowed)
+    before, now = dict(written.get("told", {})), dict(current["told"])
+    for name in ("kl_target", *(() if in_rollout else SETTINGS["rollout"])):
+        before[name], now[name] = written.get(name), current[name]
     allow_steering(path, before, now, is_allowed)
 
 
-def _differs(name: str, written: Any, own: Any) -> bool:
-    if name in OPTIONAL_SETTINGS:
-        return (written is None) != (own is None)
-    return written != own
+def _differs(name: str, written: Any, current: Any) -> bool:
+    if name in SETTINGS["optional"]:
+        return (written is None) != (current is None)
+    return written != current

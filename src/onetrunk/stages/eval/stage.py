@@ -73,7 +73,7 @@ def sample_sides(
     sides = {}
     for role in ("reference", "policy") if from_adapter else ("reference",):
         sides[role] = measure_side(parts, args, accelerator, role, role, progress)
-    num_prompts = len(parts.train_dataset)
+    num_prompts = len(parts.datasets[0])
     if opponent not in (None, REFERENCE):
         rewards = reward_specs(parts.sampler.rewards, args.reward_funcs)
         del parts
@@ -88,27 +88,20 @@ def sample_sides(
 
 
 def load_parts(config: Any, reward_funcs: Sequence[Any], model_args: Any, rows: Any) -> tuple[Any, Any]:
-    """Return model, tokenizer, checked prompts and sampler, as for a PPO run, and the progress of the sampler."""
+    """Return the model with its tokenizer, checked prompts and sampler, and the progress of the sampler."""
     from trl import get_quantization_config
 
     from onetrunk.ppo.callbacks import RolloutProgress
-    from onetrunk.ppo.setup import prepare_run
+    from onetrunk.ppo.checks import check_launch
+    from onetrunk.ppo.setup import load_sampled_model
+    from onetrunk.rollouts.local import LocalBackend
 
+    check_launch(config)
     progress = RolloutProgress()
-    parts = prepare_run(
-        model_args.model_name_or_path,
-        reward_funcs,
-        config,
-        rows,
-        None,
-        tokenizer=None,
-        reward_tokenizers=None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=None,
-        rollout_backend=None,
-        hooks={"progress": progress.rollout},
-    )
-    return parts, progress
+    backend = LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
+    quantization = get_quantization_config(model_args)
+    name = model_args.model_name_or_path
+    return load_sampled_model(name, reward_funcs, config, [rows], backend, quantization_config=quantization), progress
 
 
 def restore_reference(model: Any, name: str, revision: str) -> None:
@@ -150,7 +143,7 @@ def evaluate_role(parts: Any, args: Any, accelerator: Any, role: str) -> tuple[d
     return evaluate_prompts(
         parts.model,
         parts.sampler,
-        parts.train_dataset,
+        parts.datasets[0],
         accelerator,
         seed=args.seed,
         rows_per_pack=args.per_device_eval_batch_size,
