@@ -6,10 +6,10 @@ import pytest
 from datasets import Dataset, disable_progress_bars
 from tokenizers.processors import TemplateProcessing
 
+from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import (
     RESERVED_COLUMNS,
     decode_completion,
-    load_rows,
     prepare_prompts,
     split_rows,
     validate_completions,

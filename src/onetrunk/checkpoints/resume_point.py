@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.training_args import TrainingArguments
 
@@ -230,17 +230,11 @@ class LoopEvents(TrainerCallback):
     def __init__(self, trainer: SafeCheckpoints):
         self.trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.begin_loop()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.is_pass_end = False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.is_pass_end = True

@@ -31,14 +31,8 @@ MOST_BYTES = 16 << 20
 # The schemes of object stores, and the package that each needs. They have no folders: to create a folder there would
 # create a bucket, even one with a misspelt name.
 OBJECT_STORES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "hf": "huggingface_hub",
+    **{"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"},
+    **{"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"},
 }
 # No others: fsspec also has file systems that are built of others, or that run code.
 ALLOWED = {"file", "memory", *OBJECT_STORES}

@@ -15,7 +15,6 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.data.files import load_rows
 from onetrunk.data.rows import (
     completion_fault,
     conversation_fault,
@@ -27,30 +26,12 @@ from onetrunk.data.rows import (
 )
 from onetrunk.types import Message, Prompt
 
-__all__ = [
-    "RESERVED_COLUMNS",
-    "decode_completion",
-    "load_rows",
-    "prepare_prompts",
-    "split_rows",
-    "validate_completions",
-    "validate_prompts",
-    "without_written_bos",
-]
-
 logger = logging.getLogger(__name__)
 
 # Columns that we add, and keywords that we pass to reward functions: a dataset's own column would be overwritten.
 RESERVED_COLUMNS = (
-    "prompts",
-    "prompt_ids",
-    "prompt_fault",
-    "completions",
-    "completion_ids",
-    "completion_stopped",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
+    *("prompts", "prompt_ids", "prompt_fault", "completions", "completion_ids", "completion_stopped"),
+    *("trainer_state", "log_extra", "log_metric"),
 )
 
 
