@@ -52,9 +52,7 @@ def described(problems: list[str], most: int = 3) -> str:
 def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] = lambda _: None) -> Path | None:
     """Return the last checkpoint of a run that matches its manifest; None if there are no checkpoints.
 
-    Args:
-        output_dir: of the run.
-        tell: receives a warning for each damaged checkpoint that is passed over.
+    `tell` receives a warning for each damaged checkpoint that is passed over.
 
     Raises:
         RuntimeError: there are checkpoints, and all of them are damaged.
@@ -139,7 +137,7 @@ def rotate(output_dir: str | os.PathLike[str], keep: int | None, kept: Collectio
     """Delete the oldest checkpoints and return their paths. The caller has verified the newest one.
 
     Args:
-        output_dir: of the run.
+        output_dir: the run's folder.
         keep: how many checkpoints to keep, at least LEAST_KEPT; None keeps all.
         kept: folders to keep whatever their age (the best one, one that is being uploaded).
     """

@@ -85,9 +85,7 @@ def check_manifest(manifest: Any) -> dict[str, Any]:
 def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
     """Return how a folder differs from its manifest, as phrases; an empty list if it is whole. Reads every file.
 
-    Args:
-        folder: to check.
-        **about: entries that the manifest must have ("step").
+    The manifest must have the entries in `about` ("step").
     """
     root = Path(folder)
     try:

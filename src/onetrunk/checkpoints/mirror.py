@@ -16,14 +16,7 @@ from typing import Any, TypeVar
 
 from onetrunk.checkpoints.folders import LEAST_KEPT, begin_staging, publish, step_of
 from onetrunk.checkpoints.manifest import FORMAT, MANIFEST, digest, read_manifest
-from onetrunk.checkpoints.store import (
-    DamagedError,
-    RemoteCheckpoints,
-    RemoteFolder,
-    Store,
-    UnreachableError,
-    reason,
-)
+from onetrunk.checkpoints.store import DamagedError, RemoteCheckpoints, RemoteFolder, Store, UnreachableError, reason
 
 T = TypeVar("T")
 
@@ -67,10 +60,7 @@ class Mirror:
     # --- before training --------------------------------------------------------------------------------------------
 
     def check(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Write, read and delete a small file in the mirror.
-
-        Args:
-            output_dir: of the run, which must be another folder.
+        """Write, read and delete a small file in the mirror, which must not be the run's `output_dir`.
 
         Raises:
             RuntimeError: one of the operations failed; the message says why and what to do.
@@ -102,7 +92,8 @@ class Mirror:
         others = [folder for folder in folders if folder.is_used and (run is None or folder.run not in (run, None))]
         own = set()
         if is_resuming and settings is not None:
-            own = {folder.name for folder in others if folder.is_partial and folder.settings == settings}
+            partial = (folder for folder in others if folder.has_mark and not folder.has_manifest)
+            own = {folder.name for folder in partial if folder.settings == settings}
         others = [folder for folder in others if folder.name not in own]
         if others and not overwrite:
             raise RuntimeError(self._other_run(others))
@@ -112,8 +103,7 @@ class Mirror:
     def pull_last(self, output_dir: str | os.PathLike[str]) -> Path | None:
         """Download the last checkpoint that matches its manifest, and return its folder; None if there is none.
 
-        Args:
-            output_dir: of the run; it receives the whole folder or nothing.
+        The run's `output_dir` receives the whole folder or nothing.
 
         Raises:
             RuntimeError: all checkpoints are damaged; the mirror cannot be read; `output_dir` cannot be written.
@@ -182,8 +172,7 @@ class Mirror:
     def push_result(self, output_dir: str | os.PathLike[str]) -> None:
         """Start the upload of a run's result to the root of the mirror.
 
-        Args:
-            output_dir: of the run. The files named in its manifest are uploaded, and all other files directly in it.
+        The files named in the manifest are uploaded, and all other files directly in `output_dir`.
         """
         self._uploads.add(Upload(Path(output_dir), ""))
 
@@ -222,7 +211,7 @@ class Mirror:
         present = folders.get(upload.name)
         if present and present.is_foreign and upload.name not in self._abandoned:
             raise RejectedError(f"there is a folder {upload.name} which this library has not written")
-        if not (present and present.is_settled and self._is_uploaded(upload.name, manifest)):
+        if not (present and self._is_uploaded(present, manifest)):
             self._remote.begin(upload.name, run, self._settings)
             self._remote.upload(upload.folder, upload.name, manifest)
             self._remote.settle(upload.name)
@@ -251,11 +240,11 @@ class Mirror:
         }
         return {**manifest, "format": FORMAT, "run": manifest.get("run") or self._run, "files": files}
 
-    def _is_uploaded(self, name: str, manifest: dict[str, Any]) -> bool:
+    def _is_uploaded(self, folder: RemoteFolder, manifest: dict[str, Any]) -> bool:
         try:
-            if self._remote.manifest(name)[0] != manifest:
+            if folder.has_mark or self._remote.manifest(folder.name)[0] != manifest:
                 return False
-            self._remote.verify(name, manifest)
+            self._remote.verify(folder.name, manifest)
         except DamagedError:
             return False
         return True
@@ -280,8 +269,8 @@ class Mirror:
         partial = {name for name, folder in older.items() if folder.has_mark and folder.run in (run, None)}
         doomed = sorted((self._abandoned - {""}) | partial, key=step_of)
         if self._keep is not None:
-            settled = {name for name, folder in older.items() if folder.is_settled and folder.run == run}
-            by_step = sorted((self._verified | settled) - set(doomed), key=step_of)
+            complete = {name for name, folder in older.items() if folder.has_manifest and folder.run == run}
+            by_step = sorted((self._verified | complete) - set(doomed), key=step_of)
             newest = by_step[-max(self._keep, LEAST_KEPT) :]
             doomed += [name for name in by_step if name not in {upload.name, *upload.kept, *newest}]
         if "" in self._abandoned:

@@ -76,7 +76,7 @@ def locate(
     Args:
         resume_from: a folder; True for the last whole checkpoint in output_dir; "auto" for the same, or for a new run
             if there is no checkpoint; None, False or "" for a new run.
-        args: of the run.
+        args: the run's settings.
         needed: files that the checkpoint must hold.
         mirror: is searched if output_dir has no whole checkpoint.
 
@@ -149,13 +149,7 @@ def _require_files(folder: Path, needed: Sequence[str]) -> None:
 
 
 def save_loop_state(trainer: Trainer, folder: str | Path, own: Mapping[str, Any]) -> None:
-    """Write the loop's state of this process into a checkpoint.
-
-    Args:
-        trainer: during training.
-        folder: the checkpoint.
-        own: what the trainer's class adds, as JSON values.
-    """
+    """Write the loop's state of this process, and what the trainer's class adds (`own`, JSON values)."""
     state = {
         "tr_loss": trainer._tr_loss.item(),
         "last_logged": trainer._globalstep_last_logged,

@@ -145,11 +145,7 @@ def keep_optimizer_settings(
 
 
 def plain_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the settings that `check_plain_settings` compares, as JSON values. Call it before training.
-
-    Args:
-        trainer: has its model and its encoded rows.
-    """
+    """Return the settings that `check_plain_settings` compares, as JSON values. Call it before training."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     has_adapter = isinstance(model, PeftModel)
     base = model.get_base_model() if has_adapter else model
@@ -163,12 +159,7 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed: bool) -> None:
-    """Check whether a run may be resumed from a checkpoint with its current settings.
-
-    Args:
-        folder: the checkpoint.
-        current: `plain_settings` of this run.
-        is_allowed: `allow_config_change`.
+    """Check whether a run with the `plain_settings` `current` may be resumed from a checkpoint.
 
     Raises:
         ValueError: names the settings that have changed.

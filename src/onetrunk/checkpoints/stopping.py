@@ -30,12 +30,7 @@ class StopAsked(Exception):
 
 
 class Stopped(SystemExit):
-    """The run was stopped by a signal and can be resumed from `checkpoint`; a script ends with exit code 0.
-
-    Args:
-        checkpoint: the folder that holds the whole state.
-        signal_name: the signal.
-    """
+    """The run was stopped by a signal and can be resumed from the folder `checkpoint`. The exit code is 0."""
 
     def __init__(self, checkpoint: str, signal_name: str):
         super().__init__(0)
@@ -95,10 +90,7 @@ class StopSignals:
     def giving_up(self, accelerator: Accelerator, alone: bool = False) -> Iterator[None]:
         """Let `poll` end the block early. All processes enter it, and if any is to stop, all raise StopAsked after it.
 
-        Args:
-            accelerator: of the run.
-            alone: True if the processes communicate inside the block: `poll` then ends it only in a run with one
-                process.
+        With `alone`, for a block in which processes communicate, `poll` ends it only in a run with one process.
         """
         self._gives_up = not alone or accelerator.num_processes == 1
         try:
@@ -111,11 +103,7 @@ class StopSignals:
             raise StopAsked
 
     def poll(self) -> None:
-        """Give up the current work if the run is to stop and this is inside a `giving_up` block.
-
-        Raises:
-            StopAsked: caught by `giving_up`.
-        """
+        """Raise StopAsked, which `giving_up` catches, if the run is to stop and this is inside such a block."""
         if self._gives_up and self.received is not None:
             raise StopAsked
 

@@ -243,18 +243,18 @@ class RemoteFolder:
     Args:
         name: of the folder; "" for the root, which holds the result.
         run: id of the run that wrote it; None if unknown.
+        settings: digest of that run's settings, if it was still writing; None if unknown.
         has_manifest: whether its complete manifest is there.
         has_mark: whether it is being written or deleted, or was when a process was killed.
         is_empty: whether nothing is there.
-        settings: digest of the settings of the run that was writing it, from the mark; None if unknown.
     """
 
     name: str
     run: str | None
+    settings: str | None
     has_manifest: bool
     has_mark: bool
     is_empty: bool
-    settings: str | None = None
 
     @property
     def is_used(self) -> bool:
@@ -265,16 +265,6 @@ class RemoteFolder:
     def is_foreign(self) -> bool:
         """Whether it has content that nothing marks as written by this library."""
         return not (self.is_empty or self.has_manifest or self.has_mark)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether it was partly written or partly deleted, so that no run can be resumed from it."""
-        return self.has_mark and not self.has_manifest
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it was written completely and verified."""
-        return self.has_manifest and not self.has_mark
 
 
 class RemoteCheckpoints:
@@ -295,7 +285,7 @@ class RemoteCheckpoints:
         run = _text(manifest, "run") or _text(mark, "run")
         # If a process was killed while it wrote the manifest, half of a manifest is next to a mark.
         is_complete = MANIFEST in files and (bool(manifest) or MARK not in files)
-        return RemoteFolder(name, run, is_complete, MARK in files, not files, _text(mark, "settings"))
+        return RemoteFolder(name, run, _text(mark, "settings"), is_complete, MARK in files, not files)
 
     def manifest(self, name: str) -> tuple[dict[str, Any], bytes]:
         """Return the manifest of a checkpoint, its format and file names checked, and its bytes.
@@ -321,23 +311,15 @@ class RemoteCheckpoints:
         return manifest, data
 
     def begin(self, name: str, run: str | None, settings: str | None = None) -> None:
-        """Mark a checkpoint folder, new or not, as unfinished; from now on it does not count.
+        """Mark a checkpoint folder, new or not, as unfinished, so that it does not count from now on.
 
-        Args:
-            name: of the folder.
-            run: id of the run that writes or deletes it.
-            settings: digest of the run's settings.
+        The mark holds the id of the run that writes or deletes the folder, and a digest of its settings.
         """
         self.store.write(_join(name, MARK), json.dumps({"run": run, "settings": settings}).encode())
         self._remove_manifest(name)
 
     def upload(self, folder: Path, name: str, manifest: dict[str, Any]) -> None:
-        """Upload the files of a manifest, then the manifest, and read everything again.
-
-        Args:
-            folder: local.
-            name: of the folder in the store; "" for the root.
-            manifest: names the files.
+        """Upload the files of a manifest from a local folder, then the manifest, and read everything again.
 
         Raises:
             DamagedError: what was read differs from the manifest.
@@ -366,12 +348,7 @@ class RemoteCheckpoints:
         self.store.remove(_join(name, MARK))
 
     def delete(self, name: str, run: str | None) -> None:
-        """Delete a checkpoint folder, its manifest first and its mark last.
-
-        Args:
-            name: of the folder.
-            run: id of the run that deletes it.
-        """
+        """Delete a checkpoint folder, its manifest first and its mark last. `run` is the id of this run."""
         if "hf" not in self.store.schemes:  # There one commit deletes the whole folder.
             self.begin(name, run)
             for path in self.store.find(name):

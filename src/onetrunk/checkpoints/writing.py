@@ -128,12 +128,9 @@ def reading(folder: str) -> Iterator[None]:
 
 
 def install(staged: Path, target: Path, **about: Any) -> None:
-    """Move a finished result into its folder file by file; the manifest comes last and marks the result as complete.
+    """Move a finished result from the staging folder into the run's folder, file by file; delete the staging folder.
 
-    Args:
-        staged: a folder in the staging folder of `target`, which is deleted.
-        target: the run's folder.
-        **about: more entries of the manifest.
+    The manifest, with `about` as further entries, comes last and marks the result as complete.
     """
     (target / MANIFEST).unlink(missing_ok=True)
     write_manifest(staged, kind="result", **about)

@@ -123,7 +123,7 @@ class _PromptEncoder:
             try:
                 ids = self._encode(row["prompt"])
             except Exception as error:  # A template may raise anything.
-                fault = f"is refused by the tokenizer or its chat template: {error}"
+                fault = f"is rejected by the tokenizer or its chat template: {error}"
         if fault is None and not ids:
             fault = "becomes zero tokens"
         if self.max_length is not None and len(ids) > self.max_length:

@@ -32,10 +32,7 @@ LONGEST_SHOWN = 300
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write to; if the block succeeds, that file becomes `path`, durably.
-
-    Args:
-        path: the file to create or replace. Missing folders are created.
+    """Yield a temporary path to write to; if the block succeeds, it replaces `path`. Missing folders are created.
 
     Raises:
         OSError: for example because the disk is full; `path` is then unchanged.
@@ -54,11 +51,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def delete_temporaries(folder: str | os.PathLike[str], name: str | None = None) -> None:
-    """Delete the temporary files that killed writers left in a folder. The caller holds the folder's lock.
+    """Delete the temporary files that killed writers of `name` (None: of any file) left directly in a folder.
 
-    Args:
-        folder: without its subfolders.
-        name: only temporary files of this file; None for those of any file.
+    The caller holds the folder's lock.
     """
     pattern = "*" if name is None else glob.escape(name)
     for temporary in Path(folder).glob(f".{pattern}.{'[0-9a-f]' * 16}.tmp"):
@@ -171,9 +166,7 @@ def require_output_dir(path: str | os.PathLike[str]) -> Path:
 def require_name(name: str, what: str) -> str:
     """Return a name after checking that it can safely become one part of a path.
 
-    Args:
-        name: from a user or a file.
-        what: the setting that holds it, for the error message.
+    `what` names the setting in the error message.
 
     Raises:
         ValueError: it is not 1 to 96 letters, digits and `._-`, or is a dot, or begins with two dots.
@@ -187,12 +180,9 @@ def require_name(name: str, what: str) -> str:
 
 
 def require_relative(text: str, folder: str | os.PathLike[str], what: str = "the path") -> str:
-    """Return a path or glob pattern unchanged after checking that it stays in its folder; links are not checked.
+    """Return a path or pattern, relative to `folder`, after checking that it stays there; links are not checked.
 
-    Args:
-        text: relative to `folder`.
-        folder: that the path must stay in.
-        what: the setting or place that holds the path, for the error message.
+    `what` names the path in the error message.
 
     Raises:
         ValueError: the path is empty, absolute, a URL, or contains `..`.
@@ -205,12 +195,9 @@ def require_relative(text: str, folder: str | os.PathLike[str], what: str = "the
 
 
 def require_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str], what: str = "the path") -> Path:
-    """Return the absolute path of a file named by a path, links resolved, after checking that it is in its folder.
+    """Return a path relative to `folder` as an absolute one, links resolved, after checking that it stays there.
 
-    Args:
-        path: relative to `folder`, usually read from a file.
-        folder: that the path must stay in.
-        what: the setting or place that holds the path, for the error message.
+    `what` names the path in the error message.
 
     Raises:
         ValueError: as for `require_relative`, or a link leads out of the folder.

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def _is_alive_here(holder: dict[str, object]) -> bool:
 
 
 # How often this process holds each folder.
-_held: dict[Path, int] = {}
+_held: Counter[Path] = Counter()
 
 
 @contextlib.contextmanager
@@ -138,8 +139,8 @@ def held_folder(folder: str | os.PathLike[str], part: str = "") -> Iterator[None
     """
     # A name with an underscore is not uploaded to the Hub.
     path = Path(folder).resolve() / f"_run{part}"
-    lock = WriterLock(path) if not _held.get(path) else None
-    _held[path] = _held.get(path, 0) + 1
+    lock = None if _held[path] else WriterLock(path)
+    _held[path] += 1
     try:
         yield
     finally:
