@@ -57,8 +57,10 @@ def main(folder: Path, how: str) -> None:
         trainer.train(resume_from_checkpoint="auto")
     except SystemExit as stop:
         note("stopped", [stop.code, trainer.state.global_step])
+        trainer.accelerator.end_training()
         raise
     note("digest", digest(trainer))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def main(folder: Path) -> None:
     }
     rank = trainer.accelerator.process_index
     (folder / f"facts-{rank}.json").write_text(json.dumps([trainer.accelerator.num_processes, facts]))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

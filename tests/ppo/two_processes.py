@@ -103,6 +103,7 @@ def resume(folder: Path) -> None:
     rank = resumed.accelerator.process_index
     save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
     save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
+    resumed.accelerator.end_training()
 
 
 def main(folder: Path) -> None:

@@ -88,6 +88,7 @@ def _run_stage(
     except SystemExit as stop:
         if hasattr(stop, "checkpoint"):  # checkpoints.stopping.Stopped, which needs torch
             say(str(stop), after_bar=True)
+            end_process_group()
         elif isinstance(stop.code, str):
             say(f"error: {stop.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -111,6 +112,15 @@ def _run_stage(
             return 2
         return 1
     return 0
+
+
+def end_process_group() -> None:
+    """End torch.distributed: its threads can abort a process that exits while they run (exit code 134)."""
+    if "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def say(sentence: str, after_bar: bool = False) -> None:

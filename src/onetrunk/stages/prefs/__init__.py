@@ -1,5 +1,5 @@
 """The stage `onetrunk prefs`: prompts -> completions -> a judge -> preference rows."""
 
-from onetrunk.stages.prefs.stage import main
+from onetrunk.stages.prefs.stage import main, parse_prefs
 
-__all__ = ["main"]
+__all__ = ["main", "parse_prefs"]
