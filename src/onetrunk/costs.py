@@ -1,8 +1,4 @@
-"""Bytes and FLOPs of a decoder, from the numbers of its config: pure arithmetic.
-
-Units are bytes and floating point operations (a multiplication and an addition are two). Knows shapes; no module, no
-tensor and no trainer.
-"""
+"""Bytes and FLOPs of a decoder, computed from its config. A multiplication and an addition count as two FLOPs."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ class ModelShape:
     """The numbers of a decoder that its costs depend on.
 
     Args:
-        vocab_size: entries of the vocabulary.
+        vocab_size: size of the vocabulary.
         hidden_size: of the residual stream.
-        num_layers: decoder layers.
+        num_layers: number of decoder layers.
         intermediate_size: of the feed-forward block.
-        num_heads: of the queries.
-        num_kv_heads: of keys and values.
-        head_dim: of one head.
-        is_gated: True where the feed-forward block has three matrices (SwiGLU, GeGLU), False for two.
-        is_tied: True where the output head is the embedding.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: size of one head.
+        is_gated: whether the feed-forward block has three matrices (SwiGLU, GeGLU) instead of two.
+        is_tied: whether the output head shares the embedding's weights.
     """
 
     vocab_size: int
@@ -39,7 +35,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
-        """Return the shape of a transformers config; names that a family lacks take the value that they stand for."""
+        """Return the shape in a transformers config, with the usual defaults for fields that a family lacks."""
         hidden, heads = config.hidden_size, config.num_attention_heads
         intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
         return cls(
@@ -56,18 +52,18 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer."""
+        """Number of weights in the matrices of one layer."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return attention + (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head."""
+        """Number of weights in the output head."""
         return self.vocab_size * self.hidden_size
 
 
 def trunk_states_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the hidden states of `tokens` padded tokens at one place of the decoder."""
+    """Return the bytes of the hidden states of `tokens` padded tokens at one layer."""
     return tokens * shape.hidden_size * itemsize
 
 
@@ -77,29 +73,28 @@ def kv_cache_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_flops(shape: ModelShape, tokens: int, layers: int, context: float = 0.0) -> float:
-    """Return the FLOPs of `layers` layers over `tokens` tokens that attend to `context` tokens each on average."""
+    """Return the FLOPs of `layers` layers for `tokens` tokens that each attend to `context` tokens on average."""
     attention = 4 * context * shape.num_heads * shape.head_dim
     return tokens * layers * (2.0 * shape.layer_parameters + attention)
 
 
 def head_flops(shape: ModelShape, tokens: int) -> float:
-    """Return the FLOPs of the output head over `tokens` tokens."""
+    """Return the FLOPs of the output head for `tokens` tokens."""
     return 2.0 * tokens * shape.head_parameters
 
 
 def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_share: float) -> float:
-    """Return the share of scoring's and update's FLOPs that keeping the states at the cut saves.
+    """Return the share of FLOPs in scoring and updates that is saved by keeping the output of the frozen layers.
 
-    Without it the layers below the cut run once for scoring (policy, value and reference start from one pass) and once
-    in every epoch; with it once. Above the cut scoring is a forward of the policy and one of the reference, and an
-    epoch is a forward and the gradient of every input (weights that are frozen need none); the head sees completion
-    tokens alone.
+    Otherwise the frozen layers run once for scoring (policy, value and reference share that pass) and once in every
+    epoch. Above them, scoring is one forward of the policy and one of the reference, and an epoch is a forward and the
+    gradient with respect to every input (frozen weights need none). The head runs for completion tokens only.
 
     Args:
         shape: of the decoder.
-        cut: layers below it.
+        cut: number of frozen layers.
         num_ppo_epochs: passes over a rollout.
-        completion_share: completion tokens of all tokens.
+        completion_share: share of the tokens that are completion tokens.
     """
     above = shape.num_layers - cut
     lower = cut * shape.layer_parameters
@@ -110,5 +105,5 @@ def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_sh
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this machine, all of it."""
+    """Return the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

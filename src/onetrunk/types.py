@@ -1,10 +1,9 @@
-"""What is carried between the rooms: frozen dataclasses with a shape on every field.
+"""The records that are passed between rooms: frozen dataclasses that state the shape of every field.
 
-Conventions, stated once. R rows of a pack, T padded tokens of a row (prompt, then completion, then padding), C
-padded tokens of a completion. Rows are padded on the RIGHT, so that token t stands at the same index padded or not.
-Column t of a [R, C] tensor belongs to the t-th completion token: its logprob, and the value of the state that
-predicts it. Masks are True where an entry counts; an entry that does not count holds 0. Knows no model, no tokenizer
-and no trainer.
+Conventions: R rows of a pack; T padded tokens of a row (prompt, then completion, then padding); C padded tokens of a
+completion; H hidden size. Rows are padded on the RIGHT, so a token has the same index padded or not. Column t of an
+[R, C] tensor belongs to the t-th completion token: its logprob, and the value of the state that predicts it. Masks are
+True where an entry counts; entries that do not count are 0.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 def to_device(item: T, device: torch.device | str) -> T:
-    """Return a copy of a dataclass of this module with every tensor (nested ones too) on `device`."""
+    """Return a copy of a dataclass of this module with all its tensors, also nested ones, on `device`."""
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -45,12 +44,12 @@ class Rollout:
 
     Args:
         prompt_ids: n lists of token ids.
-        completion_ids: n lists of token ids, none empty; the first stop token, if one came, is the last id.
+        completion_ids: n lists of token ids, none empty; the first stop token, if there is one, is the last id.
         sampler_logprobs: n float32 tensors [len(completion)]: logprob of each token after temperature, as sampled.
-        stopped: n booleans, True where the completion ended at a stop token rather than at the length limit.
-        policy_version: number of optimizer steps that the sampling policy had seen.
-        states: [n, T, H] what entered the layer at the cut, for prompt and completion, 0 elsewhere and, where nobody
-            reads it, at the last token; None where the sampler keeps none.
+        stopped: n booleans, True if the completion ended at a stop token rather than at the length limit.
+        policy_version: number of optimizer steps that the sampling policy had made.
+        states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
+            at the last token, which is not always needed; None if the sampler keeps no states.
     """
 
     prompt_ids: Sequence[list[int]]
@@ -70,7 +69,7 @@ class SampledText:
 
     Args:
         text: without its stop token.
-        stopped: False where it was cut off at the length limit.
+        stopped: False if it was cut off at the length limit.
     """
 
     text: str
@@ -79,9 +78,9 @@ class SampledText:
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows that go through the model in one forward: the unit of scoring, of the trunk cache and of training.
+    """The rows of one forward pass: the unit of scoring, of the trunk cache and of training.
 
-    A pack is formed once per rollout and keeps its width, so that old and new logprobs come from equal shapes.
+    Packs are formed once per rollout and keep their width, so that old and new logprobs come from equal shapes.
 
     Args:
         input_ids: [R, T] int64, prompt then completion, padded on the right.
@@ -89,7 +88,7 @@ class Pack:
         prompt_lengths: [R] int64, tokens.
         completion_ids: [R, C] int64, padded on the right.
         completion_mask: [R, C] bool, True at completion tokens, the stop token included.
-        minibatch: which of the rollout's minibatches all its rows were dealt to, from 0.
+        minibatch: index of the minibatch of the rollout that all its rows belong to.
     """
 
     input_ids: Tensor
@@ -106,19 +105,19 @@ class Pack:
 
 @dataclass(frozen=True)
 class Experience:
-    """A pack with everything that the loss needs; all but the pack are float32 [R, C] unless said otherwise.
+    """A pack with everything that the loss needs. Tensors are float32 [R, C] unless stated otherwise.
 
     Args:
         pack: the rows.
-        loss_mask: [R, C] bool, True at the tokens that train (completion_mask less the rows left out of the update).
+        loss_mask: [R, C] bool, True at the tokens that train (`completion_mask` without the rows that do not train).
         old_logprobs: logprobs of the policy at rollout time, from the training forward.
         old_values: values at rollout time.
         advantages: whitened if the config says so.
         returns: targets of the value head.
-        ref_logprobs: logprobs of the reference, or None where no KL is used.
+        ref_logprobs: logprobs of the reference; None if no KL is used.
         weights: importance weights of the policy loss, or None.
-        states: [R, T, H] what the layers below the cut made of the pack, in the trunk's dtype, wherever they are
-            kept; None where they are not.
+        states: [R, T, H] output of the frozen layers below the first adapted layer, in the trunk's dtype, on any
+            device; None if it is not kept.
     """
 
     pack: Pack
@@ -183,13 +182,13 @@ class LossCoefficients:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: the packs of this rank, and the count that normalises the loss over all ranks.
+    """One optimizer step: the packs of this rank, and the token count that normalises the loss over all ranks.
 
     Args:
-        experiences: at least one; a rank with nothing to train still carries one pack whose `loss_mask` is all False.
-        num_tokens: tokens that train in this step, over all ranks (float, at least 1).
-        trains_policy: False during value pretraining, when the policy loss is left out.
-        is_empty_slot: True where the step must leave the weights alone (after a `target_kl` stop).
+        experiences: at least one; a rank without tokens to train has one pack whose `loss_mask` is all False.
+        num_tokens: number of tokens that train in this step, over all ranks (float, at least 1).
+        trains_policy: False during value pretraining, which has no policy loss.
+        is_empty_slot: True if the step must not change the weights (after a `target_kl` stop).
     """
 
     experiences: tuple[Experience, ...]

@@ -139,7 +139,7 @@ def test_two_are_kept_where_one_is_asked_for_and_all_where_nothing_is(hooked, tm
     assert names_in(hooked[1]) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_an_older_one_is_resumingly_after_the_new_one_was_read_again_and_its_manifest_goes_first(hooked, tmp_path):
+def test_an_older_one_is_deleted_only_after_the_new_one_was_read_again_and_its_manifest_goes_first(hooked, tmp_path):
     mirror, _ = mirror_at(hooked[1], keep=2)
     push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
     seen = []
@@ -320,9 +320,9 @@ def test_a_local_disk_that_takes_nothing_is_said_as_what_it_is(tmp_path):
         ("nope://bucket/x", "nope"),
         ("http://host/x", "read-only"),
         ("https://host/x", "read-only"),
-        ("ftp://host/x", "of no kind that is taken"),
-        ("simplecache::s3://bucket/x", "of no kind that is taken"),
-        ("reference://x", "of no kind that is taken"),
+        ("ftp://host/x", "not supported"),
+        ("simplecache::s3://bucket/x", "not supported"),
+        ("reference://x", "not supported"),
         ("s3://key:password-of-mine@bucket/x", "holds a user name or password before '@'"),
         ("/tmp/a*b", r"holds one of \* "),
         ("ftp://user:a-password-of-mine@127.0.0.1:1/x", "<redacted password>"),
@@ -399,7 +399,7 @@ def test_a_mirror_of_another_run_is_refused_and_stays_as_it_is(url, tmp_path):
     assert names_in(url) == ["checkpoint-5"]
 
 
-def test_what_is_overwritten_is_resumingce_the_first_new_one_is_proven(hooked, tmp_path):
+def test_what_is_overwritten_is_deleted_once_the_first_new_one_is_proven(hooked, tmp_path):
     push(mirror_at(hooked[1])[0], make_checkpoint(tmp_path / "out", 5), make_checkpoint(tmp_path / "out", 6))
     told = []
     mirror = Mirror(hooked[1], None, told.append, ())
@@ -443,7 +443,7 @@ def operations_of(push_once):
     return len(count)
 
 
-def test_whichever_write_fails_training_is_resuming_the_last_whole_one_stays_and_the_next_is_taken(hooked, tmp_path):
+def test_whichever_write_fails_training_continues_the_last_whole_one_stays_and_the_next_is_taken(hooked, tmp_path):
     folder, _ = hooked
     first, second, third, fourth = (make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3, 4))
 
@@ -631,7 +631,7 @@ def test_a_newer_checkpoint_ends_the_attempts_of_an_older_one(hooked, tmp_path):
     mirror.push(second)
     assert mirror.wait(60) == []
     assert len(told) == 1 and "did not take checkpoint-1 (ConnectionError: reset; attempts: 1)" in told[0]
-    assert "training goes on, and the next checkpoint is tried again" in told[0]
+    assert "training continues, and the next checkpoint is uploaded as usual" in told[0]
 
 
 def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(hooked, tmp_path):

@@ -38,7 +38,7 @@ def test_another_base_of_the_same_shape_is_refused_by_its_name(tmp_path, checkpo
     trainer = PPOTrainer(
         other, even_share, make_config(tmp_path, **SHAPE), prompts(6), None, tiny_tokenizer(), peft_config=lora()
     )
-    with pytest.raises(ValueError, match=r"written on the base model .* and this run has someone/other \(llama, sha"):
+    with pytest.raises(ValueError, match=r"written on the base model .* and this run uses someone/other \(llama, sha"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -69,7 +69,7 @@ def odd_share(**columns):
 def test_a_changed_objective_is_said_in_one_warning(tmp_path, checkpoint, caplog):
     changed = {"gamma": 0.9, "epsilon": 0.3, "value_coef": 0.5, "length_penalty": 0.1, "temperature": 0.7}
     changed |= {"reward": [odd_share, even_share], "reward_weights": [1.0, 2.0]}
-    with pytest.raises(ValueError, match="gamma: 1.0 -> 0.9.*set allow_config_change to true to go on with them"):
+    with pytest.raises(ValueError, match="gamma: 1.0 -> 0.9.*set allow_config_change to true to resume with"):
         resume(tmp_path, checkpoint, **changed)
     resume(tmp_path, checkpoint, allow_config_change=True, **changed)
     told = [r.getMessage() for r in caplog.records if "settings that have changed since" in r.getMessage()]

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict, disable_progress_bars
 
-from onetrunk.data.prompts import load_rows
+from onetrunk.data.files import load_rows
 
 disable_progress_bars()
 

@@ -6,10 +6,10 @@ import pytest
 from datasets import Dataset, disable_progress_bars
 from tokenizers.processors import TemplateProcessing
 
+from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import (
     RESERVED_COLUMNS,
     decode_completion,
-    load_rows,
     prepare_prompts,
     split_rows,
     validate_completions,
@@ -158,7 +158,7 @@ def test_what_the_template_refuses_and_what_has_no_tokens_are_bad_rows_too():
     refusing = "{{ raise_exception('no system role here') if messages[0]['role'] == 'system' else 'cat' }}"
     system = [{"role": "system", "content": "be good"}, USER]
     rows = Dataset.from_list([{"prompt": [USER]}, {"prompt": system}])
-    with pytest.raises(ValueError, match="row 1: prompt is refused by .* no system role here"):
+    with pytest.raises(ValueError, match="row 1: prompt is rejected by .* no system role here"):
         prepare_prompts(rows, tiny_tokenizer(), chat_template=refusing)
     with pytest.raises(ValueError, match="row 0: prompt becomes zero tokens"):
         prepare_prompts(rows.select([0]), tiny_tokenizer(), chat_template="{{ '' }}")

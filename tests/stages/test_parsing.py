@@ -93,7 +93,7 @@ def test_an_abbreviated_option_is_not_guessed(capsys):
         ("just words", "holds a str; expected lines"),
         ("beta: 1\nkl: [1, 2\nlam: 3\n", "run.yaml line 3 is not YAML"),
         ("beta: 1\n\tlam: 2\n", "run.yaml line 2 is not YAML"),
-        ("beta: 1\nlam: 0.9\nbeta: 2\n", "line 3: beta stands there again after line 1"),
+        ("beta: 1\nlam: 0.9\nbeta: 2\n", "line 3: beta is already given in line 1"),
         ("beta: 1\nnum_rollouts: 1.5\n", "line 2: num_rollouts is 1.5 (float); expected int"),
         ("beta: true\n", "line 1: beta is True (bool); expected float"),
         ("learning_rate:\n", "line 1: learning_rate is empty; give a value or remove the line"),

@@ -210,7 +210,7 @@ def test_a_killed_chain_goes_on_with_the_stage_that_it_was_killed_in(folder):
         ("output_dir: x\nstages: {sft: {config: sft.yaml, outputs: [y]}}", "outputs are a script's"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
-        ("output_dir: x\nstages: {a: {}, a: {}}", "line 2: a stands there again after line 2; keep one"),
+        ("output_dir: x\nstages: {a: {}, a: {}}", "line 2: a is already given in line 2; keep one of the two"),
         (
             "output_dir: x\nstages: {a: {script: step.py, outputs: [y]}, b: {script: step.py, outputs: [y]}}",
             "stages a and b both write y; give each its own",

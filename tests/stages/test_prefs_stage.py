@@ -9,8 +9,9 @@ import pytest
 from datasets import load_dataset
 
 from onetrunk import cli
+from onetrunk.data.files import load_rows
 from onetrunk.data.preferences import validate_preferences
-from onetrunk.data.prompts import load_rows, validate_completions
+from onetrunk.data.prompts import validate_completions
 from onetrunk.feedback.shards import read_rows
 from onetrunk.judges.base import digest
 from tests.feedback import runs

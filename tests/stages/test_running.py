@@ -239,5 +239,5 @@ def test_a_training_that_is_terminated_names_its_checkpoint(tmp_path, base):
     assert process.returncode == 0
     # The progress bar shows once more when the process ends.
     said = next(line for line in err.splitlines() if line.startswith("stopped (SIGTERM); "))
-    assert f"all is kept in {tmp_path}/checkpoint-" in said and "--resume auto" in said
+    assert f"everything is saved in {tmp_path}/checkpoint-" in said and "--resume auto" in said
     assert not has_result(tmp_path) and not checkpoint_problems(checkpoint_folders(tmp_path)[-1])

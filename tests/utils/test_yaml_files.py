@@ -32,7 +32,7 @@ def fault(tmp_path, text):
         ("a: &a [1, *a]\n", "line 1: a value holds an alias of itself"),
         ("a: &a\n  b: {c: *a}\n", "a value holds an alias of itself"),
         ("[" * 5000, "is nested too deeply"),
-        ("a: {b: 1, c: 2, b: 3}\n", "line 1: b stands there again after line 1"),
+        ("a: {b: 1, c: 2, b: 3}\n", "line 1: b is already given in line 1"),
         ("a: {null: 1}\n", "line 1: a key is null"),
         ("a: " + "9" * 5000 + "\n", "holds a value that cannot be read"),
         (b"a: 1 #" + b"x" * MOST_BYTES, "bytes, expected 1048576 at most"),

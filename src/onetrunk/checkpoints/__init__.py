@@ -1,4 +1,1 @@
-"""Folders that survive anything: written aside, durable, with a manifest; verified before they are used or replaced.
-
-Knows files and folders; nothing of training.
-"""
+"""All that is saved and resumed: checkpoints that are complete or absent, and verified before they are used."""

@@ -1,8 +1,8 @@
-"""Checkpoint folders of a run: published whole, found verified, the oldest deleted only when a newer one is proven.
+"""The checkpoint folders of a run: how they are published, found, verified and deleted.
 
 A checkpoint is made in `<output_dir>/.saving/`, gets its manifest, and is renamed to `<output_dir>/checkpoint-<step>`.
-A process killed at any moment leaves the older checkpoints as they were. Knows paths and manifests; nothing of
-training.
+An older checkpoint is deleted only after a newer one was verified, so a process that is killed at any moment leaves
+the older checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -13,37 +13,73 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from onetrunk.checkpoints.manifest import MANIFEST, problems, sync
+from onetrunk.checkpoints.manifest import MANIFEST, problems
+from onetrunk.utils.files import sync
 
 PREFIX = "checkpoint-"
 STAGING = ".saving"
-# Written last of all by a stage, beside the result. On the Hub no name with an underscore is uploaded.
+# A stage writes this file last, next to the result. A name with an underscore is not uploaded to the Hub.
 FINISHED = "_finished.json"
-# Always kept: the last may be damaged by what ends the run.
+# So many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
     """Return the step in the name of a checkpoint folder; None for any other name."""
-    number = Path(folder).name.removeprefix(PREFIX)
-    return int(number) if Path(folder).name.startswith(PREFIX) and number.isascii() and number.isdigit() else None
+    name = Path(folder).name
+    number = name.removeprefix(PREFIX)
+    return int(number) if name.startswith(PREFIX) and number.isascii() and number.isdigit() else None
 
 
 def checkpoint_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoint folders of a run, by step, whole or not."""
-    root = Path(output_dir)
-    found = [path for path in root.glob(f"{PREFIX}*") if step_of(path) is not None and path.is_dir()]
-    return sorted(found, key=step_of)
+    """Return the checkpoint folders of a run in the order of their steps, damaged ones included."""
+    folders = [path for path in Path(output_dir).glob(f"{PREFIX}*") if step_of(path) is not None and path.is_dir()]
+    return sorted(folders, key=step_of)
 
 
 def checkpoint_problems(folder: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with a checkpoint folder, a phrase each; its manifest has to name the step of its name."""
+    """Return `problems` of a checkpoint folder; its manifest must name the same step as the folder's name."""
     step = step_of(folder)
     return problems(folder) if step is None else problems(folder, step=step)
 
 
+def described(problems: list[str], most: int = 3) -> str:
+    """Return the first `most` problems as one phrase, with the number of the others."""
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] = lambda _: None) -> Path | None:
+    """Return the last checkpoint of a run that matches its manifest; None if there are no checkpoints.
+
+    `tell` receives a warning for each damaged checkpoint that is passed over.
+
+    Raises:
+        RuntimeError: there are checkpoints, and all of them are damaged.
+    """
+    folders = checkpoint_folders(output_dir)
+    for folder in reversed(folders):
+        differences = checkpoint_problems(folder)
+        if not differences:
+            return folder
+        tell(f"{folder} is damaged and passed over ({described(differences)})")
+    if folders:
+        raise RuntimeError(
+            f"none of the {len(folders)} checkpoints in {output_dir} is whole ({folders[-1].name}:"
+            f" {described(checkpoint_problems(folders[-1]))}); restore one from a copy, or start a new run in another"
+            " output_dir"
+        )
+    return None
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str], step: int) -> str | None:
+    """Return the name of the last checkpoint in a folder that was saved at `step` or before; None if there is none."""
+    names = [folder.name for folder in checkpoint_folders(output_dir) if step_of(folder) <= step]
+    return names[-1] if names else None
+
+
 def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
-    """Return the folder in which checkpoints are made, empty: what a killed process left there is deleted."""
+    """Return an empty folder in which checkpoints are made. What a killed process left there is deleted."""
     staging = Path(output_dir) / STAGING
     if staging.is_symlink() or staging.is_file():
         staging.unlink()
@@ -54,10 +90,11 @@ def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def publish(source: Path, target: Path) -> None:
-    """Give a whole folder its name, durably; a folder that has the name goes first.
+    """Rename a complete folder durably, replacing any folder that has the name.
 
     Raises:
-        OSError: the disk is full, ...; what had the name has it still, or lies whole in the folder of `source`.
+        OSError: for example because the disk is full. The folder that had the name keeps it, or is whole next to
+            `source`.
     """
     replaced = source.with_name(f"{source.name}.replaced")
     if os.path.lexists(target):
@@ -69,25 +106,25 @@ def publish(source: Path, target: Path) -> None:
 
 
 def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]:
-    """Rename the finished checkpoints after a step, from which a run takes another course; return their new names.
+    """Rename the complete checkpoints after a step from which a run is resumed, and return their new names.
 
-    They are the newest by their step: rotation would delete the new course's checkpoints in their place, and a run
-    that is resumed would go on from them.
+    Otherwise they would count as the newest ones: rotation would delete the run's new checkpoints instead, and a run
+    that is resumed later would resume from them.
     """
-    aside = []
+    renamed = []
     for folder in checkpoint_folders(output_dir):
         if step_of(folder) > step and (folder / MANIFEST).is_file():
             names = (folder.with_name(f"{folder.name}.aside{number}") for number in itertools.count())
             name = next(name for name in names if not os.path.lexists(name))
             os.rename(folder, name)
-            aside.append(name)
-    return aside
+            renamed.append(name)
+    return renamed
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder, its manifest first, so that half of it is never taken for a whole one.
+    """Delete a folder, its manifest first, so that a partly deleted folder never counts as whole.
 
-    Of a link only the link goes: what it leads to may be somebody's only copy.
+    Of a link only the link is deleted: its target may be somebody's only copy.
     """
     if folder.is_symlink():
         folder.unlink()
@@ -97,59 +134,22 @@ def delete(folder: Path) -> None:
 
 
 def rotate(output_dir: str | os.PathLike[str], keep: int | None, kept: Collection[Path] = ()) -> list[Path]:
-    """Delete the oldest checkpoints beyond `keep` and return them; the newest has been verified by the caller.
+    """Delete the oldest checkpoints and return their paths. The caller has verified the newest one.
 
     Args:
-        output_dir: of the run.
-        keep: how many stay, at least LEAST_KEPT of them; None: all.
-        kept: folders that stay whatever their age (the best one, one that is being copied).
+        output_dir: the run's folder.
+        keep: how many checkpoints to keep, at least LEAST_KEPT; None keeps all.
+        kept: folders to keep whatever their age (the best one, one that is being uploaded).
     """
     if not keep or keep < 0:
         return []
-    spared = {Path(path).resolve() for path in kept}
+    protected = {Path(path).resolve() for path in kept}
     folders = checkpoint_folders(output_dir)
     newest = max(keep, LEAST_KEPT)
-    # One that has to stay takes the place of one that could.
-    extra = sum(path.resolve() in spared for path in folders[:-newest])
-    newest = max(newest - extra, LEAST_KEPT)
-    doomed = [path for path in folders[:-newest] if path.resolve() not in spared]
-    for path in doomed:
+    # A protected old checkpoint counts towards `keep`.
+    protected_old = sum(path.resolve() in protected for path in folders[:-newest])
+    newest = max(newest - protected_old, LEAST_KEPT)
+    oldest = [path for path in folders[:-newest] if path.resolve() not in protected]
+    for path in oldest:
         delete(path)
-    return doomed
-
-
-def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the last checkpoint of a run that is as it was written; None where there is no checkpoint at all.
-
-    Args:
-        output_dir: of the run.
-        tell: receives a sentence for each checkpoint that is passed over.
-
-    Raises:
-        RuntimeError: there are checkpoints, and none is whole.
-    """
-    folders = checkpoint_folders(output_dir)
-    for folder in reversed(folders):
-        found = checkpoint_problems(folder)
-        if not found:
-            return folder
-        tell(f"{folder} is damaged and passed over ({described(found)})")
-    if folders:
-        raise RuntimeError(
-            f"none of the {len(folders)} checkpoints in {output_dir} is whole (the last, {folders[-1].name}:"
-            f" {described(checkpoint_problems(folders[-1]))}); restore one from a copy, or start anew in another"
-            " output_dir"
-        )
-    return None
-
-
-def described(found: list[str], most: int = 3) -> str:
-    """Return the first problems of a folder as one phrase, and how many more there are."""
-    more = f"; and {len(found) - most} more" if len(found) > most else ""
-    return "; ".join(found[:most]) + more
-
-
-def last_checkpoint(output_dir: str | Path, step: int) -> str | None:
-    """Return the name of the last checkpoint in a folder that was saved at `step` or before; None: there is none."""
-    found = [folder.name for folder in checkpoint_folders(output_dir) if step_of(folder) <= step]
-    return found[-1] if found else None
+    return oldest

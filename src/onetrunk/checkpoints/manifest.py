@@ -1,6 +1,6 @@
-"""What a folder holds, file by file: sizes and digests in a manifest that is written last, and the check against it.
+"""Manifests: the size and sha256 of each file in a folder, written last, and the check of a folder against them.
 
-A folder without a manifest was not written to its end. Knows nothing of what is inside a file.
+A folder without a manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from onetrunk.utils.files import atomic_write_json, read_json
+from onetrunk.utils.files import atomic_write_json, read_json, sync
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-CHUNK = 1 << 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(folder: str | os.PathLike[str], **about: Any) -> dict[str, Any]:
-    """Make every file below a folder durable, then write the manifest; return it.
+    """Sync every file in a complete folder and its subfolders to disk, then write the manifest and return it.
 
     Args:
-        folder: written to its end. Links in it are refused: what they point at could change.
-        **about: what else the manifest says, in terms of JSON ("step", "run", ...).
+        folder: holds no links, because what they point to could change.
+        **about: more entries of the manifest ("step", "run"), as JSON values.
 
     Raises:
         RuntimeError: there is a link.
-        OSError: the disk is full, ...; there is no manifest then.
+        OSError: for example because the disk is full; there is no manifest then.
     """
     root = Path(folder)
     files: dict[str, dict[str, Any]] = {}
     for path in _walk(root):
         if path.is_symlink():
-            raise RuntimeError(f"{path} is a link; a checkpoint holds files alone")
+            raise RuntimeError(f"{path} is a link; a checkpoint may hold files only")
         if path.is_file() and path != root / MANIFEST:
             sync(path)
             files[path.relative_to(root).as_posix()] = {"size": path.stat().st_size, "sha256": digest(path)}
@@ -48,10 +47,10 @@ def write_manifest(folder: str | os.PathLike[str], **about: Any) -> dict[str, An
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of a folder, its form checked.
+    """Return the manifest of a folder after checking its format.
 
     Raises:
-        RuntimeError: it is missing, damaged, or names files outside the folder.
+        RuntimeError: the manifest is missing, damaged, or names files outside the folder.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -64,15 +63,15 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_manifest(manifest: Any) -> dict[str, Any]:
-    """Return what a manifest says, if it has the form of one; a manifest may come from elsewhere.
+    """Return a manifest, which may come from an untrusted place, after checking its format.
 
     Raises:
-        RuntimeError: it has not, or names a file outside its folder.
+        RuntimeError: it is not a manifest, or names a file outside its folder.
     """
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise RuntimeError(f"{MANIFEST}: not a manifest, which is a mapping with files")
     if manifest.get("format") != FORMAT:
-        raise RuntimeError(f"{MANIFEST}: format {manifest.get('format')!r}, and this version knows {FORMAT}")
+        raise RuntimeError(f"{MANIFEST}: format {manifest.get('format')!r}, but this version reads format {FORMAT}")
     for name, entry in manifest["files"].items():
         parts = PurePosixPath(name)
         if not name or parts.is_absolute() or ".." in parts.parts or "\\" in name or "\0" in name:
@@ -84,18 +83,16 @@ def check_manifest(manifest: Any) -> dict[str, Any]:
 
 
 def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
-    """Return what differs from the manifest, a phrase each; nothing for a whole folder.
+    """Return how a folder differs from its manifest, as phrases; an empty list if it is whole. Reads every file.
 
-    Args:
-        folder: to be checked; every file is read.
-        **about: what the manifest has to say besides ("step").
+    The manifest must have the entries in `about` ("step").
     """
     root = Path(folder)
     try:
         manifest = read_manifest(root)
     except RuntimeError as error:
         return [str(error)]
-    found = [
+    differences = [
         f"{MANIFEST}: written for {name} {manifest.get(name)!r}, expected {value!r}"
         for name, value in about.items()
         if manifest.get(name) != value
@@ -103,23 +100,8 @@ def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
     for name, entry in manifest["files"].items():
         problem = _problem(root, name, entry)
         if problem:
-            found.append(f"{name}: {problem}")
-    return found
-
-
-def digest(path: str | os.PathLike[str]) -> str:
-    """Return the sha256 of a file, as hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: str | os.PathLike[str]) -> None:
-    """Make a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            differences.append(f"{name}: {problem}")
+    return differences
 
 
 def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:
@@ -135,6 +117,12 @@ def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:
         return None if digest(path) == entry["sha256"] else "other bytes than were written (sha256 differs)"
     except OSError as error:
         return f"unreadable ({error.strerror})"
+
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """Return the sha256 of a file, as hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _walk(root: Path) -> Iterator[Path]:

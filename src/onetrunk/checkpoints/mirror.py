@@ -1,7 +1,7 @@
-"""A second home for checkpoints: copies in a folder or an object store, made beside training, never in its way.
+"""The mirror: copies of a run's checkpoints and result in a second folder or an object store, made by a thread.
 
-A checkpoint that is verified here is uploaded by a thread, read again there, and only then an older one goes. Whatever
-fails there is a warning here. Knows checkpoint folders and stores; nothing of training.
+A checkpoint that was verified here is uploaded and read again there, and only then an older one is deleted there.
+During training every failure is a warning. `Mirror` says what an upload does, `Uploads` runs them in its thread.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onetrunk.checkpoints.folders import LEAST_KEPT, begin_staging, publish, step_of
 from onetrunk.checkpoints.manifest import FORMAT, MANIFEST, digest, read_manifest
-from onetrunk.checkpoints.store import DamagedError, Held, RemoteCheckpoints, Store, UnreachableError, reason
+from onetrunk.checkpoints.store import DamagedError, RemoteCheckpoints, RemoteFolder, Store, UnreachableError, reason
 
-# Pauses before an upload that failed is tried again.
+T = TypeVar("T")
+
+# Seconds to wait before each retry of an upload or a read.
 WAITS_S = (2.0, 10.0, 30.0)
+RESULT = "the result"
 
 
 class Mirror:
-    """Checkpoints and the result of one run, a second time, at `url`.
+    """The copies of one run's checkpoints and result at `url`.
 
-    `check`, `pull_last` and `claim` speak up before training; `push`, `push_result`, `busy` and `wait` never raise.
+    `check`, `pull_last` and `claim` are called before training and raise; the other methods never raise.
 
     Args:
-        url: a path, or s3://, gs://, hf:// and whatever else fsspec knows; credentials come from the environment.
-        keep: how many checkpoints stay there, at least LEAST_KEPT of them; None or 0: all.
-        warn: receives a sentence for each thing that went wrong; called from a thread too.
-        waits_s: pauses in seconds before each further attempt of an upload or of a read.
+        url: a path, or a URL that `Store` supports; credentials come from the environment.
+        keep: how many checkpoints to keep there, at least LEAST_KEPT; None or 0 keeps all.
+        warn: receives a message for each failure, also from the thread.
+        waits_s: seconds to wait before each retry of an upload or a read.
     """
 
     def __init__(
@@ -49,21 +52,18 @@ class Mirror:
         self._uploads = Uploads(self._upload, warn, waits_s, self._store.shown)
         self._run: str | None = None
         self._settings: str | None = None
-        # What other runs, or killed uploads, have left, which goes once there is something in its place.
-        self._given_up: set[str] = set()
-        # What this process has proven.
-        self._proven: set[str] = set()
+        # Folders of other runs or of killed uploads, to be deleted once a checkpoint of this run is there.
+        self._abandoned: set[str] = set()
+        # Folders that this process has verified.
+        self._verified: set[str] = set()
 
     # --- before training --------------------------------------------------------------------------------------------
 
     def check(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Write, read and delete a small file there.
-
-        Args:
-            output_dir: of the run; the mirror has to be another folder.
+        """Write, read and delete a small file in the mirror, which must not be the run's `output_dir`.
 
         Raises:
-            RuntimeError: one of them is not possible; the sentence says why, and what to do.
+            RuntimeError: one of the operations failed; the message says why and what to do.
         """
         self._store.probe()
         place = self._store.local_path
@@ -73,61 +73,57 @@ class Mirror:
     def claim(
         self, run: str | None, overwrite: bool = False, settings: str | None = None, is_resuming: bool = False
     ) -> None:
-        """Refuse a mirror that holds checkpoints or a result of another run.
+        """Reject a mirror that holds checkpoints or a result of another run.
 
         A run that was killed during its first upload and has also lost its disk gets a new id when it starts again, so
         it recognizes that upload by its settings. It does so only when it is told to resume, because another run with
         the same settings may otherwise be uploading at this moment.
 
         Args:
-            run: id of the run that goes on ("run" in its manifests); None for a new one.
-            overwrite: do not refuse; what is there is deleted once the first checkpoint of this run is proven.
-            settings: digest of all that decides what the run computes; None: not known.
+            run: id of the run that is resumed ("run" in its manifests); None for a new one.
+            overwrite: accept such a mirror; its content is deleted once the first checkpoint of this run is there.
+            settings: digest of all settings that decide what the run computes; None if unknown.
             is_resuming: treat unfinished uploads of a run with the same settings as this run's own.
 
         Raises:
-            RuntimeError: names what is there; or the mirror can't be read.
+            RuntimeError: names what is there; or the mirror cannot be read.
         """
-        found = self._reading(lambda: [self._remote.held(name) for name in ("", *self._remote.names())])
-        others = [one for one in found if one.is_something and (run is None or one.run not in (run, None))]
-        knows_own = is_resuming and settings is not None
-        own = {one.name for one in others if knows_own and one.is_begun and one.settings == settings}
-        others = [one for one in others if one.name not in own]
-        self._run, self._settings, self._given_up = run, settings, own
-        if overwrite:
-            self._given_up |= {one.name for one in others}
-        elif others:
-            raise RuntimeError(self._refusal(others))
+        folders = self._retried(lambda: [self._remote.folder(name) for name in ("", *self._remote.names())])
+        others = [folder for folder in folders if folder.is_used and (run is None or folder.run not in (run, None))]
+        own = set()
+        if is_resuming and settings is not None:
+            partial = (folder for folder in others if folder.has_mark and not folder.has_manifest)
+            own = {folder.name for folder in partial if folder.settings == settings}
+        others = [folder for folder in others if folder.name not in own]
+        if others and not overwrite:
+            raise RuntimeError(self._other_run(others))
+        self._run, self._settings = run, settings
+        self._abandoned = own | {folder.name for folder in others}
 
     def pull_last(self, output_dir: str | os.PathLike[str]) -> Path | None:
-        """Bring the newest checkpoint that is as it was written; None where there is none.
+        """Download the last checkpoint that matches its manifest, and return its folder; None if there is none.
 
-        Args:
-            output_dir: of the run; it gets the folder, whole or not at all.
-
-        Returns:
-            The folder in `output_dir`.
+        The run's `output_dir` receives the whole folder or nothing.
 
         Raises:
-            RuntimeError: there are checkpoints, and none is whole; the mirror can't be read; `output_dir` can't be
-                written.
+            RuntimeError: all checkpoints are damaged; the mirror cannot be read; `output_dir` cannot be written.
         """
-        found = self._reading(lambda: [self._remote.held(name) for name in self._remote.names()])
+        folders = self._retried(lambda: [self._remote.folder(name) for name in self._remote.names()])
         damage: list[str] = []
-        for held in reversed(found):
-            where = f"{held.name} in {self._store.shown}"
-            if not held.has_manifest:
+        for folder in reversed(folders):
+            where = f"{folder.name} in {self._store.shown}"
+            if not folder.has_manifest:
                 self._warn(f"{where} was not uploaded to its end and is passed over")
                 continue
             try:
-                return self._pull(held.name, Path(output_dir))
+                return self._pull(folder.name, Path(output_dir))
             except DamagedError as error:
-                damage.append(f"{held.name}: {error}")
+                damage.append(f"{folder.name}: {error}")
                 self._warn(f"{where} is damaged and passed over ({error})")
         if damage:
             raise RuntimeError(
                 f"none of the {len(damage)} checkpoints in {self._store.shown} is whole ({damage[0]}); restore one"
-                " from a copy, or start anew with another mirror"
+                " from a copy, or start a new run with another mirror"
             )
         return None
 
@@ -140,16 +136,16 @@ class Mirror:
 
         try:
             try:
-                return self._reading(download)
+                return self._retried(download)
             finally:
                 begin_staging(output_dir).rmdir()
         except OSError as error:
             raise RuntimeError(
-                f"{output_dir} can't take {name} of the mirror ({reason(error)}); make room, or name another"
+                f"{output_dir} can't take {name} of the mirror ({reason(error)}); make room, or choose another"
                 " output_dir"
             ) from error
 
-    def _reading(self, read: Callable[[], Any]) -> Any:
+    def _retried(self, read: Callable[[], T]) -> T:
         for wait_s in (*self._waits_s, None):
             try:
                 return read()
@@ -162,152 +158,149 @@ class Mirror:
                 time.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
-    # --- beside training --------------------------------------------------------------------------------------------
+    # --- during training --------------------------------------------------------------------------------------------
 
     def push(self, folder: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
-        """Let a whole checkpoint be uploaded; one that still waits gives way to it.
+        """Start the upload of a checkpoint. It replaces one whose upload has not begun.
 
         Args:
-            folder: a checkpoint, verified. As long as `busy` names it, it has to stay.
-            kept: names of checkpoints that stay there whatever their age (the best one).
+            folder: a verified checkpoint. It must not be deleted as long as `busy` returns it.
+            kept: names of checkpoints to keep in the mirror whatever their age (the best one).
         """
         self._uploads.add(Upload(Path(folder), Path(folder).name, frozenset(kept)))
 
     def push_result(self, output_dir: str | os.PathLike[str]) -> None:
-        """Let the result of a run, which its manifest names, be uploaded to the root of the mirror.
+        """Start the upload of a run's result to the root of the mirror.
 
-        Args:
-            output_dir: of the run; files beside the manifest go too, checkpoints and other folders do not.
+        The files named in the manifest are uploaded, and all other files directly in `output_dir`.
         """
         self._uploads.add(Upload(Path(output_dir), ""))
 
     def busy(self) -> set[Path]:
-        """Return the local checkpoint folders that have to stay until they are uploaded."""
+        """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
         return self._uploads.busy()
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Wait for what is under way, at most so many seconds; return what the mirror lacks, and warn of it.
-
-        Args:
-            timeout_s: in seconds.
+        """Wait for the uploads, at most `timeout_s` seconds, and warn of what the mirror lacks.
 
         Returns:
-            Names of checkpoints (only such as no later one stands for) and "the result".
+            The names of the missing checkpoints, without those that a later one replaces, and "the result".
         """
         missing = self._uploads.wait(timeout_s)
         if missing:
-            told = "; ".join(f"{name} ({why})" for name, why in missing.items())
-            self._warn(f"the checkpoint mirror {self._store.shown} lacks {told}; copy it from output_dir")
+            names = "; ".join(f"{name} ({why})" for name, why in missing.items())
+            self._warn(f"the checkpoint mirror {self._store.shown} lacks {names}; copy it from output_dir")
         return list(missing)
 
     # --- one upload, in the thread ----------------------------------------------------------------------------------
 
     def _upload(self, upload: Upload) -> None:
         if not upload.folder.is_dir():
-            raise RefusedError(f"{upload.folder} is gone")
+            raise RejectedError(f"{upload.folder} does not exist any more")
         if upload.name and step_of(upload.name) is None:
-            raise RefusedError(f"{upload.folder} is no checkpoint-<step> folder")
+            raise RejectedError(f"{upload.folder} is not a checkpoint-<step> folder")
         manifest = self._manifest(upload)
         run = manifest.get("run")
-        self._proven.discard(upload.name)
-        held = self._others(run)
+        self._verified.discard(upload.name)
+        folders = self._unverified_folders(run)
         if not upload.name:
             self._remote.upload(upload.folder, "", manifest)
-            self._given_up.discard("")
+            self._abandoned.discard("")
             return
         self._run = run
-        there = held.get(upload.name)
-        if there and there.is_foreign and upload.name not in self._given_up:
-            raise RefusedError(f"there is a folder {upload.name} which this library has not written")
-        if not (there and there.is_settled and self._is_there(upload.name, manifest)):
+        present = folders.get(upload.name)
+        if present and present.is_foreign and upload.name not in self._abandoned:
+            raise RejectedError(f"there is a folder {upload.name} which this library has not written")
+        if not (present and self._is_uploaded(present, manifest)):
             self._remote.begin(upload.name, run, self._settings)
             self._remote.upload(upload.folder, upload.name, manifest)
             self._remote.settle(upload.name)
-        self._proven.add(upload.name)
-        self._given_up.discard(upload.name)
+        self._verified.add(upload.name)
+        self._abandoned.discard(upload.name)
         try:
-            self._rotate(upload, run, held)
+            self._rotate(upload, run, folders)
         except Exception as error:
             self._warn(
                 f"the checkpoint mirror {self._store.shown} has {upload.name}, but older ones could not be deleted"
-                f" ({reason(error)}); the next checkpoint tries again"
+                f" ({reason(error)}); this is retried after the next checkpoint"
             )
 
     def _manifest(self, upload: Upload) -> dict[str, Any]:
         try:
             manifest = read_manifest(upload.folder)
         except RuntimeError as error:
-            raise RefusedError(f"{upload.folder} is not whole: {error}") from error
+            raise RejectedError(f"{upload.folder} is not whole: {error}") from error
         if upload.name:
             return manifest
-        beside = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
-        names = {path.name for path in beside if not path.name.startswith(".") and path.suffix != ".lock"}
+        paths = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
+        names = {path.name for path in paths if not path.name.startswith(".") and path.suffix != ".lock"}
         files = {
             name: {"size": (upload.folder / name).stat().st_size, "sha256": digest(upload.folder / name)}
             for name in sorted({*manifest["files"], *names} - {MANIFEST})
         }
         return {**manifest, "format": FORMAT, "run": manifest.get("run") or self._run, "files": files}
 
-    def _is_there(self, name: str, manifest: dict[str, Any]) -> bool:
+    def _is_uploaded(self, folder: RemoteFolder, manifest: dict[str, Any]) -> bool:
         try:
-            if self._remote.manifest(name)[0] != manifest:
+            if folder.has_mark or self._remote.manifest(folder.name)[0] != manifest:
                 return False
-            self._remote.verify(name, manifest)
+            self._remote.verify(folder.name, manifest)
         except DamagedError:
             return False
         return True
 
-    def _others(self, run: str | None) -> dict[str, Held]:
-        """Return what is there but for what is proven, by name; refuse what another run has put there."""
-        names = [name for name in ("", *self._remote.names()) if name not in self._proven]
-        held = {name: self._remote.held(name) for name in names}
-        others = [one for name, one in held.items() if one.run not in (run, None) and name not in self._given_up]
+    def _unverified_folders(self, run: str | None) -> dict[str, RemoteFolder]:
+        """Return the folders in the mirror that this process has not verified; reject those of another run."""
+        names = [name for name in ("", *self._remote.names()) if name not in self._verified]
+        folders = {name: self._remote.folder(name) for name in names}
+        others = [
+            folder
+            for folder in folders.values()
+            if folder.run not in (run, None) and folder.name not in self._abandoned
+        ]
         if others:
-            raise RefusedError(self._refusal(others))
-        return held
+            raise RejectedError(self._other_run(others))
+        return folders
 
-    def _rotate(self, upload: Upload, run: str | None, held: dict[str, Held]) -> None:
-        """Delete what is left of killed uploads, what was given up, and the oldest beyond `keep`."""
-        older = {name: one for name, one in held.items() if name and name != upload.name}
-        # A mark that says nothing was cut off itself, before anything else was written.
-        left = {name for name, one in older.items() if one.has_mark and one.run in (run, None)}
-        doomed = sorted((self._given_up - {""}) | left, key=step_of)
+    def _rotate(self, upload: Upload, run: str | None, folders: dict[str, RemoteFolder]) -> None:
+        """Delete what killed uploads left behind, what was abandoned, and the oldest checkpoints beyond `keep`."""
+        older = {name: folder for name, folder in folders.items() if name and name != upload.name}
+        # A mark without a run was cut off while it was written, before any other file.
+        partial = {name for name, folder in older.items() if folder.has_mark and folder.run in (run, None)}
+        doomed = sorted((self._abandoned - {""}) | partial, key=step_of)
         if self._keep is not None:
-            settled = self._proven | {name for name, one in older.items() if one.is_settled and one.run == run}
-            by_step = sorted(settled - set(doomed), key=step_of)
-            spared = {upload.name, *upload.kept, *by_step[-max(self._keep, LEAST_KEPT) :]}
-            doomed += [name for name in by_step if name not in spared]
-        if "" in self._given_up:
+            complete = {name for name, folder in older.items() if folder.has_manifest and folder.run == run}
+            by_step = sorted((self._verified | complete) - set(doomed), key=step_of)
+            newest = by_step[-max(self._keep, LEAST_KEPT) :]
+            doomed += [name for name in by_step if name not in {upload.name, *upload.kept, *newest}]
+        if "" in self._abandoned:
             self._remote.delete_result()
-            self._given_up.discard("")
+            self._abandoned.discard("")
         for name in doomed:
             self._remote.delete(name, run)
-            self._proven.discard(name)
-            self._given_up.discard(name)
+            self._verified.discard(name)
+            self._abandoned.discard(name)
 
-    def _refusal(self, others: list[Held]) -> str:
-        names = ", ".join(one.name or "a result" for one in others[:3])
+    def _other_run(self, others: list[RemoteFolder]) -> str:
+        names = ", ".join(folder.name or "a result" for folder in others[:3])
         return (
-            f"the checkpoint mirror {self._store.shown} holds {names} of another run; name a mirror of its own for"
-            " this one, resume that run, or set overwrite_output_dir to true"
+            f"the checkpoint mirror {self._store.shown} holds {names} of another run; use a separate mirror for this"
+            " run, resume that run, or set overwrite_output_dir to true"
         )
 
 
-RESULT = "the result"
-
-
-class RefusedError(RuntimeError):
-    """Another attempt would be refused too."""
+class RejectedError(RuntimeError):
+    """An upload is not possible, and a retry would not help."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One folder to be uploaded.
+    """One folder to upload.
 
     Args:
         folder: local, with a manifest.
-        name: of the checkpoint folder there; "" for the result, at the root.
-        kept: names of checkpoints that stay there whatever their age.
+        name: of the checkpoint folder in the mirror; "" for the result, which goes to the root.
+        kept: names of checkpoints to keep in the mirror whatever their age.
     """
 
     folder: Path
@@ -316,18 +309,18 @@ class Upload:
 
     @property
     def shown(self) -> str:
-        """What it is, for a message."""
+        """The name for messages."""
         return self.name or RESULT
 
 
 class Uploads:
-    """The queue and its thread. No method raises; none blocks but `wait`.
+    """A queue of at most one checkpoint and one result, and the thread that uploads them. No method raises.
 
     Args:
-        upload: uploads, or raises; RefusedError where another attempt is of no use. Called in the thread.
-        warn: receives a sentence for each upload that failed at last. Called in the thread.
-        waits_s: pauses in seconds before each further attempt.
-        where: the place, for messages.
+        upload: called in the thread; it raises RejectedError if a retry would not help.
+        warn: receives a message for each upload that failed after all retries; called in the thread.
+        waits_s: seconds to wait before each retry.
+        where: the mirror's name for messages.
     """
 
     def __init__(
@@ -342,10 +335,11 @@ class Uploads:
         self._result: Upload | None = None
         self._current: Upload | None = None
         self._thread: threading.Thread | None = None
+        # Why each name is not in the mirror.
         self._missing: dict[str, str] = {}
 
     def add(self, upload: Upload) -> None:
-        """Let something be uploaded; a checkpoint that still waits gives way to a newer one."""
+        """Queue an upload. A checkpoint replaces one that is still waiting."""
         with self._changed:
             if not upload.name:
                 self._result = upload
@@ -355,35 +349,26 @@ class Uploads:
                 self._checkpoint = upload
             self._missing[upload.shown] = "not uploaded yet"
             if self._thread is None:
-                # A daemon: a store that does not answer must not keep the process alive.
+                # A daemon, because a store that does not answer must not keep the process alive.
                 self._thread = threading.Thread(target=self._run, name="checkpoint-mirror", daemon=True)
-                self._start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # No more threads, or no memory for one.
+                    self._thread = None
+                    self._warn(f"the checkpoint mirror {self._where} waits for the next checkpoint ({reason(error)})")
             self._changed.notify_all()
 
     def busy(self) -> set[Path]:
-        """Return the local checkpoint folders that are not uploaded yet, and will be."""
+        """Return the local checkpoint folders that are queued or being uploaded."""
         with self._changed:
-            return {
-                upload.folder for upload in (self._checkpoint, self._current) if upload is not None and upload.name
-            }
+            uploads = (self._checkpoint, self._current)
+            return {upload.folder for upload in uploads if upload is not None and upload.name}
 
     def wait(self, timeout_s: float) -> dict[str, str]:
-        """Return what lacks there, and why, after at most so many seconds.
-
-        Args:
-            timeout_s: how long to wait for what is under way.
-        """
+        """Wait for the queue, at most `timeout_s` seconds; return what the mirror lacks, and why."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, timeout_s)
             return dict(self._missing)
-
-    def _start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            # No more threads, or no memory for one.
-            self._thread = None
-            self._warn(f"the checkpoint mirror {self._where} waits for the next checkpoint ({reason(error)})")
 
     def _run(self) -> None:
         while (upload := self._next()) is not None:
@@ -394,18 +379,17 @@ class Uploads:
 
     def _next(self) -> Upload | None:
         with self._changed:
-            self._current = self._checkpoint or self._result
             if self._checkpoint is not None:
-                self._checkpoint = None
+                self._current, self._checkpoint = self._checkpoint, None
             elif self._result is not None:
-                self._result = None
+                self._current, self._result = self._result, None
             else:
-                self._thread = None
+                self._current = self._thread = None
                 self._changed.notify_all()
             return self._current
 
     def _try(self, upload: Upload) -> str | None:
-        """Upload, again after each pause; return what failed at last."""
+        """Upload with retries; return why the last attempt failed, or None."""
         attempts = 0
         for wait_s in (*self._waits_s, None):
             attempts += 1
@@ -414,11 +398,11 @@ class Uploads:
                 return None
             except Exception as error:
                 failure = reason(error)
-                if wait_s is None or isinstance(error, RefusedError) or self._newer_within(wait_s):
+                if wait_s is None or isinstance(error, RejectedError) or self._newer_within(wait_s):
                     break
         self._warn(
             f"the checkpoint mirror {self._where} did not take {upload.shown} ({failure}; attempts: {attempts});"
-            " training goes on, and the next checkpoint is tried again"
+            " training continues, and the next checkpoint is uploaded as usual"
         )
         return failure
 
@@ -434,8 +418,9 @@ class Uploads:
             self._missing[upload.shown] = failure
             return
         self._missing.pop(upload.shown, None)
-        waiting = self._checkpoint.name if self._checkpoint is not None else None
-        for name in [name for name in self._missing if upload.name and name not in (RESULT, waiting)]:
-            # A later checkpoint stands for one that failed.
-            if (step_of(name) or 0) <= (step_of(upload.name) or 0):
-                del self._missing[name]
+        if upload.name:
+            # A later checkpoint replaces those that failed before it.
+            waiting = self._checkpoint.name if self._checkpoint is not None else None
+            for name in set(self._missing) - {RESULT, waiting}:
+                if (step_of(name) or 0) <= (step_of(upload.name) or 0):
+                    del self._missing[name]

@@ -1,22 +1,25 @@
-"""Settings of a run leave it without their secrets: in `training_args.bin`, TensorBoard, and wherever they are shown.
+"""Keeps secrets out of what is made of a run's settings: `training_args.bin`, TensorBoard, model cards, printed text.
 
-transformers pickles its arguments as they are, `hub_token` included, and shows in full what does not end in `_token`.
-Knows arguments; trains nothing.
+transformers pickles its arguments unchanged, `hub_token` included, and prints every value whose name does not end in
+`_token`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_secret, add_stored_token, redact, redact_all
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
 
 class SecretFreeArguments:
-    """The part of a settings class that shows no secret; it stands before TrainingArguments, with `repr=False`.
+    """Settings that show no secrets. List it before TrainingArguments among the bases, with `dataclass(repr=False)`.
 
-    A secret among the settings (`hub_token`, a token in `model_init_kwargs`) is redacted from then on wherever text
+    A secret in the settings (`hub_token`, a token in `model_init_kwargs`) is from then on redacted in all text that
     leaves the run.
     """
 
@@ -25,7 +28,7 @@ class SecretFreeArguments:
         add_secrets_of(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as values of JSON, without secrets; TensorBoard and other trackers are given this."""
+        """Return the settings as JSON values without secrets, for TensorBoard and other trackers."""
         return redact_all(super().to_dict())
 
     def __str__(self) -> str:
@@ -34,41 +37,37 @@ class SecretFreeArguments:
     __repr__ = __str__
 
 
-def add_secrets_of(args: Any) -> None:
-    """Let `redact` know the secrets that stand in the settings of a run, and the token of `hf auth login`."""
+def add_secrets_of(args: TrainingArguments) -> None:
+    """Register the secrets in a run's settings, and the token of `hf auth login`, with `redact`."""
     add_stored_token()
     for name, value in vars(args).items():
-        entries = value.items() if isinstance(value, Mapping) else [(name, value)]
-        for key, entry in entries:
-            if key in SECRET_KEYWORDS and isinstance(entry, str):
+        for key, entry in value.items() if isinstance(value, Mapping) else [(name, value)]:
+            if _is_secret(key, entry):
                 add_secret(entry, key)
 
 
 @contextlib.contextmanager
-def without_secrets(args: Any) -> Iterator[None]:
-    """Take the secrets out of the settings of a run while they are written; put them back behind the block.
+def without_secrets(args: TrainingArguments) -> Iterator[None]:
+    """Remove the secrets from a run's settings inside the block, while they are written to a file.
 
-    `hub_token` and its like become None, keywords that hold a token go, and in other texts a mark stands where a
-    secret was. What holds no secret is not touched.
-
-    Args:
-        args: TrainingArguments, of any kind.
+    Settings such as `hub_token` become None, keywords with a token are left out of dicts, and secrets inside other
+    text are redacted.
     """
     add_secrets_of(args)
     settings = vars(args)
-    before = dict(settings)
-    for name, value in before.items():
-        settings[name] = None if name in SECRET_KEYWORDS and value else redact_all(_without_keywords(value))
+    original = dict(settings)
+    for name, value in original.items():
+        if name in SECRET_KEYWORDS and value:
+            settings[name] = None
+        elif isinstance(value, dict):
+            plain = {key: entry for key, entry in value.items() if not _is_secret(key, entry)}
+            settings[name] = redact_all(value if len(plain) == len(value) else plain)
+        else:
+            settings[name] = redact_all(value)
     try:
         yield
     finally:
-        settings.update(before)
-
-
-def _without_keywords(value: Any) -> Any:
-    if not isinstance(value, dict) or not any(_is_secret(key, entry) for key, entry in value.items()):
-        return value
-    return {key: entry for key, entry in value.items() if not _is_secret(key, entry)}
+        settings.update(original)
 
 
 def _is_secret(key: Any, entry: Any) -> bool:

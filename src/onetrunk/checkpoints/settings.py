@@ -1,8 +1,14 @@
-"""What may change where a run goes on: every setting is free, steering, or bound to the place in the run.
+"""The settings that concern checkpoints, and which settings may change when a run is resumed.
 
-Free settings say where results go, how long and on what the run computes; nobody is asked. Steering ones change what
-it learns from here on: they are listed and refused, unless `allow_config_change` says that it is meant. Bound ones
-would make another run of it, and are always refused. Knows names and values; no run.
+| kind | when a run is resumed | settings here |
+|---|---|---|
+| bound | must be the same: they decide which rows make up which step | BOUND_SETTINGS, base model, adapter, rows |
+| kept | the optimizer's state holds them, so the checkpoint's values stay in use | KEPT_SETTINGS |
+| free | may change: where results go, how long the run is, what hardware it uses | FREE_SETTINGS, FREE_PREFIXES |
+| steering | may change with `allow_config_change`: what the run learns from now on | all others |
+
+A changed kept setting also needs `allow_config_change`. PPO binds and keeps other settings (`ppo/state.py`) and shares
+the free ones; `tests/checkpoints/test_config_changes.py` checks that each of its settings has a kind.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -21,8 +27,18 @@ from peft import PeftModel
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.utils.files import read_json
 
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
 logger = get_logger(__name__)
 
+SETTINGS_FILE = "run_settings.json"
+
+BOUND_SETTINGS = tuple(
+    "per_device_train_batch_size gradient_accumulation_steps num_processes rows adapter seed data_seed optim"
+    " dataloader_drop_last train_sampling_strategy auto_find_batch_size".split()
+)
+KEPT_SETTINGS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 FREE_SETTINGS = frozenset(
     "output_dir run_name project report_to num_rollouts max_steps num_train_epochs resume_from_checkpoint"
     " push_to_hub disable_tqdm num_completions_to_print per_device_eval_batch_size overwrite_output_dir"
@@ -38,152 +54,137 @@ FREE_PREFIXES = (
     "logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile", "alarm_",
     "stop_on_",
 )  # fmt: skip
-# Beside the prefixes above: which rows come, and in what groups.
-NOT_FREE = frozenset(("dataloader_drop_last",))
-
-
-def is_free(name: str) -> bool:
-    """Return whether nothing that a run learns depends on a setting."""
-    return name not in NOT_FREE and (name in FREE_SETTINGS or name.startswith(FREE_PREFIXES))
-
-
-def require_same(path: Path, written: dict[str, Any], own: dict[str, Any], names: Iterable[str]) -> None:
-    """Refuse settings that are bound to the place in a run.
-
-    Args:
-        path: the file that `written` comes from.
-        written: settings when the checkpoint was written.
-        own: settings now.
-        names: those that must be as they were.
-
-    Raises:
-        ValueError: names every one that is not.
-    """
-    changed = [name for name in names if written.get(name) != own.get(name)]
-    if changed:
-        pairs = ", ".join(f"{name} {written.get(name)} (here {own.get(name)})" for name in changed)
-        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
-
-
-def require_base(path: Path, written: dict[str, Any], own: dict[str, Any]) -> None:
-    """Refuse another base model, or the same one in another precision.
-
-    Raises:
-        ValueError: names both.
-    """
-    if written.get("base") != own["base"]:
-        raise ValueError(
-            f"{path} was written on the base model {written.get('base_name')} ({written.get('base')}), and this run"
-            f" has {own['base_name']} ({own['base']}), another one or in another precision; resume on the base of that"
-            " run, or start a new run"
-        )
-
-
-def allow_steering(path: Path, before: dict[str, Any], now: dict[str, Any], is_allowed: bool) -> None:
-    """List the steering settings that have changed, and refuse them unless that is meant.
-
-    Args:
-        path: the file that `before` comes from.
-        before: steering settings when the checkpoint was written; one that only one version of onetrunk has is no
-            change.
-        now: those of this run.
-        is_allowed: `allow_config_change`.
-
-    Raises:
-        ValueError: names every one that has changed.
-    """
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    if not changed:
-        return
-    pairs = ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in changed)
-    if not is_allowed:
-        raise ValueError(
-            f"this run would go on from {path.parent} with settings that have changed since: {pairs}; set them back,"
-            " or set allow_config_change to true to go on with them"
-        )
-    logger.warning(f"this run goes on from {path.parent} with settings that have changed since: {pairs}")
-
-
-def keep_optimizer_settings(
-    path: Path, written: dict[str, Any], own: dict[str, Any], names: Iterable[str], is_allowed: bool
-) -> None:
-    """Refuse, or say, that settings of the optimizer stay those of the checkpoint, which holds its state.
-
-    Raises:
-        ValueError: one has changed, and `is_allowed` is False.
-    """
-    kept = [name for name in names if written.get(name) != own[name]]
-    if not kept:
-        return
-    pairs = ", ".join(f"{name} stays {written.get(name)} (here {own[name]})" for name in kept)
-    sentence = f"{pairs}: optimizer and schedule are those of the checkpoint {path.parent}"
-    if not is_allowed:
-        raise ValueError(
-            f"{sentence}; set them back, start a new run to change them, or set allow_config_change to true to go on"
-            " as before"
-        )
-    logger.warning(f"{sentence}; start a new run to change them")
-
-
-SETTINGS_FILE = "run_settings.json"
-# Which rows make up which step; another step count would resume elsewhere in the rows.
-BOUND_SETTINGS = tuple(
-    "per_device_train_batch_size gradient_accumulation_steps num_processes rows adapter seed data_seed optim"
-    " dataloader_drop_last train_sampling_strategy auto_find_batch_size".split()
-)
-# The optimizer's own state holds them.
-KEPT_SETTINGS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# Has one of the prefixes, but decides which rows a step gets.
+NOT_FREE = ("dataloader_drop_last",)
+# The fields of an adapter's config that are compared.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "layers_to_transform")
 
 
-def plain_settings(trainer: Any) -> dict[str, Any]:
-    """Return what `check_plain_settings` compares, in terms of JSON; call it before the trainer has trained.
+def is_free(name: str) -> bool:
+    """Return whether a setting may change without affecting what the run learns."""
+    return name not in NOT_FREE and (name in FREE_SETTINGS or name.startswith(FREE_PREFIXES))
+
+
+def require_same(path: Path, saved: dict[str, Any], current: dict[str, Any], names: Iterable[str]) -> None:
+    """Check settings that must be the same as in the checkpoint.
 
     Args:
-        trainer: a Trainer with its model and its encoded rows.
+        path: the file that `saved` was read from.
+        saved: settings of the run that wrote the checkpoint.
+        current: settings of this run.
+        names: of the settings to compare.
+
+    Raises:
+        ValueError: names each setting that differs.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    settings = {name: value for name, value in trainer.args.to_dict().items() if not is_free(name)}
-    settings["rows"] = rows_digest(trainer.train_dataset)
-    settings["num_processes"] = trainer.accelerator.num_processes
-    settings["adapter"] = _adapter(model) if isinstance(model, PeftModel) else None
-    settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path
-    # As it comes back from the file: tuples are lists there.
-    return json.loads(json.dumps(settings, default=str))
+    changed = [name for name in names if saved.get(name) != current.get(name)]
+    if changed:
+        pairs = ", ".join(f"{name} {saved.get(name)} (here {current.get(name)})" for name in changed)
+        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
 
 
-def check_plain_settings(folder: str | Path, own: dict[str, Any], is_allowed: bool) -> None:
-    """Refuse to go on from a checkpoint of another run, and changed settings unless that is meant.
+def require_base(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Check that the base model and its precision are those of the checkpoint; arguments as for `require_same`.
+
+    Raises:
+        ValueError: names both base models.
+    """
+    if saved.get("base") != current["base"]:
+        raise ValueError(
+            f"{path} was written on the base model {saved.get('base_name')} ({saved.get('base')}), and this run uses"
+            f" {current['base_name']} ({current['base']}), another model or another precision; resume with the base"
+            " model of that run, or start a new run"
+        )
+
+
+def allow_steering(path: Path, saved: dict[str, Any], current: dict[str, Any], is_allowed: bool) -> None:
+    """Warn about changed steering settings, or reject them if `allow_config_change` is not set.
 
     Args:
-        folder: the checkpoint.
-        own: `plain_settings` of this run.
+        path: the file that `saved` was read from.
+        saved: steering settings of the checkpoint. A setting that only one version of onetrunk has is not compared.
+        current: steering settings of this run.
         is_allowed: `allow_config_change`.
 
     Raises:
-        ValueError: names what has changed.
+        ValueError: names each setting that has changed.
+    """
+    changed = [name for name in current if name in saved and saved[name] != current[name]]
+    if not changed:
+        return
+    pairs = ", ".join(f"{name}: {saved[name]} -> {current[name]}" for name in changed)
+    if not is_allowed:
+        raise ValueError(
+            f"cannot resume from {path.parent}, because settings have changed since: {pairs}; set them back, or set"
+            " allow_config_change to true to resume with the new values"
+        )
+    logger.warning(f"resuming from {path.parent} with settings that have changed since: {pairs}")
+
+
+def keep_optimizer_settings(
+    path: Path, saved: dict[str, Any], current: dict[str, Any], names: Iterable[str], is_allowed: bool
+) -> None:
+    """Warn that changed settings of the optimizer have no effect, or reject them without `allow_config_change`.
+
+    The optimizer's state holds these settings and is loaded from the checkpoint. Arguments as for `allow_steering`.
+
+    Raises:
+        ValueError: a setting has changed, and `is_allowed` is False.
+    """
+    changed = [name for name in names if saved.get(name) != current[name]]
+    if not changed:
+        return
+    pairs = ", ".join(f"{name} stays {saved.get(name)} (here {current[name]})" for name in changed)
+    message = f"{pairs}: optimizer and schedule are restored from {path.parent}"
+    if not is_allowed:
+        raise ValueError(
+            f"{message}; set them back, start a new run to change them, or set allow_config_change to true to resume"
+            " with the values of the checkpoint"
+        )
+    logger.warning(f"{message}; start a new run to change them")
+
+
+def plain_settings(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings that `check_plain_settings` compares, as JSON values. Call it before training."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    has_adapter = isinstance(model, PeftModel)
+    base = model.get_base_model() if has_adapter else model
+    settings = {name: value for name, value in trainer.args.to_dict().items() if not is_free(name)}
+    settings["rows"] = rows_digest(trainer.train_dataset)
+    settings["num_processes"] = trainer.accelerator.num_processes
+    settings["adapter"] = _adapter_settings(model) if has_adapter else None
+    settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path
+    # Tuples become lists, as in settings that are read from a file.
+    return json.loads(json.dumps(settings, default=str))
+
+
+def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed: bool) -> None:
+    """Check whether a run with the `plain_settings` `current` may be resumed from a checkpoint.
+
+    Raises:
+        ValueError: names the settings that have changed.
     """
     path = Path(folder) / SETTINGS_FILE
-    written = read_json(path)
-    if not isinstance(written, dict):
-        raise ValueError(f"{path} holds no settings of a run; pass another checkpoint")
-    require_base(path, written, own)
-    require_same(path, written, own, BOUND_SETTINGS)
-    keep_optimizer_settings(path, written, own, KEPT_SETTINGS, is_allowed)
-    apart = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
-    allow_steering(path, written, {n: v for n, v in own.items() if n not in apart}, is_allowed)
+    saved = read_json(path)
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} does not hold the settings of a run; pass another checkpoint")
+    require_base(path, saved, current)
+    require_same(path, saved, current, BOUND_SETTINGS)
+    keep_optimizer_settings(path, saved, current, KEPT_SETTINGS, is_allowed)
+    others = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
+    steering = {name: value for name, value in current.items() if name not in others}
+    allow_steering(path, saved, steering, is_allowed)
 
 
 def settings_digest(settings: dict[str, Any] | None) -> str | None:
-    """Return a digest of the settings of a run, in terms of JSON."""
+    """Return a digest of a run's settings (JSON values), or None for None."""
     if settings is None:
         return None
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rows_digest(rows: Any) -> str:
-    """Return how many encoded rows there are and a digest of all that is in them."""
+    """Return the number of encoded rows and a digest of their contents; only the type's name if not a Dataset."""
     if not isinstance(rows, Dataset):
         return type(rows).__name__
     digest = hashlib.sha256()
@@ -192,32 +193,32 @@ def rows_digest(rows: Any) -> str:
     return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
-def _adapter(model: PeftModel) -> dict[str, Any]:
+def _adapter_settings(model: PeftModel) -> dict[str, Any]:
     config = model.peft_config[model.active_adapter]
-    found = {name: getattr(config, name, None) for name in ADAPTER_SETTINGS}
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+    values = {name: getattr(config, name, None) for name in ADAPTER_SETTINGS}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 @dataclass(repr=False)
 class CheckpointSettings:
-    """The part of a settings class that speaks of checkpoints; it stands before TrainingArguments."""
+    """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
 
     allow_config_change: bool = field(
         default=False,
-        metadata={"help": "Go on from a checkpoint although settings that steer what is learnt have changed."},
+        metadata={"help": "Resume from a checkpoint although settings that steer what is learnt have changed."},
     )
     continue_ended_run: bool = field(
         default=False,
         metadata={
             "help": "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false:"
-            " such a run is finished, whatever is planned."
+            " such a run is finished, however many steps are planned."
         },
     )
     checkpoint_mirror: str | None = field(
         default=None,
         metadata={
-            "help": "A second home of checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks"
-            " there where output_dir has none."
+            "help": "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks"
+            " there if output_dir has no checkpoint."
         },
     )
 
@@ -226,11 +227,11 @@ class CheckpointSettings:
         super().__post_init__()
 
 
-def check_intervals(args: Any) -> None:
-    """Refuse intervals at which nothing can happen, and a best model that no evaluation chooses.
+def check_intervals(args: TrainingArguments) -> None:
+    """Check that each interval is positive, and that evaluations exist if a best model is to be chosen.
 
     Raises:
-        ValueError: names the setting, its value and what it may be.
+        ValueError: names the setting, its value and the values allowed.
     """
     for strategy, steps in (
         ("save_strategy", "save_steps"),
@@ -238,24 +239,16 @@ def check_intervals(args: Any) -> None:
         ("logging_strategy", "logging_steps"),
     ):
         value = getattr(args, steps)
-        is_unset = value is None and steps == "eval_steps"  # It is logging_steps then.
-        if _word(getattr(args, strategy)) == "steps" and not is_unset and not (_is_number(value) and value > 0):
+        if getattr(args, strategy) != "steps" or (value is None and steps == "eval_steps"):
+            continue  # An unset eval_steps means logging_steps.
+        if not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
             raise ValueError(
                 f"{steps} is {value!r}, and {strategy} is 'steps'; set a whole number above 0 or a share of all steps"
                 f" between 0 and 1, or set {strategy} to 'no'"
             )
-    needs = "load_best_model_at_end" if args.load_best_model_at_end else "save_strategy 'best'"
-    chooses_best = args.load_best_model_at_end or _word(args.save_strategy) == "best"
-    if chooses_best and _word(args.eval_strategy) == "no":
+    if (args.load_best_model_at_end or args.save_strategy == "best") and args.eval_strategy == "no":
+        setting = "load_best_model_at_end" if args.load_best_model_at_end else "save_strategy 'best'"
         raise ValueError(
-            f"{needs} needs evaluations to choose by, and eval_strategy is 'no'; set eval_strategy to 'steps' or"
+            f"{setting} needs evaluations to choose by, and eval_strategy is 'no'; set eval_strategy to 'steps' or"
             " 'epoch', with held-out rows, or leave it out"
         )
-
-
-def _word(strategy: Any) -> str:
-    return str(getattr(strategy, "value", strategy))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

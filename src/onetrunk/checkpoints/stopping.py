@@ -1,9 +1,8 @@
-"""Asked to stop by a signal, a run writes a checkpoint where it stands and ends; all its processes at the same step.
+"""Stopping a run on a signal: it writes a checkpoint at the current step and ends, all processes at the same step.
 
-SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (what SLURM sends before a time limit) and SIGHUP (the terminal, or the reader of the
-output, is gone) set a flag. It is read between optimizer
-steps, and while a rollout is sampled and scored: the rollout is given up, for the resumed run makes the same one.
-Knows signals and processes; no model and no file.
+SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (which SLURM sends before a time limit) and SIGHUP (the terminal or the reader of the
+output is gone) set a flag. The flag is read between optimizer steps, and while a rollout is sampled and scored: that
+work is given up, because the resumed run makes the same rollout again.
 """
 
 from __future__ import annotations
@@ -22,21 +21,16 @@ from accelerate import Accelerator
 from onetrunk.utils.output import lasting_output
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# Both may come twice: from the system and from a shell, or a scheduler.
+# These may arrive twice without a second request: from the system and from a shell or a scheduler.
 REPEATED = (signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopAsked(Exception):
-    """Work was given up because the run is to stop; training takes it for no error."""
+    """Work was given up because the run is to stop. Training catches it; it is not an error."""
 
 
 class Stopped(SystemExit):
-    """The run has stopped because it was asked to, and goes on from `checkpoint`; a script ends with exit code 0.
-
-    Args:
-        checkpoint: the folder that holds everything.
-        signal_name: what asked.
-    """
+    """The run was stopped by a signal and can be resumed from the folder `checkpoint`. The exit code is 0."""
 
     def __init__(self, checkpoint: str, signal_name: str):
         super().__init__(0)
@@ -45,37 +39,37 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return (
-            f"stopped ({self.signal_name}); all is kept in {self.checkpoint}: the same command with --resume auto"
-            " goes on from there"
+            f"stopped ({self.signal_name}); everything is saved in {self.checkpoint}: run the same command with"
+            " --resume auto to resume from there"
         )
 
 
 class StopSignals:
-    """Whether the run is to stop, and since which signal."""
+    """Whether the run is to stop, and the signal that asked for it."""
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
         self._gives_up = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals in the block; a second one does what it did before. Only the main thread can.
+        """Handle the signals inside the block; a second signal does what it did before. Needs the main thread.
 
-        Output whose reader is gone is a SIGHUP.
+        If the reader of the output is gone, the process gets a SIGHUP.
         """
         self.received = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Under nohup, or in the background of a shell, some are to be ignored.
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._receive) for number in heard}
+        # Under nohup, or in the background of a shell, some signals must stay ignored.
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             with lasting_output():
                 yield
         finally:
-            for number, handler in self._before.items():
+            for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -83,22 +77,20 @@ class StopSignals:
         if self.received is None:
             self.received = name
             note = f"\n{name}: stopping after this step with a checkpoint; a second signal stops at once\n"
-            # A handler may interrupt whoever writes through Python's streams. The terminal may be gone.
+            # Not through Python's streams, whose writer this handler may have interrupted. The terminal may be gone.
             with contextlib.suppress(OSError):
                 os.write(2, note.encode())
         elif number not in REPEATED:
-            before = self._before.get(number)
-            if callable(before):
-                before(number, frame)
+            previous = self._previous_handlers.get(number)
+            if callable(previous):
+                previous(number, frame)
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def giving_up(self, accelerator: Accelerator, alone: bool = False) -> Iterator[None]:
-        """Let `poll` end the block early, and raise StopAsked behind it if any process is to stop; all enter it.
+        """Let `poll` end the block early. All processes enter it, and if any is to stop, all raise StopAsked after it.
 
-        Args:
-            accelerator: of the run.
-            alone: the processes talk to each other in the block, so that only a process alone may leave it early.
+        With `alone`, for a block in which processes communicate, `poll` ends it only in a run with one process.
         """
         self._gives_up = not alone or accelerator.num_processes == 1
         try:
@@ -111,20 +103,16 @@ class StopSignals:
             raise StopAsked
 
     def poll(self) -> None:
-        """Give up the work at hand, if the run is to stop and the work is of a kind that is made anew.
-
-        Raises:
-            StopAsked: caught by `giving_up`.
-        """
+        """Raise StopAsked, which `giving_up` catches, if the run is to stop and this is inside such a block."""
         if self._gives_up and self.received is not None:
             raise StopAsked
 
     def agreed(self, accelerator: Accelerator) -> bool:
-        """Return whether any process is to stop; every process asks at the same place."""
+        """Return whether any process is to stop. Every process must call it at the same point."""
         if accelerator.num_processes == 1:
             return self.received is not None
-        own = torch.tensor([float(self.received is not None)], device=accelerator.device)
-        if not accelerator.gather(own).max().item():
+        is_stopping = torch.tensor([float(self.received is not None)], device=accelerator.device)
+        if not accelerator.gather(is_stopping).max().item():
             return False
         self.received = self.received or "a signal to another process"
         return True

@@ -1,6 +1,5 @@
-"""Writing and reading what may go wrong there, said in one sentence: a full disk, a file with more in it than numbers.
-
-Knows files and errors; no training.
+"""What can go wrong when a checkpoint is written or read, reported as one clear error: a full disk, weights that are
+not finite, a file that holds something else than tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -21,18 +20,66 @@ from safetensors import SafetensorError
 from torch import nn
 
 from onetrunk.checkpoints.folders import LEAST_KEPT
-from onetrunk.checkpoints.manifest import MANIFEST, sync, write_manifest
+from onetrunk.checkpoints.manifest import MANIFEST, write_manifest
+from onetrunk.utils.files import sync
 
-# How torch says that a disk is full.
+if TYPE_CHECKING:
+    from onetrunk.checkpoints.trainer import SafeCheckpoints
+
+logger = get_logger(__name__)
+
+# Bytes of tokenizer, settings, logs and random states, as an upper bound.
+OTHER_BYTES = 8 << 20
+# Bytes per trained weight: Adam's two moments in float32.
+OPTIMIZER_BYTES = 8
+# How torch reports that a file could not be written.
 TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
+
+
+def require_room(trainer: SafeCheckpoints) -> None:
+    """Check that the disk can take the checkpoints that are kept, and one more while it is being written.
+
+    Raises:
+        RuntimeError: names the folder, the free bytes and the bytes needed.
+    """
+    args = trainer.args
+    if not args.should_save or args.save_strategy == "no":
+        return
+    size, free = checkpoint_bytes(trainer), _free_bytes(Path(args.output_dir))
+    kept = max(args.save_total_limit, LEAST_KEPT) if args.save_total_limit else LEAST_KEPT
+    if free < size * (kept + 1):
+        raise RuntimeError(
+            f"{args.output_dir} has {free:,} bytes free, and {kept + 1} checkpoints of about {size:,} bytes take"
+            f" {size * (kept + 1):,}; make room, choose another output_dir, or lower save_total_limit (at least"
+            f" {LEAST_KEPT} are kept)"
+        )
+    every = trainer.state.save_steps
+    planned = -(-trainer.state.max_steps // int(every)) if every and args.save_strategy == "steps" else LEAST_KEPT
+    if not args.save_total_limit and free < size * planned:
+        logger.warning(
+            f"{args.output_dir} has {free:,} bytes free; {planned} checkpoints of about {size:,} bytes will not fit:"
+            " set save_total_limit"
+        )
+
+
+def checkpoint_bytes(trainer: SafeCheckpoints) -> int:
+    """Return about how many bytes a checkpoint takes: the saved weights, the optimizer and the trainer's own state."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(model, PeftModel):
+        saved = [p for name, p in model.named_parameters() if ".lora_" in name or p.requires_grad]
+    else:
+        saved = list(model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in saved)
+    return weight_bytes + OPTIMIZER_BYTES * sum(p.numel() for p in trained) + OTHER_BYTES + trainer.own_state_bytes()
 
 
 @torch.no_grad()
 def require_finite_weights(model: nn.Module, step: int) -> None:
-    """Refuse to keep weights that are not finite: the checkpoints before them are what there is to go on from.
+    """Check that the trained weights are finite, so that a bad checkpoint does not replace a good one.
 
     Raises:
-        RuntimeError: names the first of them.
+        RuntimeError: names the first weight that is not finite.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     checks = [p.isfinite().all() for p in trained.values()]
@@ -40,14 +87,14 @@ def require_finite_weights(model: nn.Module, step: int) -> None:
         return
     bad = [name for name, check in zip(trained, checks, strict=True) if not check]
     raise RuntimeError(
-        f"{len(bad)} of {len(checks)} weights are not finite after step {step}, the first is {bad[0]}: nothing is"
-        " saved, and the checkpoints before it are as they were; lower learning_rate, and go on from one of them"
+        f"{len(bad)} of {len(checks)} weights are not finite after step {step}, the first is {bad[0]}. Nothing was"
+        " saved, and older checkpoints are unchanged: resume from one of them with a lower learning_rate"
     )
 
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Say what could not be written in the block, and what there is to go on from.
+    """Turn a failed write inside the block into one error that names the cause.
 
     Raises:
         RuntimeError: names the folder, the reason and the free bytes.
@@ -58,16 +105,15 @@ def writing(target: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not TORCH_WRITE_FAILED.search(str(error)):
             raise
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        free = shutil.disk_usage(existing(target)).free
         raise RuntimeError(
-            f"{target} could not be written ({reason}; {free:,} bytes are free there); the checkpoints before it are"
-            " as they were: make room, and go on with --resume auto"
+            f"{target} could not be written ({reason}; {_free_bytes(target):,} bytes are free there). Older"
+            " checkpoints are unchanged: make room, and resume with --resume auto"
         ) from error
 
 
 @contextlib.contextmanager
 def reading(folder: str) -> Iterator[None]:
-    """Say that a file in a checkpoint holds something else than tensors and numbers, which is not loaded.
+    """Turn the error for a checkpoint file that holds other objects than tensors into one that names the folder.
 
     Raises:
         ValueError: names the folder.
@@ -76,18 +122,15 @@ def reading(folder: str) -> Iterator[None]:
         yield
     except (pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(
-            f"{folder} holds a file with something else in it than tensors and numbers, which is not loaded"
-            f" ({str(error).splitlines()[0]}); it was not written by this library: pass another checkpoint"
+            f"{folder} has a file that holds something else than tensors and numbers, so it was not loaded"
+            f" ({str(error).splitlines()[0]}); pass a checkpoint that this library wrote"
         ) from error
 
 
 def install(staged: Path, target: Path, **about: Any) -> None:
-    """Move a finished result into its folder, file by file; the manifest comes last and says that all of it is there.
+    """Move a finished result from the staging folder into the run's folder, file by file; delete the staging folder.
 
-    Args:
-        staged: a folder in the staging folder of `target`, which goes.
-        target: the run's folder.
-        **about: what the manifest says besides.
+    The manifest, with `about` as further entries, comes last and marks the result as complete.
     """
     (target / MANIFEST).unlink(missing_ok=True)
     write_manifest(staged, kind="result", **about)
@@ -100,59 +143,8 @@ def install(staged: Path, target: Path, **about: Any) -> None:
     shutil.rmtree(staged.parent)
 
 
-def existing(path: Path) -> Path:
-    """Return a path, or the first of the folders above it that is there."""
+def _free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk of a path, which need not exist yet."""
     while not path.exists():
         path = path.parent
-    return path
-
-
-logger = get_logger(__name__)
-
-# Tokenizer, settings, logs and states of generators.
-OTHER_BYTES = 8 << 20
-# Adam's two moments, in float32.
-OPTIMIZER_BYTES = 8
-
-
-def checkpoint_bytes(trainer: Any) -> int:
-    """Return about how many bytes a checkpoint of a trainer takes: what it saves of the model, and the optimizer."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    saved = [p for n, p in model.named_parameters() if ".lora_" in n or p.requires_grad]
-    if not isinstance(model, PeftModel):
-        saved = list(model.parameters())
-    bytes_saved = sum(p.numel() * p.element_size() for p in saved)
-    return bytes_saved + OPTIMIZER_BYTES * sum(p.numel() for p in trained) + OTHER_BYTES + trainer.own_state_bytes()
-
-
-def require_room(trainer: Any) -> None:
-    """Refuse a disk that can't take the checkpoints which stay, and the one that is made beside them.
-
-    Raises:
-        RuntimeError: names the folder, the bytes that are free and those that it takes.
-    """
-    args = trainer.args
-    if not args.should_save or str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
-        return
-    size, free = checkpoint_bytes(trainer), shutil.disk_usage(existing(Path(args.output_dir))).free
-    kept = max(args.save_total_limit, LEAST_KEPT) if args.save_total_limit else LEAST_KEPT
-    if free < size * (kept + 1):
-        raise RuntimeError(
-            f"{args.output_dir} has {free:,} bytes free, and {kept + 1} checkpoints of about {size:,} bytes take"
-            f" {size * (kept + 1):,}; make room, name another output_dir, or lower save_total_limit (at least"
-            f" {LEAST_KEPT} are kept)"
-        )
-    planned = _planned_saves(trainer)
-    if not args.save_total_limit and free < size * planned:
-        logger.warning(
-            f"{args.output_dir} has {free:,} bytes free; {planned} checkpoints of about {size:,} bytes will not fit:"
-            " set save_total_limit"
-        )
-
-
-def _planned_saves(trainer: Any) -> int:
-    every = trainer.state.save_steps
-    if not every or str(getattr(trainer.args.save_strategy, "value", "")) != "steps":
-        return LEAST_KEPT
-    return -(-trainer.state.max_steps // int(every))
+    return shutil.disk_usage(path).free

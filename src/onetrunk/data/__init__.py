@@ -1,1 +1,1 @@
-"""Rows: prompts and preferences from files or the Hub, checked and put through chat templates."""
+"""Rows of datasets: prompts, completions and preferences from files or the Hub, checked and tokenized."""

@@ -1,6 +1,6 @@
-"""Chat templates, which come with a tokenizer and can raise anything: their errors become one message.
+"""Applies chat templates, and turns whatever they raise into one error that names the tokenizer.
 
-That a template ends at all is checked where its tokenizer is loaded (`models/trials.py`).
+A template that never ends is found when its tokenizer is loaded (`models/trials.py`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[A
     """Return `tokenizer.apply_chat_template(messages, **settings)`.
 
     Raises:
-        ValueError: the template failed; names the tokenizer.
+        ValueError: the template failed; the message names the tokenizer.
     """
     try:
         return tokenizer.apply_chat_template(list(messages), **settings)
     except Exception as error:
-        raise template_error(tokenizer, error) from error
+        raise _template_error(tokenizer, error) from error
 
 
 @contextlib.contextmanager
 def template_errors(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Translate the errors of chat templates inside a block where a library applies them."""
+    """Turn template errors into that ValueError inside a block in which a library applies the template."""
     try:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, TemplateError) or any(frame.filename == "<template>" for frame in frames):
-            raise template_error(tokenizer, error) from error
+            raise _template_error(tokenizer, error) from error
         raise
 
 
-def template_error(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError:
-    """Return the error for a chat template that failed on some messages."""
+def _template_error(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError:
     name = tokenizer.name_or_path or type(tokenizer).__name__
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ValueError(

@@ -1,7 +1,7 @@
-"""Datasets are read: from a file, from a folder, or from the Hub, with the columns renamed to ours.
+"""Reads datasets from a file, a folder or the Hub, and renames their columns to ours.
 
-Knows where rows lie and what breaks on the way (a missing, empty or damaged file, an unknown split). Knows nothing of
-what is in a row; `data.py` checks that.
+Missing, empty and damaged files and unknown splits become errors that name the file and what to change. What is in a
+row is checked by `prompts.py` and `preferences.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from onetrunk.utils.files import require_inside, require_relative
 from onetrunk.utils.yaml_files import check_aliases
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# What tells the loader which files of a folder are rows.
+# The files that tell the loader which files of a folder hold rows.
 CARDS = ("README.md", ".huggingface.yaml")
 
 
@@ -41,16 +40,17 @@ def load_rows(
 
     Args:
         name_or_path: a .jsonl, .json, .parquet or .csv file; a folder of such files or one written by `save_to_disk`;
-            else a name on the Hub. What starts with `.`, `/` or `~`, has several separators or one of these suffixes,
-            or lies in an existing folder, is a path and never asked of the Hub.
-        split: name of the split, with a slice if wanted ("train[:100]"); a single file has the split "train".
-        config_name: configuration of a dataset with several.
+            else a name on the Hub. A name that starts with `.`, `/` or `~`, has several separators or one of these
+            suffixes, or begins with an existing folder, is a path and never looked up on the Hub.
+        split: name of the split, optionally with a slice ("train[:100]"); a single file has the split "train".
+        config_name: configuration of a dataset that has several.
         revision: branch, tag or commit on the Hub.
-        columns: renames, ours -> theirs: {"prompt": "question"} makes their `question` our `prompt`.
+        columns: our name -> the dataset's name: {"prompt": "question"} renames the column `question` to `prompt`.
 
     Raises:
-        FileNotFoundError: nothing is there under this path or name.
-        ValueError: an empty or damaged file, an unknown suffix, split or column, or a folder that names files outside.
+        FileNotFoundError: the path or name does not exist.
+        ValueError: the data is empty or damaged, the suffix, split or column is unknown, or a folder names files
+            outside it.
         RuntimeError: the Hub does not answer.
     """
     path = Path(name_or_path).expanduser()
@@ -68,7 +68,7 @@ def load_rows(
 def _looks_like_path(name: str) -> bool:
     if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
         return True
-    # "owner/name" is how the Hub names a dataset, so one separator alone decides nothing.
+    # A dataset on the Hub is named "owner/name", so one separator does not make a path.
     return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
@@ -93,18 +93,19 @@ def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
 def _build(builder: str, path: Path, files: list[Path], split: str, **settings: Any) -> Dataset:
     try:
         rows = datasets.load_dataset(builder, split=split, **settings)
-        rows.data.validate(full=True)  # The JSON reader takes any bytes for text.
+        rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
         return rows
     except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
         require_cache()
-        cause = _json_fault(files) or str(error.__cause__ or error).strip()
+        faults = (_json_fault(file) for file in files if BUILDERS[file.suffix] == "json")
+        cause = next(filter(None, faults), None) or str(error.__cause__ or error).strip()
         raise ValueError(
             f"{path} cannot be read as split {split!r}: {cause}; repair it or name another split"
         ) from error
 
 
 def require_cache() -> None:
-    """Refuse a cache of datasets that takes no files: the loader's errors would be taken for those of the rows.
+    """Check that the datasets cache can be written; otherwise the loader's errors look like errors of the rows.
 
     Raises:
         RuntimeError: names the folder.
@@ -138,43 +139,37 @@ def _load_saved(path: Path, split: str) -> Dataset:
 
 
 def _check_card(folder: Path) -> None:
-    """Refuse a folder whose card names files elsewhere: the loader would read whatever this process may.
+    """Reject a folder whose card names files outside it: the loader would read any file that this process may read.
 
-    Links are let pass: the Hub's cache is made of them.
+    Links are allowed, because the Hub's cache consists of them.
     """
     for name in CARDS:
         if not (folder / name).is_file():
             continue
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
-        check_aliases(_yaml_of(name, text), str(folder / name))
+        is_markdown = name.endswith(".md")
+        block = REGEX_YAML_BLOCK.search(text) if is_markdown else None
+        header = (block.group(2) if block else "") if is_markdown else text
+        check_aliases(header, str(folder / name))
         try:
-            about = DatasetCard(text).data.to_dict() if name.endswith(".md") else yaml.safe_load(text)
+            about = DatasetCard(text).data.to_dict() if is_markdown else yaml.safe_load(text)
         except (ValueError, yaml.YAMLError):
-            continue  # The loader refuses it with its own words.
+            continue  # The loader raises its own error.
         configs = about.get("configs") if isinstance(about, dict) else None
         for config in configs if isinstance(configs, list) else ():
             for pattern in _paths_in([config.get(key) for key in ("data_files", "data_dir") if key in config]):
                 require_relative(pattern, folder, f"a file that {folder / name} names")
 
 
-def _yaml_of(name: str, text: str) -> str:
-    """Return the YAML in a card: what stands between its lines of dashes, or all of a file of YAML."""
-    if not name.endswith(".md"):
-        return text
-    block = REGEX_YAML_BLOCK.search(text)
-    return block.group(2) if block else ""
-
-
 def _paths_in(value: Any) -> Iterator[str]:
-    """Yield the paths in an entry of a card: a text, a list, a mapping of splits, or mappings with split and path."""
+    """Yield the paths in an entry of a card: a text, a list, a dict of splits, or dicts with split and path."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for entry in [value["path"]] if "path" in value else value.values():
-            yield from _paths_in(entry)
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _paths_in(entry)
+        return
+    if isinstance(value, Mapping):
+        value = [value["path"]] if "path" in value else list(value.values())
+    for entry in value if isinstance(value, list) else ():
+        yield from _paths_in(entry)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -185,41 +180,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _json_fault(files: Iterable[Path]) -> str | None:
-    """Return where the first damaged JSON file breaks; the loader's own message counts rows of its buffer."""
-    for path in files:
-        if BUILDERS[path.suffix] != "json":
-            continue
-        data = path.read_bytes()
-        try:
-            data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            number = data.count(b"\n", 0, error.start) + 1
-            return f"{path.name} line {number}: the byte 0x{data[error.start]:02x} is not UTF-8"
-        text = data.decode("utf-8")
-        if path.suffix == ".json" and text.lstrip()[:1] == "[":
-            lines = [(0, text)]
-        else:
-            lines = [(number, line) for number, line in enumerate(text.splitlines()) if line.strip()]
-        for before, line in lines:
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                return f"{path.name} line {before + error.lineno}: {error.msg}"
-            if SURROGATE.search(line) and not _is_encodable(value):
-                return f"{path.name} line {before + 1}: half of a surrogate pair (\\ud800-\\udfff), which is no text"
-            rows = value if before == 0 and isinstance(value, list) and len(lines) == 1 else [value]
-            if not all(isinstance(row, dict) for row in rows):
-                return f"{path.name} line {before + 1}: expected an object with columns, got {line[:40]}"
-    return None
-
-
-def _is_encodable(value: Any) -> bool:
+def _json_fault(path: Path) -> str | None:
+    """Return where a JSON file is damaged, with its line (the loader's own message counts rows of its buffer)."""
+    data = path.read_bytes()
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        return f"{path.name} line {number}: the byte 0x{data[error.start]:02x} is not UTF-8"
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if path.suffix == ".json" and text.lstrip()[:1] == "[":
+        lines = [(1, text)]
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except json.JSONDecodeError as error:
+            return f"{path.name} line {number - 1 + error.lineno}: {error.msg}"
+        except UnicodeEncodeError:
+            return f"{path.name} line {number}: half of a surrogate pair (\\ud800-\\udfff), which is not text"
+        rows = value if isinstance(value, list) and number == len(lines) == 1 else [value]
+        if not all(isinstance(row, dict) for row in rows):
+            return f"{path.name} line {number}: expected an object with columns, got {line[:40]}"
+    return None
 
 
 def _load_hub(name: str, split: str, config_name: str | None, revision: str | None) -> Dataset:

@@ -1,21 +1,46 @@
-"""What is wrong with a text, a conversation, a prompt or a completion, in words; and one error for all bad rows.
+"""Checks of texts, conversations, prompts and completions, and one error that lists all bad rows of a dataset.
 
-Knows the shape of rows. Knows no tokenizer and no dataset.
+Each `*_fault` function returns what is wrong as a phrase that follows the column's name, or None.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from datasets import Dataset
+
 LISTED_FAULTS = 20
 ANSWERABLE_ROLES = ("user", "tool", "assistant")
-# A template leaves out, or writes as it stands, what it does not know: a mistyped role would be learnt.
+# A chat template drops an unknown role or writes it as it is, so the model would learn a mistyped one.
 ROLES = (
     *("system", "developer", "user", "assistant", "tool", "tool_response", "function", "ipython", "observation"),
     *("documents", "control", "thinking"),
 )
 
 
+def require_rows(dataset: Dataset) -> None:
+    """Raise ValueError if a dataset is empty."""
+    if len(dataset) == 0:
+        raise ValueError("the dataset holds no rows; give at least one")
+
+
+def raise_faults(faults: Sequence[str | None]) -> None:
+    """Raise one ValueError if any row has a fault: how many rows, and the index and reason of the first 20.
+
+    Args:
+        faults: one per row of the dataset.
+    """
+    lines = [f"  row {index}: {fault}" for index, fault in enumerate(faults) if fault]
+    if not lines:
+        return
+    if len(lines) > LISTED_FAULTS:
+        lines[LISTED_FAULTS:] = [f"  and {len(lines) - LISTED_FAULTS} more"]
+    count = sum(map(bool, faults))
+    raise ValueError("\n".join([f"{count} of {len(faults)} rows cannot be used; repair or remove them:", *lines]))
+
+
 def text_fault(text: object) -> str | None:
-    """Say what is wrong with a text, or None: it must be a string with something else than white space in it."""
+    """Check a text, which must be a string that is not blank."""
     if text is None:
         return "is missing (null)"
     if not isinstance(text, str):
@@ -26,30 +51,35 @@ def text_fault(text: object) -> str | None:
 
 
 def conversation_fault(messages: object) -> str | None:
-    """Say what is wrong with a conversation, or None: a list of messages, each with a role and a text as content."""
+    """Check a conversation, which must be a list of messages, each with a known role and a text as content."""
+    if messages is None:
+        return text_fault(messages)
     if not isinstance(messages, list):
-        return text_fault(messages) if messages is None else f"is of type {type(messages).__name__}, expected a list"
+        return f"is of type {type(messages).__name__}, expected a list"
     if not messages:
         return "is a conversation without messages"
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"has a message {index} that is not a {{'role', 'content'}} dict with a text as role"
-        if message["role"] not in ROLES:
-            return (
-                f"has a message {index} with the unknown role {message['role']!r}, expected one of {', '.join(ROLES)}"
-            )
-        fault = text_fault(message.get("content"))
-        blank_is_fine = message["role"] != "user" and index < len(messages) - 1
-        if fault and not (message.get("content") == "" and blank_is_fine):
-            return f"has a message {index} ({message['role']}) whose content {fault}"
+        role, content = message["role"], message.get("content")
+        if role not in ROLES:
+            return f"has a message {index} with the unknown role {role!r}, expected one of {', '.join(ROLES)}"
+        may_be_empty = role != "user" and index < len(messages) - 1
+        if (fault := text_fault(content)) and not (content == "" and may_be_empty):
+            return f"has a message {index} ({role}) whose content {fault}"
     return None
 
 
 def prompt_fault(prompt: object, conversational: bool) -> str | None:
-    """Say what is wrong with a prompt, or None. `conversational`: what the other prompts of the dataset are."""
+    """Check a prompt.
+
+    Args:
+        prompt: a text or a conversation.
+        conversational: whether the first prompt of the dataset is a conversation; all must be alike.
+    """
     if isinstance(prompt, str if conversational else list):
-        kinds = ("text", "a conversation") if conversational else ("a conversation", "text")
-        return f"is {kinds[0]} where the first row is {kinds[1]}"
+        forms = ("text", "a conversation") if conversational else ("a conversation", "text")
+        return f"is {forms[0]} where the first row is {forms[1]}"
     if not conversational:
         return text_fault(prompt)
     fault = conversation_fault(prompt)
@@ -59,7 +89,7 @@ def prompt_fault(prompt: object, conversational: bool) -> str | None:
 
 
 def completion_fault(completion: object, conversational: bool) -> str | None:
-    """Say what is wrong with a completion, or None: a text, after a conversation messages that the assistant ends."""
+    """Check a completion: a text, or after a conversation a list of messages that ends with the assistant's."""
     if not conversational:
         return text_fault(completion)
     fault = conversation_fault(completion)
@@ -68,11 +98,22 @@ def completion_fault(completion: object, conversational: bool) -> str | None:
     return fault
 
 
-def raise_faults(faults: list[tuple[int, str]], num_rows: int) -> None:
-    """Raise one ValueError for all bad rows, if there are any: how many, and index and reason of the first 20."""
-    if not faults:
-        return
-    lines = [f"  row {index}: {reason}" for index, reason in faults[:LISTED_FAULTS]]
-    if len(faults) > LISTED_FAULTS:
-        lines.append(f"  and {len(faults) - LISTED_FAULTS} more")
-    raise ValueError("\n".join([f"{len(faults)} of {num_rows} rows cannot be used; repair or remove them:", *lines]))
+def num_held_out(eval_size: int | float, count: int, unit: str) -> int:
+    """Return how many of `count` items to hold out for evaluation.
+
+    Args:
+        eval_size: a number of items as an int, or a share between 0 and 1 as a float (at least one item).
+        count: items in all.
+        unit: what an item is, for the error message.
+
+    Raises:
+        ValueError: the training part or the evaluation part would be empty.
+    """
+    is_share = isinstance(eval_size, float)
+    number = max(1, round(eval_size * count)) if is_share else eval_size
+    if (is_share and not 0 < eval_size < 1) or not 0 < number < count:
+        raise ValueError(
+            f"eval_size {eval_size} of {count} {unit} leaves one part empty; set a number from 1 to"
+            f" {max(1, count - 1)}, or a share between 0 and 1"
+        )
+    return number

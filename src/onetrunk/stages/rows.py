@@ -8,8 +8,9 @@ from typing import Any
 from datasets import Dataset
 from trl import extract_prompt
 
+from onetrunk.data.files import load_rows
 from onetrunk.data.preferences import split_by_prompt, validate_preferences, validate_sides
-from onetrunk.data.prompts import load_rows, split_rows, validate_completions, validate_prompts
+from onetrunk.data.prompts import split_rows, validate_completions, validate_prompts
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 

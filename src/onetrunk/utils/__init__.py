@@ -1,1 +1,1 @@
-"""What every room may use: files, locks, names, secrets, random streams. Imports nothing of ours but itself."""
+"""Helpers for all rooms: files, locks, random streams, secrets, output. Imports nothing else of onetrunk."""

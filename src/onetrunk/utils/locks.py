@@ -1,8 +1,8 @@
-"""One writer per file: a lock that dies with its process, and says who holds it.
+"""One writer per file or folder: a lock that is released when its process ends, and that says who holds it.
 
-The operating system's own lock (`flock`) decides on one machine: it goes with the process, however that ends. What
-the lock file holds (pid, host, boot) serves the sentence, and the case that `flock` cannot see: a writer on another
-machine that shares the folder. Knows nothing of the file that it guards.
+The operating system's lock (`flock`) decides on one machine. The lock file also holds the process id, host and boot id
+of the holder, which are needed for the error message and for two cases without a reliable `flock`: a writer on another
+machine that shares the folder, and a file system without locks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ import fcntl
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# A file system without locks; the pid decides there.
+# The errors of a file system without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class WriterLock:
-    """The right to write beside `path`, from the constructor to `release`.
+    """The exclusive right to write to `path`, from the constructor to `release`.
 
-    The lock file `<path>.lock` stays, empty, after a release: a file that comes and goes could be locked twice.
+    The lock file `<path>.lock` stays after a release, empty: if it were deleted, two processes could each lock a
+    different file of that name.
 
     Args:
         path: what is to be written. Its folder exists.
 
     Raises:
-        RuntimeError: another process has the right; the sentence says which, and what to do.
+        RuntimeError: another process holds the lock; the message says which one and what to do.
         OSError: the folder cannot be written to.
     """
 
@@ -40,8 +42,13 @@ class WriterLock:
         self._descriptor: int | None = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             holder = self._holder()
-            if not self._flocked(holder) or _may_live_elsewhere(holder):
-                raise RuntimeError(self._refusal(holder))
+            if not self._flock(holder) or _may_be_alive_elsewhere(holder):
+                known = {"pid", "host"} <= set(holder)
+                who = f"process {holder['pid']} on {holder['host']}" if known else "another process"
+                raise RuntimeError(
+                    f"{self.path} is being written by {who}; wait for it, or stop it; if it is gone for certain,"
+                    f" delete {self.file} and start again"
+                )
             self._write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot_id()}))
         except BaseException:
             os.close(self._descriptor)
@@ -49,20 +56,21 @@ class WriterLock:
             raise
 
     def release(self) -> None:
-        """Give the right back; twice is as once."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor is not None:
             self._write("")
             os.close(self._descriptor)
             self._descriptor = None
 
     def _holder(self) -> dict[str, object]:
+        """Return what the lock file says of its holder; nothing if it is empty or only partly written."""
         try:
             holder = json.loads(os.pread(self._descriptor, 4096, 0))
         except ValueError:
-            return {}  # Released, new, or killed while it wrote the few bytes.
+            return {}
         return holder if isinstance(holder, dict) else {}
 
-    def _flocked(self, holder: dict[str, object]) -> bool:
+    def _flock(self, holder: dict[str, object]) -> bool:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,19 +81,12 @@ class WriterLock:
             return not _is_alive_here(holder)
         return True
 
-    def _refusal(self, holder: dict[str, object]) -> str:
-        who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= set(holder) else "another process"
-        return (
-            f"{self.path} is being written by {who}; wait for it, or stop it; if it is gone for certain, delete"
-            f" {self.file} and start again"
-        )
-
     def _write(self, text: str) -> None:
         try:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, text.encode(), 0)
         except OSError as error:
-            error.filename = str(self.file)  # A descriptor has no name.
+            error.filename = str(self.file)  # An error on a descriptor names no file.
             raise
 
 
@@ -96,11 +97,11 @@ def _boot_id() -> str:
         return ""
 
 
-def _may_live_elsewhere(holder: dict[str, object]) -> bool:
-    """True for a holder on a machine whose processes cannot be seen from here.
+def _may_be_alive_elsewhere(holder: dict[str, object]) -> bool:
+    """Return whether the holder ran on a machine whose processes cannot be seen from here.
 
-    The same boot is the same machine, whatever a container calls itself; the same host after another boot has no
-    process of old.
+    An equal boot id means the same machine, whatever host name a container has. An equal host name with another boot
+    id means that the machine was restarted, so the holder is gone.
     """
     if "host" not in holder:
         return False
@@ -116,29 +117,30 @@ def _is_alive_here(holder: dict[str, object]) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
-_held: dict[Path, int] = {}
+# How often this process holds each folder.
+_held: Counter[Path] = Counter()
 
 
 @contextlib.contextmanager
 def held_folder(folder: str | os.PathLike[str], part: str = "") -> Iterator[None]:
-    """Hold the right to write a run's folder in the block; a process that holds it already may hold it again.
+    """Hold the lock of a run's folder inside the block. A process that holds it may enter again.
 
     Args:
         folder: exists.
-        part: of the folder, where several processes share it, each with a part of its own.
+        part: of the folder, if several processes share it and each writes a part of its own.
 
     Raises:
-        RuntimeError: another process holds it.
+        RuntimeError: another process holds the lock.
         OSError: the folder cannot be written to.
     """
-    # On the Hub no name with an underscore is uploaded.
+    # A name with an underscore is not uploaded to the Hub.
     path = Path(folder).resolve() / f"_run{part}"
-    lock = WriterLock(path) if not _held.get(path) else None
-    _held[path] = _held.get(path, 0) + 1
+    lock = None if _held[path] else WriterLock(path)
+    _held[path] += 1
     try:
         yield
     finally:

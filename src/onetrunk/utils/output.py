@@ -1,8 +1,8 @@
-"""Output that outlives its reader, and shows any text in any encoding.
+"""Makes stdout and stderr survive the end of their reader, and print any text in any encoding.
 
-The reader of a pipe may end (`onetrunk ppo ... | head`), and a terminal may be closed. What is printed after that goes
-nowhere, and the process gets SIGHUP, as where its terminal is closed: a training writes a checkpoint and stops.
-Characters that the output's encoding lacks (`PYTHONIOENCODING=ascii`) are shown as `\\xe9`.
+If the reader of a pipe ends (`onetrunk ppo ... | head`) or the terminal is closed, further output is discarded and the
+process gets SIGHUP, on which a training writes a checkpoint and stops. Characters that the output's encoding lacks
+(`PYTHONIOENCODING=ascii`) are printed as `\\xe9`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import signal
 import sys
 from collections.abc import Iterator
 
-# What a write says where the other end of a pipe, or the terminal, is gone.
+# The errors of a write when the reader of the pipe, or the terminal, is gone.
 GONE = (errno.EPIPE, errno.EIO)
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor for writing that leads nowhere once its reader is gone."""
+    """A file for writing that discards its output once the reader is gone."""
 
     def write(self, data: bytes | memoryview) -> int:
         try:
@@ -31,7 +31,7 @@ class _LastingFile(io.FileIO):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
-        # Python runs the handler in the main thread, whoever was writing; under nohup SIGHUP is ignored.
+        # Python runs the handler in the main thread. Without one, SIGHUP would end the process at once.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGHUP)
         return len(data)
@@ -39,10 +39,10 @@ class _LastingFile(io.FileIO):
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let stdout and stderr outlive their readers inside the block. Streams that somebody has put in their place (a
-    notebook, pytest) stay as they are."""
-    before = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_plain(getattr(sys, name))}
-    for name, stream in before.items():
+    """Make stdout and stderr survive their readers inside the block. Replaced streams (in a notebook, in pytest) are
+    left alone."""
+    originals = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_plain(getattr(sys, name))}
+    for name, stream in originals.items():
         stream.flush()
         raw = _LastingFile(stream.fileno(), "w", closefd=False)
         settings = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
@@ -51,7 +51,7 @@ def lasting_output() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, stream in before.items():
+        for name, stream in originals.items():
             getattr(sys, name).flush()
             setattr(sys, name, stream)
 

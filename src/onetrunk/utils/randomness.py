@@ -1,7 +1,8 @@
-"""Every stream of random numbers, by name, and how its numbers are derived from a seed and a place.
+"""All streams of random numbers: their names, and how their numbers are derived from a seed.
 
-Nothing is drawn from one running generator: a resumed run needs no history. A draw is derived from words, integers
-from 0 to 2**32 - 1. Two draws are independent where their words differ, trailing zeros among the first four aside.
+No numbers come from one running generator, so a resumed run needs no history. Each draw is derived from words,
+integers from 0 to 2**32 - 1. Two draws are independent if their words differ in more than trailing zeros among the
+first four.
 
 | stream | words |
 |---|---|
@@ -10,14 +11,13 @@ from 0 to 2**32 - 1. Two draws are independent where their words differ, trailin
 | order of the prompts | data_seed or seed, PROMPTS_STREAM, pass |
 | which rows share a minibatch | seed, DEAL_STREAM, iteration |
 | order of the minibatches | seed, MINIBATCH_STREAM, iteration, epoch |
-| global generators (reward functions may use them) | seed, ROLLOUT_STREAM, iteration, process |
+| generators of Python, numpy and torch, which reward functions may use | seed, ROLLOUT_STREAM, iteration, process |
 | completions of `prefs`, reference completions | seed, prompt, prompt, index |
 | which pairs, and their order | seed, prompt, prompt, 0, PAIRING_STREAM |
 | principles of revisions | seed, prompt, prompt, index, PRINCIPLE_STREAM |
 
-The two words of a prompt are 64 bits of its hash. New weights and the split into training and held-out rows come from
-the plain seed, by other generators. A new stream gets its name here, and its place in
-`tests/utils/test_randomness.py`.
+The two words of a prompt are 64 bits of its hash. New weights and the split into training and held-out rows use the
+seed itself with other generators. Add a new stream here and in `tests/utils/test_randomness.py`.
 """
 
 from __future__ import annotations
@@ -29,43 +29,35 @@ from transformers import set_seed
 
 SEED_LIMIT = 2**32
 
-# The second word, in place of an iteration: no rollout has such a number.
+# The second word, instead of an iteration: no rollout has such a number.
 EVALUATION_STREAM = 2**32 - 1
 PROMPTS_STREAM = 2**32 - 2
 MINIBATCH_STREAM = 2**32 - 3
 ROLLOUT_STREAM = 2**32 - 5
 DEAL_STREAM = 2**32 - 6
 
-# The fifth word, after the prompt's two and an index: completions have four.
+# The fifth word; completions have four.
 PAIRING_STREAM = 1
 PRINCIPLE_STREAM = 2
 
 
 def generator_of(words: Sequence[int]) -> np.random.Generator:
-    """Return a generator whose numbers depend on the words alone."""
+    """Return a generator whose numbers depend only on the words."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
 
 def derived_seed(*words: int) -> int:
-    """Return a seed of 63 bits, for generators that take one integer."""
+    """Return a seed of 63 bits derived from words, for generators that take one integer."""
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
 
+def seed_generators(*words: int) -> None:
+    """Seed the global generators of Python, numpy and torch with a seed derived from words."""
+    set_seed(derived_seed(*words) % SEED_LIMIT)
+
+
 def require_seed(name: str, value: int | None) -> None:
-    """Check a seed among the settings.
-
-    Args:
-        name: of the setting.
-        value: its value; None is allowed.
-
-    Raises:
-        ValueError: it is not a whole number from 0 to 2**32 - 1.
-    """
+    """Raise ValueError if the setting `name` is neither None nor a whole number from 0 to 2**32 - 1."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_whole and 0 <= value < SEED_LIMIT):
         raise ValueError(f"{name} is {value!r}; set a whole number from 0 to {SEED_LIMIT - 1}")
-
-
-def seed_generators(*place: int) -> None:
-    """Seed the global generators of Python, numpy and torch for a place."""
-    set_seed(derived_seed(*place) % 2**32)

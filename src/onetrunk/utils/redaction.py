@@ -1,7 +1,7 @@
-"""Secrets are taken out of text: what leaves a run (messages, logs, cards, reports) goes through `redact`.
+"""Removes secrets from text. All text that leaves a run (messages, logs, cards, reports) goes through `redact`.
 
-Secrets are the values of environment variables with telling names, values that were registered, and whatever has the
-shape of a known key, of credentials in a URL, or of an authorization header. Knows text; opens no file.
+Secrets are the values of environment variables whose names say so, values registered with `add_secret`, and text with
+the form of a known API key, of credentials in a URL, or of an authorization header.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any
 from urllib.parse import quote
 
 SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD")
-# Shorter values (`1`, `none`) are words, which would be taken out of every text.
+# Shorter values (`1`, `none`) are ordinary words, which would be redacted everywhere.
 LEAST_LENGTH = 8
-# Names of keywords that hold a secret, as huggingface_hub, transformers and clients of servers write them.
+# Keywords of huggingface_hub, transformers and API clients that hold a secret.
 SECRET_KEYWORDS = frozenset("token auth_token use_auth_token hub_token push_to_hub_token hf_token api_key".split())
 
 _QUERY_NAMES = (
     "token|access_token|auth_token|refresh_token|api[_-]?key|password|passwd|secret|client_secret|sig|signature|"
     "x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|x-goog-credential"
 )
-# Each has the groups that stay before the secret. No class of characters holds '<', with which a mark begins.
+# A group holds what is kept before a secret. No character class contains '<', with which a mark begins.
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9_])(?P<key>"
     r"hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
     r"|(?:gsk_|xai-|glpat-|xox[abprs]-)[A-Za-z0-9_-]{20,}|AIza[A-Za-z0-9_-]{35}"
-    # With a digit, for "sk-learn-compatible-estimators" is no key.
+    # A digit is required, because "sk-learn-compatible-estimators" is not a key.
     r"|(?:sk|pk|rk)-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}"
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
-    # One slash is left of two where an address was taken for a path.
+    # An address that was treated as a path has one slash instead of two.
     r"|(?P<scheme>:/{1,2})(?P<user>[^\s/?#@:<>\"'`]*):[^\s/?#<>]+@"
     r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>]+"
     r"|(?P<header>Bearer\s+|(?i:authorization)\W{1,6}(?i:basic|bearer|token)\s+)[A-Za-z0-9._~+/=-]{8,}"
 )
-# The stack trace of an exception group indents every line, those of a key too.
+# A stack trace of an exception group indents every line, also those of a key.
 _INDENTED = r"\n[ |]*"
 _SHAPE_NAMES = ("key", "password", "query value", "authorization")
 
@@ -46,33 +46,33 @@ _added: dict[str, str] = {}
 
 
 def add_secret(value: str | None, name: str) -> None:
-    """Let `redact` know a secret that stands in no environment variable with a telling name.
+    """Register a secret with `redact`.
 
     Args:
-        value: the secret; None, or one of less than LEAST_LENGTH characters, is no secret.
-        name: for the mark in its place.
+        value: the secret; None and values of less than LEAST_LENGTH characters are ignored.
+        name: for the mark that replaces it.
     """
     if value and len(value.strip()) >= LEAST_LENGTH:
         _added[value.strip()] = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
 
 
 def add_stored_token() -> None:
-    """Let `redact` know the token that `hf auth login` has stored."""
-    # Late: the command line answers its own mistakes without it.
+    """Register the token that `hf auth login` stored."""
+    # Imported here, so that the command line reports its own errors without loading it.
     from huggingface_hub import get_token
 
     add_secret(get_token(), "HF_TOKEN")
 
 
 def is_secret_name(name: str) -> bool:
-    """Say whether an environment variable of this name holds a secret."""
+    """Return whether an environment variable of this name holds a secret."""
     return name.upper().endswith(SECRET_NAMES)
 
 
 def redact(text: str) -> str:
-    """Return `text` with a mark such as `<redacted HF_TOKEN>` in the place of each secret; text without one as it is.
+    """Return `text` with each secret replaced by a mark such as `<redacted HF_TOKEN>`.
 
-    A secret is also found as JSON, a URL or base64 write it. To redact twice is to redact once.
+    Secrets are also found in the forms that JSON, URLs and base64 give them. Redacting twice changes nothing more.
     """
     secrets = {value.strip(): name for name, value in os.environ.items() if is_secret_name(name)}
     known = tuple(sorted((_added | secrets).items()))
@@ -80,15 +80,15 @@ def redact(text: str) -> str:
     before = None
     while before != text:
         before = text
-        for pattern, mark in ((values, lambda found: _mark(names[_flush(found[0])])), (_SHAPES, _mark_of_shape)):
+        for pattern, mark in ((values, lambda match: _mark(names[_flush(match[0])])), (_SHAPES, _mark_of_shape)):
             text = _between(marks, text, pattern, mark)
     return text
 
 
 def redact_all(value: Any) -> Any:
-    """Return nested mappings, lists and tuples with every text in them redacted, and secret keywords' texts whole.
+    """Return nested dicts, lists and tuples with all texts redacted, and the whole text of each secret keyword.
 
-    What holds no secret is returned as the same object.
+    A value without secrets is returned as the same object.
     """
     if isinstance(value, str):
         return redact(value)
@@ -111,46 +111,46 @@ def _mark(name: str) -> str:
     return f"<redacted {name}>"
 
 
-def _mark_of_shape(found: re.Match[str]) -> str:
-    if found["key"]:
+def _mark_of_shape(match: re.Match[str]) -> str:
+    if match["key"]:
         return _mark("key")
-    if found["scheme"]:
-        return f"{found['scheme']}{_mark('password')}@"
-    if found["query"]:
-        return found["query"] + _mark("query value")
-    return found["header"] + _mark("authorization")
+    if match["scheme"]:
+        return f"{match['scheme']}{_mark('password')}@"
+    if match["query"]:
+        return match["query"] + _mark("query value")
+    return match["header"] + _mark("authorization")
 
 
 def _between(marks: re.Pattern[str], text: str, pattern: re.Pattern[str], mark: Callable[..., str]) -> str:
-    """Substitute in what stands between marks, so that a mark is never read as a secret, nor cut."""
+    """Substitute only in the text between existing marks, so that no mark is changed or taken for a secret."""
     if not pattern.search(text):
         return text
-    parts = marks.split(text)  # Marks at odd places.
+    parts = marks.split(text)  # The marks have odd indices.
     return "".join(part if i % 2 else pattern.sub(mark, part) for i, part in enumerate(parts))
 
 
 @functools.lru_cache(maxsize=8)
 def _patterns(known: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str], dict[str, str]]:
-    """Return what finds marks, what finds secrets, and the name of each form of a secret."""
+    """Return a pattern for marks, a pattern for secrets, and the name of each form of a secret."""
     names: dict[str, str] = {}
     for value, name in known:
         if len(value) >= LEAST_LENGTH:
             names |= dict.fromkeys({form for written in _forms(value) for form in (written, _flush(written))}, name)
-    # The longest first: one secret may begin as another does.
+    # The longest first, because a secret may begin with another one.
     forms = sorted((f for f in names if len(f) >= LEAST_LENGTH), key=lambda form: (-len(form), form))
-    # re.escape writes a newline as a backslash and a newline.
+    # `re.escape` turns a newline into a backslash and a newline.
     values = "|".join(re.escape(form).replace("\\\n", _INDENTED) for form in forms) or r"(?!)"
     in_marks = "|".join(map(re.escape, sorted({*names.values(), *_SHAPE_NAMES, *SECRET_KEYWORDS})))
     return re.compile(f"(<redacted (?:{in_marks})>)"), re.compile(values), names
 
 
 def _flush(text: str) -> str:
-    """Return a text of several lines without what stands before each but the first."""
+    """Return a text without the indentation of all lines but the first."""
     return re.sub(_INDENTED, "\n", text)
 
 
 def _forms(value: str) -> set[str]:
-    """Return a secret as it stands in plain text, JSON, a Python literal, a URL and base64."""
+    """Return the forms of a secret in plain text, JSON, a Python literal, a URL and base64."""
     as_json = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
     data = value.encode("utf-8", "surrogateescape")
     encoded = {coder(data).decode().rstrip("=") for coder in (base64.b64encode, base64.urlsafe_b64encode)}

@@ -1,6 +1,6 @@
-"""YAML files become plain values: one reader for recipes, pipelines and constitutions, bounded and strict.
+"""A strict YAML reader with limits, for recipes, pipelines and constitutions.
 
-PyYAML keeps the last of two equal keys without a word, and a few lines of aliases can stand for billions of values.
+PyYAML silently keeps the last of two equal keys, and a few lines of aliases can expand to billions of values.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 2**20
-# Values after aliases are followed; a large recipe has some hundreds.
+# With aliases expanded; a large recipe has some hundreds of values.
 MOST_VALUES = 100_000
 NULL_TAG, TEXT_TAG = "tag:yaml.org,2002:null", "tag:yaml.org,2002:str"
 
 
 def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]]:
-    """Return what a YAML file holds, and the line of each of its top-level keys.
+    """Return the content of a YAML file and the line number of each top-level key.
 
     Args:
         path: an existing file.
-        place: how errors name it; None: by its path.
+        place: the name of the file in error messages; None for its path.
 
     Raises:
-        ValueError: no YAML or no UTF-8; a key that is null or given twice; too large, with its aliases followed; at
-            the top level, a merge key or one that YAML does not read as text. The message names the file and the line.
+        ValueError: the file is not YAML or not UTF-8; a key is null or given twice; it is too large, with aliases
+            expanded; a top-level key is a merge key or not text. The message names the file and the line.
     """
     place = str(path) if place is None else place
     try:
@@ -37,11 +37,12 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
     except OSError as error:
         raise ValueError(f"{place} cannot be read ({error.strerror}); give an existing YAML file") from error
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        if node is not None:
-            _expanded_size(node, {}, place)
+        node = _composed(text, place)
         lines = _top_level(node, place) if isinstance(node, yaml.MappingNode) else {}
-        return _constructed(text, place), lines
+        try:
+            return yaml.safe_load(text), lines
+        except (ValueError, OverflowError) as error:  # A number of thousands of digits, or a date that does not exist.
+            raise ValueError(f"{place} holds a value that cannot be read: {error}; put it in quotes") from error
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -51,30 +52,28 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
 
 
 def check_aliases(text: str, place: str) -> None:
-    """Refuse YAML whose aliases stand for too many values, before another library reads it; other faults are its own.
+    """Check, before another library reads YAML, that its aliases do not expand to too many values.
 
     Raises:
-        ValueError: names the place.
+        ValueError: names the place. A syntax error is left to the other library.
     """
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        if node is not None:
-            _expanded_size(node, {}, place)
+        _composed(text, place)
     except yaml.YAMLError:
         return
     except RecursionError as error:
         raise ValueError(f"{place} is nested too deeply; write it flatter") from error
 
 
-def _constructed(text: str, place: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (ValueError, OverflowError) as error:  # A number of thousands of digits, or a day that there is not.
-        raise ValueError(f"{place} holds a value that cannot be read: {error}; put it in quotes") from error
+def _composed(text: str, place: str) -> yaml.Node | None:
+    node = yaml.compose(text, yaml.SafeLoader)
+    if node is not None:
+        _expanded_size(node, {}, place)
+    return node
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None], place: str) -> int:
-    """Return how many values a node stands for. Refuses too many, keys given twice and keys that are null."""
+    """Return the number of values in a node. Rejects too many values, repeated keys and keys that are null."""
     if node in sizes:
         size = sizes[node]
         if size is None:
@@ -86,12 +85,12 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None], place: s
         for key, value in node.value:
             if key.tag == NULL_TAG:
                 raise ValueError(f"{place} line {_line(key)}: a key is null; write a name, in quotes if it is null")
-            if isinstance(key, yaml.ScalarNode) and key.value in first_lines:
-                raise ValueError(
-                    f"{place} line {_line(key)}: {key.value} stands there again after line {first_lines[key.value]};"
-                    " keep one"
-                )
             if isinstance(key, yaml.ScalarNode):
+                first = first_lines.get(key.value)
+                if first is not None:
+                    raise ValueError(
+                        f"{place} line {_line(key)}: {key.value} is already given in line {first}; keep one of the two"
+                    )
                 first_lines[key.value] = _line(key)
             size += _expanded_size(key, sizes, place) + _expanded_size(value, sizes, place)
     elif isinstance(node, yaml.SequenceNode):
