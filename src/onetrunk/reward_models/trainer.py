@@ -121,9 +121,9 @@ class RewardModelTrainer(SafePushes, SecretFreeCards, TRLCounters, SafeCheckpoin
         eval_dataset: held-out rows, or several such datasets by name.
         processing_class: the model's tokenizer; its pad token becomes the model's.
         **trl: further keywords of TRL's RewardTrainer (peft_config, callbacks, optimizers, ...).
-        ValueError: bad rows, a tokenizer that cannot pad, or a max_length above the model's limit or below every row.
+
     Raises:
-        ValueError: bad rows, a tokenizer that cannot pad, or a max_length that is too long for the model or too short for every row.
+        ValueError: bad rows, a tokenizer that cannot pad, or a max_length above the model's limit or below every row.
     """
 
     def __init__(
