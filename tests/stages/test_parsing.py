@@ -140,7 +140,7 @@ def test_a_config_that_is_not_text_or_not_there_says_so(tmp_path, capsys):
             "auto_find_batch_size=True has no meaning here: set microbatch_tokens",
         ),
         ("ppo", {"lora_task_type": "SEQ_CLS"}, "it is always CAUSAL_LM"),
-        ("ppo", {"lora_modules_to_save": "[lm_head]"}, "the trunk stays frozen"),
+        ("ppo", {"lora_modules_to_save": "[lm_head]"}, "the base stays frozen"),
         ("ppo", {"load_in_4bit": "true"}, "set dtype to bfloat16"),
         ("ppo", {"load_in_4bit": "true", "load_in_8bit": "true", "dtype": "bfloat16"}, "8 bit and 4 bit"),
         ("ppo", {"eval_size": 0.1, "eval_dataset_split": "test"}, "keep one of them"),

@@ -198,7 +198,7 @@ def test_the_word_for_the_stored_token_is_no_secret(tmp_path):
 def test_a_refused_secret_is_exit_code_2(capsys):
     assert run_stage("sft", parse_sft, print, ["--hub_token", CANARY]) == 2
     said = capsys.readouterr()
-    assert CANARY not in said.err + said.out and "error: --hub_token is refused" in said.err
+    assert CANARY not in said.err + said.out and "error: --hub_token is rejected" in said.err
 
 
 @pytest.mark.parametrize(

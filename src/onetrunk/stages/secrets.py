@@ -21,11 +21,11 @@ def secret_in_words(words: Sequence[str]) -> str | None:
         name, _, value = word.partition("=")
         if is_secret_name(name) and name.isidentifier() and value:
             return (
-                f"{name}=... is refused: a command line is visible to all users of the machine; export {name} before"
+                f"{name}=... is rejected: a command line is visible to all users of the machine; export {name} before"
             )
         name = name.removeprefix("--").replace("-", "_")
         if word.startswith("--") and (name in SECRET_KEYWORDS or name.endswith(("_api_key", "_password", "_secret"))):
-            return f"--{name} is refused: a command line is visible to all users of the machine; {_alternative(name)}"
+            return f"--{name} is rejected: a command line is visible to all users of the machine; {_alternative(name)}"
     return None
 
 

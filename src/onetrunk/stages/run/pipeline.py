@@ -22,10 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from onetrunk.checkpoints.settings import is_free
-from onetrunk.ppo.state import FREE_IN_PPO
 from onetrunk.stages.parsing import UsageError, read_mapping
-from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
 
@@ -178,12 +175,18 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
         verb: of the stage.
         parsed: the result of the verb's parser.
     """
+    # Imported here, so that a pipeline of scripts starts fast.
     if verb == "prefs":
+        from onetrunk.stages.prefs.arguments import DECIDING
+
         decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
         return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides)
     args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
     if args is None:
         return frozenset()
+    from onetrunk.checkpoints.settings import is_free
+    from onetrunk.ppo.state import FREE_IN_PPO
+
     free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
     return frozenset(free - COMPARED_BY_TRAINER)
 
