@@ -323,7 +323,7 @@ def test_a_student_that_cannot_be_is_refused_while_parsing(settings, sentence):
 
 def test_a_student_config_that_is_no_json_mapping_says_what_to_write():
     words = ["--dataset_name", "d", "--output_dir", "o", "--teacher", "t", "--student_tokenizer", "x"]
-    with pytest.raises(UsageError, match="--student_config: '{' is not a mapping .*expected a mapping as JSON"):
+    with pytest.raises(UsageError, match="student-config: '{' is not a mapping .*expected a mapping as JSON"):
         parse_distill([*words, "--student_config", "{"])
 
 
