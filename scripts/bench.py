@@ -51,14 +51,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--make_baseline", action="store_true", help="make that environment in the cache folder")
     parser.add_argument("--output_dir", type=Path, help=f"default scripts/bench/{DEFAULT_OUTPUT.name}/DEVICE")
     parser.add_argument("--timeout_s", type=float, default=3600, help="longest time of one process (default 3600)")
-    given = parser.parse_args(arguments)
-    if given.rounds < 1:
+    args = parser.parse_args(arguments)
+    if args.rounds < 1:
         parser.error("--rounds must be 1 or more")
-    return given
+    return args
 
 
 def timed(python: Path, script: Path, options: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
-    """Return the figures of one process, and print them."""
+    """Return the metrics of one process, and print them."""
     result = run_process(python, script, options, timeout_s)
     seconds = "  ".join(f"{phase} {s:.2f}" for phase, s in result["seconds"].items())
     say(f"    {shown(script, options)}\n        {seconds} s, peak {result['peak_mb']} MB")
@@ -66,25 +66,25 @@ def timed(python: Path, script: Path, options: tuple[str, ...], timeout_s: float
 
 
 def run_rounds(
-    rows: dict[str, Row], baseline: Path | None, given: argparse.Namespace
+    rows: dict[str, Row], baseline: Path | None, args: argparse.Namespace
 ) -> Iterator[dict[str, dict[str, list]]]:
     """Yield what all processes have printed, after every round; rows of one workload share TRL's process of it."""
     printed: dict[str, dict[str, list]] = {name: {"ours": [], "baseline": []} for name in rows}
-    for number in range(1, given.rounds + 1):
-        say(f"round {number} of {given.rounds}")
+    for number in range(1, args.rounds + 1):
+        say(f"round {number} of {args.rounds}")
         shared: dict[tuple[str, ...], dict[str, Any]] = {}
         for name, row in rows.items():
             if baseline is not None and row.has_baseline:
                 if row.shared not in shared:
-                    shared[row.shared] = timed(baseline, BASELINE, row.shared, given.timeout_s)
+                    shared[row.shared] = timed(baseline, BASELINE, row.shared, args.timeout_s)
                 printed[name]["baseline"].append(shared[row.shared])
             options = (*row.shared, *row.own)
-            printed[name]["ours"].append(timed(Path(sys.executable), OURS, options, given.timeout_s))
+            printed[name]["ours"].append(timed(Path(sys.executable), OURS, options, args.timeout_s))
         yield printed
 
 
-def about(given: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return when and on what the figures were measured."""
+def about(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return when and on what the metrics were measured."""
     versions = {result["implementation"].split()[0]: result["implementation"].split()[1] for result in results}
     versions |= {name: results[0][name] for name in ("torch", "transformers")}
     return {
@@ -92,76 +92,76 @@ def about(given: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
         "machine": machine(),
         "commit": commit(),
         "versions": versions,
-        "load": given.load,
+        "load": args.load,
     }
 
 
-def run_comparison(given: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
+def run_comparison(args: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
     """Run the comparison, print its table and write results.json, anew after every round."""
-    rows = choose_rows(given.rows, given.device, given.quick)
-    for number, printed in enumerate(run_rounds(rows, baseline, given), 1):
-        figures = write_results(rows, printed, number, given, folder)
-    title = "wall seconds of an iteration" if given.device == "cuda" else "CPU seconds of an iteration, one thread"
-    CONSOLE.print(table(figures, f"{title}; rounds: {given.rounds}"))
-    short = [name for name, row in figures.items() if row.get("meets_floor") is False]
+    rows = choose_rows(args.rows, args.device, args.quick)
+    for number, printed in enumerate(run_rounds(rows, baseline, args), 1):
+        metrics = write_results(rows, printed, number, args, folder)
+    title = "wall seconds of an iteration" if args.device == "cuda" else "CPU seconds of an iteration, one thread"
+    CONSOLE.print(table(metrics, f"{title}; rounds: {args.rounds}"))
+    short = [name for name, row in metrics.items() if row.get("meets_floor") is False]
     if short:
         say(f"below what is required: {', '.join(short)}")
 
 
 def write_results(
-    rows: dict[str, Row], printed: dict[str, dict[str, list]], rounds: int, given: argparse.Namespace, folder: Path
+    rows: dict[str, Row], printed: dict[str, dict[str, list]], rounds: int, args: argparse.Namespace, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Write results.json of the rounds that are through; return each row's figures."""
-    figures = {name: compare(row, **printed[name]) for name, row in rows.items()}
+    """Write results.json of the rounds that are through; return each row's metrics."""
+    metrics = {name: compare(row, **printed[name]) for name, row in rows.items()}
     everything = [result for row in printed.values() for kind in row.values() for result in kind]
     results = {
-        **about(given, everything),
+        **about(args, everything),
         "rounds": rounds,
-        "command": " ".join(["python scripts/bench.py", *_options(given)]),
-        "rows": figures,
+        "command": " ".join(["python scripts/bench.py", *_options(args)]),
+        "rows": metrics,
         "commands": {name: commands(row) for name, row in rows.items()},
         "processes": printed,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1))
-    return figures
+    return metrics
 
 
-def run_growth(given: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
+def run_growth(args: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
     """Run the growth curves; write growth.json and growth.png after every axis."""
     growth: dict[str, Any] = {"axes": {}, "columns": list(kinds(baseline is not None))}
-    growth |= {"base": base_options(given.quick), "command": " ".join(["python scripts/bench.py", *_options(given)])}
-    for number, axis in enumerate(given.axes, 1):
-        say(f"axis {number} of {len(given.axes)}: {axis}")
-        points, printed = grow(axis, baseline, given.quick, lambda *process: timed(*process, given.timeout_s))
+    growth |= {"base": base_options(args.quick), "command": " ".join(["python scripts/bench.py", *_options(args)])}
+    for number, axis in enumerate(args.axes, 1):
+        say(f"axis {number} of {len(args.axes)}: {axis}")
+        points, printed = grow(axis, baseline, args.quick, lambda *process: timed(*process, args.timeout_s))
         growth["axes"][axis] = points
-        growth |= about(given, printed)
+        growth |= about(args, printed)
         (folder / "growth.json").write_text(json.dumps(growth, indent=1))
         draw(growth, folder / "growth.png")
         write_readme(folder)
 
 
-def _options(given: argparse.Namespace) -> list[str]:
-    quick = ["--quick"] if given.quick else []
-    if given.what == "growth":
-        return ["growth", *quick, *(["--axes", *given.axes] if len(given.axes) < len(AXES) else [])]
-    options = ["--rounds", str(given.rounds), "--device", given.device, *quick]
-    return options + (["--rows", *given.rows] if given.rows else [])
+def _options(args: argparse.Namespace) -> list[str]:
+    quick = ["--quick"] if args.quick else []
+    if args.what == "growth":
+        return ["growth", *quick, *(["--axes", *args.axes] if len(args.axes) < len(AXES) else [])]
+    options = ["--rounds", str(args.rounds), "--device", args.device, *quick]
+    return options + (["--rows", *args.rows] if args.rows else [])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = parse(arguments)
-    given.load = f"{os.getloadavg()[0]:.1f}"
-    folder = given.output_dir or DEFAULT_OUTPUT / given.device
+    args = parse(arguments)
+    args.load = f"{os.getloadavg()[0]:.1f}"
+    folder = args.output_dir or DEFAULT_OUTPUT / args.device
     try:
-        choose_rows(given.rows, given.device, given.quick)
-        baseline = find_baseline(given.baseline_python, given.make_baseline, say)
+        choose_rows(args.rows, args.device, args.quick)
+        baseline = find_baseline(args.baseline_python, args.make_baseline, say)
         if baseline is None:
             say("no environment with TRL 1.12.0: ours is timed alone (--make_baseline makes one)")
         folder.mkdir(parents=True, exist_ok=True)
-        if given.what == "growth":
-            run_growth(given, baseline, folder)
+        if args.what == "growth":
+            run_growth(args, baseline, folder)
         else:
-            run_comparison(given, baseline, folder)
+            run_comparison(args, baseline, folder)
         write_readme(folder)
     except (RuntimeError, ValueError) as error:
         CONSOLE.print(f"bench: {error}", style="red", markup=False, soft_wrap=True)

@@ -43,52 +43,50 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--growth_sizes", type=int, nargs="+", help="sizes of every axis of the curves, for a short run"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     sizes = [
-        *given.vocab,
-        *(given.growth_sizes or ()),
-        *(value for value in vars(given).values() if isinstance(value, int)),
+        *args.vocab,
+        *(args.growth_sizes or ()),
+        *(value for value in vars(args).values() if isinstance(value, int)),
     ]
     if min(sizes) < 1:
         parser.error("every number must be 1 or more")
-    return given
+    return args
 
 
-def print_seconds(console: Console, given: argparse.Namespace) -> None:
+def print_seconds(console: Console, args: argparse.Namespace) -> None:
     """Measure and print the pairs one after another: the inputs of one are gone before the next begins."""
-    kind = f"of {given.threads} thread{'s' * (given.threads > 1)}" if given.device == "cpu" else "on the GPU"
-    table = Table("part", "naive s", "ours s", "ratio", title=f"Seconds {kind}, medians of {given.repeats}")
+    kind = f"of {args.threads} thread{'s' * (args.threads > 1)}" if args.device == "cpu" else "on the GPU"
+    table = Table("part", "naive s", "ours s", "ratio", title=f"Seconds {kind}, medians of {args.repeats}")
 
     def add(name: str, pair: tuple) -> None:
-        naive, ours = medians(pair, given.repeats, given.device)
+        naive, ours = medians(pair, args.repeats, args.device)
         table.add_row(name, f"{naive:.4f}", f"{ours:.4f}", f"{naive / ours:.2f}x")
 
-    for vocab in given.vocab if "logprobs" in given.only else ():
+    for vocab in args.vocab if "logprobs" in args.only else ():
         for trains, what in ((True, "forward and backward"), (False, "scoring")):
-            case = (given.tokens, given.hidden, vocab, trains, given.dtype, given.device)
-            shape = f"{given.tokens} tokens, width {given.hidden}, vocabulary {vocab}, {given.dtype}"
+            case = (args.tokens, args.hidden, vocab, trains, args.dtype, args.device)
+            shape = f"{args.tokens} tokens, width {args.hidden}, vocabulary {vocab}, {args.dtype}"
             pair = tuple(logprobs_run(variant, *case) for variant in ("naive", "fused"))
             add(f"logprobs, fused against naive, {what} ({shape})", pair)
-    for rows, length in ((64, 512), (1, 4096), (8, 4096)) if "gae" in given.only else ():
+    for rows, length in ((64, 512), (1, 4096), (8, 4096)) if "gae" in args.only else ():
         add(f"GAE, vectorised against loop ({rows} x {length} tokens)", gae_pair(rows, length))
-    if "loss" in given.only and given.device == "cuda":
-        add("PPO loss, one kernel against its operations (64 x 512 tokens)", loss_pair(64, 512, given.device))
-    if "decode" in given.only:
-        name = (
-            f"decode loop against generate ({given.prompts} prompts, up to {given.completion} tokens, mixed lengths)"
-        )
-        add(name, decode_pair(given.prompts, given.completion))
+    if "loss" in args.only and args.device == "cuda":
+        add("PPO loss, one kernel against its operations (64 x 512 tokens)", loss_pair(64, 512, args.device))
+    if "decode" in args.only:
+        name = f"decode loop against generate ({args.prompts} prompts, up to {args.completion} tokens, mixed lengths)"
+        add(name, decode_pair(args.prompts, args.completion))
     if table.rows:
         console.print(table)
 
 
-def print_memory(console: Console, given: argparse.Namespace) -> None:
+def print_memory(console: Console, args: argparse.Namespace) -> None:
     """Measure and print the peaks of both variants, training and scoring."""
     table = Table("part", "naive MiB", "ours MiB", "ours / naive", title="Peak memory beyond the inputs")
-    for vocab in given.vocab:
+    for vocab in args.vocab:
         for trains, what in ((True, "forward and backward"), (False, "scoring")):
-            case = {"tokens": given.tokens, "hidden": given.hidden, "vocab": vocab, "trains": trains}
-            case |= {"dtype": given.dtype, "device": given.device, "threads": given.threads}
+            case = {"tokens": args.tokens, "hidden": args.hidden, "vocab": vocab, "trains": trains}
+            case |= {"dtype": args.dtype, "device": args.device, "threads": args.threads}
             naive, ours = (measured(variant=variant, **case)["extra_mb"] for variant in ("naive", "fused"))
             share = f"{ours / naive:.1%}" if naive > 0 else "-"
             table.add_row(f"logprobs, {what}, vocabulary {vocab}", f"{naive:.0f}", f"{ours:.0f}", share)
@@ -96,22 +94,22 @@ def print_memory(console: Console, given: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    given = parse()
-    torch.set_num_threads(given.threads)
+    args = parse()
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     # Wide enough that a row of the table is a line also where the output goes to a file.
     console = Console(width=None if sys.stdout.isatty() else 160)
-    print_seconds(console, given)
-    if "memory" in given.only:
-        print_memory(console, given)
-    if given.output_dir:
-        base = {"tokens": given.tokens, "hidden": given.hidden, "vocab": max(given.vocab), "dtype": given.dtype}
-        base |= {"device": given.device, "threads": given.threads, "repeats": min(3, given.repeats)}
-        axes = dict.fromkeys(GROWTH, given.growth_sizes) if given.growth_sizes else GROWTH
+    print_seconds(console, args)
+    if "memory" in args.only:
+        print_memory(console, args)
+    if args.output_dir:
+        base = {"tokens": args.tokens, "hidden": args.hidden, "vocab": max(args.vocab), "dtype": args.dtype}
+        base |= {"device": args.device, "threads": args.threads, "repeats": min(3, args.repeats)}
+        axes = dict.fromkeys(GROWTH, args.growth_sizes) if args.growth_sizes else GROWTH
         title = (
-            f"logprobs, forward and backward: {given.tokens} tokens, width {given.hidden}, vocabulary {base['vocab']}"
+            f"logprobs, forward and backward: {args.tokens} tokens, width {args.hidden}, vocabulary {base['vocab']}"
         )
-        for path in save_growth(growth(base, axes), given.output_dir, title):
+        for path in save_growth(growth(base, axes), args.output_dir, title):
             console.print(f"wrote {path}")
     return 0
 

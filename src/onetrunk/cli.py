@@ -1,6 +1,6 @@
-"""The command `onetrunk`: a verb, and the words for its stage.
+"""The command `onetrunk VERB ...`, which runs a stage.
 
-Imports the stage only when it is asked for, so that help and typing mistakes are answered at once.
+A stage is imported only when its verb is given, so that help and typing mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ VERBS = {
     "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
     "prefs": "sample completions, have a judge compare them, write preference data",
     "reward": "train a reward model on preferences, whole or as an adapter for the policy's trunk",
-    "distill": "teach a small reward model what reward models or a judge say",
+    "distill": "train a small reward model on the scores of reward models or a judge",
     "ppo": "train a LoRA policy on one frozen base by PPO",
-    "eval": "sample and score held-out prompts; win rate over what an adapter started from, or another model",
-    "run": "all of these as one resumable chain",
+    "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
+    "run": "run several of these in a row, resumably",
 }
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
@@ -30,7 +30,7 @@ ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 faile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; return the exit code."""
+    """Run the stage of a verb; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {verb:<7} {text}" for verb, text in VERBS.items())))
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(VERBS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"error: unknown verb {words[0]!r}: {hint}", file=sys.stderr)
         return 2
     return import_module(f"onetrunk.stages.{words[0]}").main(words[1:])

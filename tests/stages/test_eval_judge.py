@@ -18,7 +18,7 @@ from onetrunk.judges.constitution import load_constitution
 from onetrunk.models.base import load_tokenizer
 from onetrunk.stages.eval.arguments import EvalArguments
 from onetrunk.stages.eval.judge import by_principle, hold_contest
-from onetrunk.stages.eval.report import Evaluation, report_text, sentences
+from onetrunk.stages.eval.report import Evaluation, findings, report_text
 from tests.feedback import runs
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT
@@ -201,7 +201,7 @@ def test_without_matplotlib_there_is_one_sentence_and_no_plot(evaluate, tmp_path
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert evaluate() == 0
     assert [r.message for r in caplog.records if "matplotlib" in r.message] == [
-        "no plots: matplotlib is not installed; pip install matplotlib. The figures are in metrics.json"
+        "no plots: matplotlib is not installed; pip install matplotlib. The metrics are in metrics.json"
     ]
     assert not list((tmp_path / "out").glob("*.png")) and ".png" not in (tmp_path / "out/report.md").read_text()
 
@@ -225,7 +225,7 @@ def test_without_matplotlib_there_is_one_sentence_and_no_plot(evaluate, tmp_path
             "judged",
             ["--checks", "{}/checks.py:degrees"],
             1,
-            "check 'degrees' returned 0.5; a check says True or False",
+            "check 'degrees' returned 0.5; expected True or False",
         ),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_judge_that_likes_a_slot_is_found_and_decides_nothing(contest):
     found = contest(SlotJudge())
     assert (found.rates.wins, found.rates.ties, found.rates.losses) == (0, len(PAIRS), 0)
     assert found.rates.win_rate.value == pytest.approx(0.5)
-    position = found.figures["position"]
+    position = found.metrics["position"]
     assert position["position_consistency"] == 0 and position["first_slot_probability"] == pytest.approx(0.8)
 
 
@@ -312,8 +312,8 @@ def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
     level = found.rates.length_controlled_win_rate
     assert level.value == pytest.approx(0.5, abs=0.02)
     evaluation = Evaluation("m", "reference", {"policy": {}}, found.pairs, found, {}, {})
-    assert "the completions are 2 characters longer on average" in " ".join(sentences(evaluation))
-    assert found.figures["length_controlled_win_rate"] == level.value
+    assert "the completions are 2 characters longer on average" in " ".join(findings(evaluation))
+    assert found.metrics["length_controlled_win_rate"] == level.value
 
 
 def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, tmp_path):
@@ -323,17 +323,17 @@ def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, 
     again = contest(judge, same)
     asked = runs.questions_asked(tmp_path / "asked.log")
     assert set(asked.values()) == {1} and len(asked) == 2 * 2 * len(PAIRS)  # Orders times principles.
-    assert again.figures == first.figures
-    assert first.outcomes[0] == 0.5 and first.figures["identical"] == 1
+    assert again.metrics == first.metrics
+    assert first.outcomes[0] == 0.5 and first.metrics["identical"] == 1
     assert first.rates.pairs == sum(outcome is not None for outcome in first.outcomes)
-    assert first.figures["abstained"] + first.rates.pairs == len(same)
+    assert first.metrics["abstained"] + first.rates.pairs == len(same)
 
 
 def test_a_question_without_an_answer_is_asked_in_the_next_run_and_its_pair_is_left_out(contest, tmp_path):
     partly = contest(runs.CountingJudge(tmp_path / "asked.log", fails=lambda number: number == 2))
-    assert partly.figures["unjudged"] == 1 and partly.outcomes[1] is None
+    assert partly.metrics["unjudged"] == 1 and partly.outcomes[1] is None
     whole = contest(runs.CountingJudge(tmp_path / "asked.log"))
-    assert whole.figures["unjudged"] == 0
+    assert whole.metrics["unjudged"] == 0
     fresh = runs.questions_asked(tmp_path / "asked.log")
     assert sorted(fresh.values()) == [1] * (4 * len(PAIRS) - 1) + [2]
 
@@ -348,7 +348,7 @@ def test_a_judge_that_never_answers_ends_with_a_sentence(contest, tmp_path):
 
 def test_a_principle_has_its_own_mean(contest):
     found = contest(SlotJudge())
-    assert found.figures["principles"] == {
+    assert found.metrics["principles"] == {
         "Which reply is warmer?": pytest.approx(0.5),
         "Which reply is shorter?": pytest.approx(0.5),
     }

@@ -140,7 +140,7 @@ def test_a_config_that_is_not_text_or_not_there_says_so(tmp_path, capsys):
             "auto_find_batch_size=True has no meaning here: set microbatch_tokens",
         ),
         ("ppo", {"lora_task_type": "SEQ_CLS"}, "it is always CAUSAL_LM"),
-        ("ppo", {"lora_modules_to_save": "[lm_head]"}, "the trunk stays frozen"),
+        ("ppo", {"lora_modules_to_save": "[lm_head]"}, "the base stays frozen"),
         ("ppo", {"load_in_4bit": "true"}, "set dtype to bfloat16"),
         ("ppo", {"load_in_4bit": "true", "load_in_8bit": "true", "dtype": "bfloat16"}, "8 bit and 4 bit"),
         ("ppo", {"eval_size": 0.1, "eval_dataset_split": "test"}, "keep one of them"),
@@ -189,14 +189,14 @@ def test_keywords_come_as_json_on_the_command_line_and_as_a_mapping_in_the_file(
 @pytest.mark.parametrize("text", ["{a: 1}", "[1]", "null", '{"a": 1'])
 def test_keywords_that_are_no_json_mapping_say_what_to_write(tmp_path, capsys, verb, name, text):
     err = usage(capsys, verb, "--config", write_yaml(tmp_path), f"--{name}", text)
-    assert f"--{name}" in err and f"{text!r} is no mapping in JSON" in err
-    assert """write it such as '{"enable_thinking": false}'""" in err
+    assert f"--{name}" in err and f"{text!r} is not a mapping" in err
+    assert """expected a mapping as JSON, such as '{"enable_thinking": false}'""" in err
 
 
 def test_broken_json_for_a_field_that_trl_reads_as_text_is_refused_too(tmp_path, capsys):
     config = write_yaml(tmp_path, reward_funcs=None)
     err = usage(capsys, "sft", "--config", config, "--model_init_kwargs", "dtype=float32")
-    assert "'dtype=float32' is no mapping in JSON (Expecting value" in err
+    assert "'dtype=float32' is not a mapping (Expecting value" in err
 
 
 def test_a_field_that_may_be_a_path_stays_a_text(tmp_path):
@@ -239,7 +239,7 @@ def test_version_help_and_unknown_verbs(capsys):
     assert cli.main([]) == 2
     capsys.readouterr()
     assert cli.main(["pppo"]) == 2 and "did you mean 'ppo'?" in capsys.readouterr().err
-    assert cli.main(["xyz"]) == 2 and f"it is one of {', '.join(cli.VERBS)}" in capsys.readouterr().err
+    assert cli.main(["xyz"]) == 2 and f"expected one of {', '.join(cli.VERBS)}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("parse", [parse_sft, parse_ppo, parse_reward, parse_distill])
@@ -255,8 +255,8 @@ def test_stages_that_go_on_by_themselves_take_resume_auto_and_nothing_else(tmp_p
     options = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--reward_funcs", "r.f"]
     assert parse_eval([*options, "--resume", "auto"])[0].output_dir == "o"
     err = usage(capsys, "eval", *options, "--resume", "checkpoint-3")
-    assert "--resume checkpoint-3: this stage has no checkpoints; it goes on by itself" in err
-    assert "--resume needs a word behind it" in usage(capsys, "ppo", "--resume")
+    assert "--resume checkpoint-3: this stage has no checkpoints and resumes by itself" in err
+    assert "--resume needs a value" in usage(capsys, "ppo", "--resume")
     assert parse_run([str(ROOT / "recipes/tiny/pipeline.yaml"), "--resume", "auto"])[0].first is None
 
 

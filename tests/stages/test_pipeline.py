@@ -137,7 +137,7 @@ def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, c
     write(b={"word": "fail"})
     assert run() == 3 and calls() == ["a", "b"]
     said = capfd.readouterr()
-    assert "run: b ended with exit code 3; `onetrunk run pipeline.yaml` goes on there" in said.err
+    assert "run: b ended with exit code 3; `onetrunk run pipeline.yaml` resumes there" in said.err
     assert json.loads(Path("state/pipeline.json").read_text())["stages"]["b"]["status"] == "failed"
     write()
     assert run() == 0 and calls() == ["b", "c"]
@@ -146,7 +146,7 @@ def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, c
 def test_a_stage_that_leaves_nothing_has_failed(folder, capfd):
     write(b={"word": "nothing"})
     assert run() == 1 and calls() == ["a", "b"]
-    assert "b ended well, but has not left out/b" in capfd.readouterr().err
+    assert "b succeeded, but has not written out/b" in capfd.readouterr().err
 
 
 def test_from_and_until_run_a_part(folder, capfd):
@@ -156,7 +156,7 @@ def test_from_and_until_run_a_part(folder, capfd):
     assert run("--from", "b") == 0 and calls() == []
     Path("out/a").unlink()
     assert run("--from", "b") == 1
-    assert "--from b skips a, which has not left out/a yet; begin with --from a" in capfd.readouterr().err
+    assert "--from b skips a, which has not written out/a yet; begin with --from a" in capfd.readouterr().err
 
 
 def test_a_dry_run_shows_what_would_run_and_writes_nothing(folder, capfd):
@@ -177,7 +177,7 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=250)
     assert process.returncode == 143
-    assert b"b was stopped; `onetrunk run pipeline.yaml` goes on there" in said
+    assert b"b was stopped; `onetrunk run pipeline.yaml` resumes there" in said
     assert json.loads(Path("state/pipeline.json").read_text())["stages"]["b"]["status"] == "interrupted"
     calls()
     write()
@@ -198,16 +198,19 @@ def test_a_killed_chain_goes_on_with_the_stage_that_it_was_killed_in(folder):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "pipeline.yaml holds nothing; expected 'key: value'"),
+        ("", "pipeline.yaml is empty; expected lines of the form 'key: value'"),
         ("output_dir: x\nstages: {}", "stages is empty"),
         ("output_dir: x\nstages: [sft]", "stages is ['sft']; expected dict"),
         ("stages: {a: {script: step.py}}", "output_dir is not set"),
         ("output_dir: x\nstages: {a: {script: step.py}}", "stage a: outputs is not set"),
         ("output_dir: x\nstages: {a: {script: no.py, outputs: [y]}}", "stage a: no.py does not exist"),
-        ("output_dir: x\nstages: {sft: {config: text.yaml}}", "text.yaml holds str; expected 'key: value'"),
+        (
+            "output_dir: x\nstages: {sft: {config: text.yaml}}",
+            "text.yaml holds a str; expected lines of the form",
+        ),
         ("output_dir: x\nstages: {train: {config: sft.yaml}}", "'train' is no verb; set verb to one of sft, prefs"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml}}", "sft.yaml line 2: unknown key 'learning_rat'"),
-        ("output_dir: x\nstages: {sft: {config: sft.yaml, outputs: [y]}}", "outputs are a script's"),
+        ("output_dir: x\nstages: {sft: {config: sft.yaml, outputs: [y]}}", "outputs is only for a script"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
         ("output_dir: x\nstages: {a: {}, a: {}}", "line 2: a is already given in line 2; keep one of the two"),

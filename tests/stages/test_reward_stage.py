@@ -16,7 +16,8 @@ from onetrunk.models.scorer import read_score_scale
 from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.stages import plots as preference_plots
-from onetrunk.stages.distill import StudentArguments
+from onetrunk.stages.distill import StudentArguments, parse_distill
+from onetrunk.stages.parsing import UsageError
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.stages.recipes import ROOT
@@ -312,13 +313,18 @@ def test_no_teacher_and_no_probability_is_refused(there, capsys):
         ({"student_config": {"model_type": "llama"}}, "a model without a tokenizer; set student_tokenizer"),
         ({"student_config": {"model_type": "llama"}, "model_name_or_path": "x"}, "are both set; keep one"),
         ({"model_name_or_path": "x", "student_vocab_size": 300}, "goes with student_config"),
-        ({"student_config": "{", "student_tokenizer": "x"}, "expected a mapping as JSON"),
         ({"student_config": {"model_type": "llama"}, "student_tokenizer": "x", "use_peft": True}, "keep one"),
     ],
 )
 def test_a_student_that_cannot_be_is_refused_while_parsing(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         StudentArguments(**settings)
+
+
+def test_a_student_config_that_is_no_json_mapping_says_what_to_write():
+    words = ["--dataset_name", "d", "--output_dir", "o", "--teacher", "t", "--student_tokenizer", "x"]
+    with pytest.raises(UsageError, match="student-config: '{' is not a mapping .*expected a mapping as JSON"):
+        parse_distill([*words, "--student_config", "{"])
 
 
 @pytest.mark.parametrize("verb", ["reward", "distill"])

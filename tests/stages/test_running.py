@@ -61,15 +61,16 @@ def test_an_exit_with_words_says_them_without_secrets(capsys, monkeypatch):
 def test_ctrl_c_names_a_checkpoint_only_where_one_was_written_to_its_end(tmp_path, capsys):
     assert ending_with(KeyboardInterrupt(), tmp_path) == 130
     assert (
-        capsys.readouterr().err == f"\ninterrupted; no checkpoint is in {tmp_path} yet, so the next run starts anew\n"
+        capsys.readouterr().err
+        == f"\ninterrupted; {tmp_path} holds no checkpoint yet, so the next run starts from the beginning\n"
     )
     whole_checkpoint(tmp_path, 9)
     whole_checkpoint(tmp_path, 10)
     ending_with(KeyboardInterrupt(), tmp_path)
-    assert capsys.readouterr().err.endswith(f"--resume auto goes on from {tmp_path}/checkpoint-10\n")
+    assert capsys.readouterr().err.endswith(f"--resume auto resumes from {tmp_path}/checkpoint-10\n")
     (tmp_path / "checkpoint-11").mkdir()
     ending_with(KeyboardInterrupt(), tmp_path)
-    assert capsys.readouterr().err.endswith(f"--resume auto goes on from {tmp_path}/checkpoint-10\n")
+    assert capsys.readouterr().err.endswith(f"--resume auto resumes from {tmp_path}/checkpoint-10\n")
 
 
 def test_an_evaluation_that_is_interrupted_names_no_checkpoint(capsys):

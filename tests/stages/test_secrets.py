@@ -17,7 +17,7 @@ from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.running import explain, run_stage, say
-from onetrunk.stages.secrets import secrets_kept
+from onetrunk.stages.secrets import secrets_redacted
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 
@@ -37,7 +37,7 @@ def logged(log):
     logger = logging.getLogger("a.library.of.others")
     logger.addHandler(stream)
     try:
-        with secrets_kept():
+        with secrets_redacted():
             log(logger)
     finally:
         logger.removeHandler(stream)
@@ -64,7 +64,7 @@ def test_a_log_record_is_redacted_in_message_arguments_and_stack_trace():
 
 
 def test_a_log_record_without_a_secret_keeps_its_arguments(caplog):
-    with secrets_kept():
+    with secrets_redacted():
         logging.getLogger("x").warning("%s rows of %s", 3, "a file")
     assert caplog.records[-1].args == (3, "a file")
 
@@ -75,7 +75,7 @@ def test_a_message_that_does_not_fit_its_arguments_stops_nothing(capsys):
 
 
 def test_a_warning_and_an_error_in_a_thread_are_redacted(capsys):
-    with secrets_kept():
+    with secrets_redacted():
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             text = warnings.formatwarning(f"old name {CANARY}", UserWarning, "file.py", 1)
@@ -93,7 +93,7 @@ def hooks():
 
 def test_everything_is_as_it_was_afterwards():
     before = hooks()
-    with pytest.raises(KeyError), secrets_kept():
+    with pytest.raises(KeyError), secrets_redacted():
         raise KeyError("x")
     assert hooks() == before
 
@@ -198,7 +198,7 @@ def test_the_word_for_the_stored_token_is_no_secret(tmp_path):
 def test_a_refused_secret_is_exit_code_2(capsys):
     assert run_stage("sft", parse_sft, print, ["--hub_token", CANARY]) == 2
     said = capsys.readouterr()
-    assert CANARY not in said.err + said.out and "error: --hub_token is refused" in said.err
+    assert CANARY not in said.err + said.out and "error: --hub_token is rejected" in said.err
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there,
         texts.append(parts.tokenizer.decode(parts.datasets[0][0]["prompt_ids"]))
         return {"score/mean": 0.0, "reward/unscored_fraction": 0.0}, None
 
-    monkeypatch.setattr(eval_stage, "evaluate_role", record)
+    monkeypatch.setattr(eval_stage, "measure_side", record)
     monkeypatch.setattr(eval_stage, "report", lambda *words: None)
     for keywords in ([], ["--chat_template_kwargs", '{"quiet": true}']):
         assert run("eval", there, "--model_name_or_path", "runs/quiet", *keywords) == 0

@@ -1,10 +1,10 @@
-"""RewardDistillationTrainer: a small reward model learns what a teacher says.
+"""RewardDistillationTrainer: a small reward model (the student) learns the labels of a teacher.
 
-Two losses, added with weights. Regression: half the squared difference of student and teacher score, in standard
-deviations of the teacher's scores. Pairwise: the Bradley-Terry loss against the teacher's probability. Where the
-teacher is a reward model, both are least (at temperature 1) at its scores less their mean; rows with one completion
-teach through the regression alone, and a judge's probabilities through the pairs alone. Knows labelled rows
-(reward_models/teacher.py makes them of reward models) and no teacher.
+The loss is a weighted sum. Regression: half the squared difference of student and teacher score, in standard
+deviations of the teacher's scores. Pairwise: the Bradley-Terry loss against the teacher's probability. If the teacher
+is a reward model, both have their minimum (at temperature 1) at its scores minus their mean. Rows with one completion
+count only in the regression, and a judge's probabilities only in the pairwise loss. reward_models/teacher.py labels
+rows with reward models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.preferences import stopped_column
 from onetrunk.models.scorer import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer, option
+from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards.model import encode_rows
+from onetrunk.utils.options import option
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +36,17 @@ NO_SCORES = ScoreScale(0.0, 1.0)
 
 @dataclass(repr=False)
 class RewardDistillationConfig(RewardModelConfig):
-    """RewardModelConfig, and how much each loss counts.
+    """RewardModelConfig, and the weights of the two losses.
 
     Raises:
-        ValueError: a weight out of range, or a setting of preference labels, which the teacher's take the place of.
+        ValueError: a weight out of range, or a setting about preference labels, which the teacher's labels replace.
     """
 
     regression_weight: float | None = option(
         None,
-        "Of the squared error of the score, in the teacher's standard deviations. None: 1 where there are scores.",
+        "Weight of the squared error of the score, in the teacher's standard deviations. None: 1 if there are scores.",
     )
-    pairwise_weight: float = option(1.0, "Of the Bradley-Terry loss against the teacher's probability.")
+    pairwise_weight: float = option(1.0, "Weight of the Bradley-Terry loss against the teacher's probability.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,20 +58,18 @@ class RewardDistillationConfig(RewardModelConfig):
             raise ValueError("regression_weight and pairwise_weight are both 0, so nothing is learnt; raise one")
         if self.use_margin or not self.soft_labels or self.center_rewards_coefficient:
             raise ValueError(
-                "use_margin, soft_labels and center_rewards_coefficient are about labels of the rows; a student learns"
-                " the teacher's: leave them out"
+                "use_margin, soft_labels and center_rewards_coefficient are about the rows' own labels, and a student"
+                " learns the teacher's; leave them out"
             )
 
 
 @dataclass
 class DistillationCollator(PairCollator):
-    """Makes a batch of labelled rows: all first completions, then the second ones of the rows that are pairs."""
+    """Makes a batch of labelled rows: all chosen completions, then the rejected ones of the rows that are pairs."""
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return input_ids and attention_mask [N, T], scores [N], and of labelled pairs places and probability [P].
-
-        A score that a row lacks is NaN.
-        """
+        """Return input_ids and attention_mask [N, T], scores [N] (NaN if unknown), and for the P labelled pairs the
+        indices `first` and `second` [P] and the probability [P]."""
         pairs = [index for index, f in enumerate(features) if f["rejected_ids"]]
         rows = [f["chosen_ids"] for f in features] + [features[index]["rejected_ids"] for index in pairs]
         scores = [f["chosen_score"] for f in features] + [features[index]["rejected_score"] for index in pairs]
@@ -92,16 +91,16 @@ class RewardDistillationTrainer(RewardModelTrainer):
     """Trains a student on labelled rows: `prompt`, `chosen`, and any of `rejected`, `chosen_score`, `rejected_score`,
     `probability`, null where a row has none; and `chosen_stopped`, `rejected_stopped` as in preference rows.
 
-    While it trains, the student's scores are in the teacher's standard deviations; `to_teacher_scale` brings them to
-    the teacher's scale less its mean, so that sigmoid of a difference is a probability. Call it before saving.
+    During training the student's scores are in the teacher's standard deviations. `to_teacher_scale` converts them to
+    the teacher's scale minus its mean, so that sigmoid of a difference is a probability. Call it before saving.
 
     Args: as for RewardModelTrainer.
 
     Attributes:
-        scale: mean and standard deviation of the teacher's scores over the training rows; 0 and 1 where it gives none.
+        scale: mean and standard deviation of the teacher's scores over the training rows; 0 and 1 without scores.
 
     Raises:
-        ValueError: rows that teach nothing under the weights, or what RewardModelTrainer refuses.
+        ValueError: rows that neither loss uses, and the errors of RewardModelTrainer.
     """
 
     args: RewardDistillationConfig
@@ -121,22 +120,22 @@ class RewardDistillationTrainer(RewardModelTrainer):
         super().__init__(model, args, train_dataset, *others, **trl)
 
     def make_collator(self, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> PairCollator:
-        """Return what makes batches of encoded rows."""
+        """Return the collator of encoded rows."""
         return DistillationCollator(tokenizer.pad_token_id, args.pad_to_multiple_of)
 
     def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
-        """Check that every row teaches something and return token ids and labels; no second completion: no ids."""
+        """Return token ids and labels, after a check that a loss uses every row. No rejected completion: no ids."""
         check_labels(dataset, args.regression_weight, args.pairwise_weight)
         prompts, rejected = dataset["prompt"], [[] for _ in range(len(dataset))]
         stopped = {name: stopped_column(dataset, f"{name}_stopped") for name in ("chosen", "rejected")}
         settings = (None, self.reads_end, "to train")
         chosen, _ = encode_rows(tokenizer, prompts, dataset["chosen"], *settings, stopped["chosen"])
-        given = dataset["rejected"] if "rejected" in dataset.column_names else [None] * len(dataset)
-        pairs = [index for index, completion in enumerate(given) if completion is not None]
+        completions = dataset["rejected"] if "rejected" in dataset.column_names else [None] * len(dataset)
+        pairs = [index for index, completion in enumerate(completions) if completion is not None]
         second, _ = encode_rows(
             tokenizer,
             [prompts[index] for index in pairs],
-            [given[index] for index in pairs],
+            [completions[index] for index in pairs],
             *settings,
             [stopped["rejected"][index] for index in pairs],
         )
@@ -148,7 +147,7 @@ class RewardDistillationTrainer(RewardModelTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the weighted sum of both losses, each a mean over the rows or pairs of the batch that it reads."""
+        """Return the weighted sum of both losses, each a mean over the rows or pairs that it uses."""
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float() * self.unit
         loss = scores.new_zeros(())
@@ -162,13 +161,13 @@ class RewardDistillationTrainer(RewardModelTrainer):
         if self.args.pairwise_weight and len(probability):
             loss = loss + self.args.pairwise_weight * bradley_terry_loss(chosen, rejected, probability)
         self.note_pairs(chosen.detach(), rejected.detach(), probability)
-        # A batch that neither loss reads still runs backward, so that all processes stay in step.
+        # A batch that neither loss uses still runs backward, so that all processes stay in step.
         loss = loss + 0.0 * scores.sum()
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
     def to_teacher_scale(self) -> None:
-        """Multiply the score layer by the teacher's standard deviation; twice is as once."""
+        """Multiply the score layer by the teacher's standard deviation, once; a second call changes nothing."""
         layer = score_layer(self.model)
         for parameter in layer.parameters():
             parameter.mul_(self.unit)
@@ -176,19 +175,15 @@ class RewardDistillationTrainer(RewardModelTrainer):
 
 
 def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight: float) -> None:
-    """Refuse rows that no loss reads.
-
-    Raises:
-        ValueError: how many, and the first one.
-    """
+    """Raise ValueError for rows that no loss uses, with their number and the first one."""
     names = set(rows.column_names)
     if not {"prompt", "chosen"} <= names or not names & set(LABELS):
         raise ValueError(
-            f"labelled rows have prompt, chosen, and one of {', '.join(LABELS)}; these have"
-            f" {', '.join(sorted(names))}: let a teacher label them (reward_models/teacher.py)"
+            f"the rows have columns {', '.join(sorted(names))}; expected prompt, chosen, and one of"
+            f" {', '.join(LABELS)}: let a teacher label them (reward_models/teacher.py)"
         )
     if len(rows) == 0:
-        raise ValueError("there are no labelled rows; give at least one")
+        raise ValueError("the dataset has no labelled rows; give at least one")
     columns = {name: rows[name] if name in names else [None] * len(rows) for name in (*LABELS, "rejected")}
     idle = [
         index
@@ -207,13 +202,13 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
 
 
 def warn_if_larger(student: Any, num_teacher_parameters: int) -> bool:
-    """Warn of a student with more weights than its teacher: it will not be the cheaper one; return whether it has."""
+    """Warn of a student with more weights than its teacher, which would not be cheaper; return whether it has more."""
     size = sum(p.numel() for p in student.parameters())
     if size <= num_teacher_parameters:
         return False
     logger.warning(
-        "the student has %s weights, more than the teacher's %s: it will cost more than what it replaces; take a"
-        " smaller one",
+        "the student has %s weights, more than the teacher's %s: it will cost more than the teacher; use a smaller"
+        " one",
         f"{size:,}",
         f"{num_teacher_parameters:,}",
     )

@@ -1,6 +1,7 @@
-"""The figures of a reward model on preference rows, and of a student beside its teacher: names, and what they measure.
+"""Metrics of a reward model on preference rows, and of a student next to its teacher.
 
-Knows reward functions and rows; the arithmetic is reward_models/metrics.py. Trains nothing.
+First what is measured on which rows, then the arithmetic: accuracy, calibration, intervals and correlations. A lead is
+the score of `chosen` minus the score of `rejected`; a label is the probability that `chosen` is better.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from onetrunk.rewards.base import Completion
 from onetrunk.rewards.model import ModelReward
 from onetrunk.types import Prompt
 
-# Rows of one timing, and timings of which the fastest counts: what else the machine does only slows down.
+# Rows of one timing, and the number of timings. The fastest counts, since other load can only slow one down.
 TIMED_ROWS = 256
 TIMINGS = 3
+NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Preference rows with what a reward model says of them; n pairs.
+    """The scores of a reward model on n preference rows.
 
     Args:
         chosen, rejected: [n] scores.
-        labels: [n] probability that `chosen` is the better one.
+        labels: [n] probability that `chosen` is better.
         lengths: [2, n] tokens of `chosen` and of `rejected`.
         prompts: n texts, equal for pairs of one prompt.
     """
@@ -46,48 +48,94 @@ class ScoredPairs:
 
     @property
     def leads(self) -> Tensor:
-        """Return [n] scores of `chosen` less those of `rejected`."""
+        """Scores [n] of `chosen` minus those of `rejected`."""
         return self.chosen - self.rejected
 
     @property
     def scores(self) -> Tensor:
-        """Return [2n] scores, the chosen ones first."""
+        """Scores [2n], the chosen ones first."""
         return torch.cat([self.chosen, self.rejected])
 
 
+@dataclass(frozen=True)
+class Bin:
+    """A group of pairs with similar confidence or margin.
+
+    Args:
+        low, high: bounds of that confidence or margin; low belongs to the bin.
+        count: number of pairs.
+        predicted: mean probability that the scores give to the completion they prefer; NaN where count is 0.
+        observed: mean label of that completion; NaN where count is 0.
+    """
+
+    low: float
+    high: float
+    count: int
+    predicted: float
+    observed: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the fields by name, for JSON."""
+        return asdict(self)
+
+
 def labels_of(rows: Dataset, column: str = "probability") -> Tensor:
-    """Return the labels [n] of preference rows: that column, or 1 where there is none."""
+    """Return the labels [n] of preference rows: that column, or 1 if there is none."""
     if column in rows.column_names:
         return torch.tensor(rows[column], dtype=torch.float64)
     return torch.ones(len(rows), dtype=torch.float64)
 
 
+def true_labels(rows: Dataset, has_teacher: bool) -> Tensor | None:
+    """Return labels [n] that do not come from the teacher; None if there are none.
+
+    These are the column `label` (probability that `chosen` is better, by people or by construction); without it, where
+    the teacher is a reward model, the rows' own preference.
+    """
+    if "label" in rows.column_names:
+        return labels_of(rows, "label")
+    return labels_of(rows) if has_teacher else None
+
+
 def score_pairs(reward: ModelReward, rows: Dataset, labels: Tensor) -> ScoredPairs:
     """Score both sides of preference rows."""
-    prompts = rows["prompt"]
-    sides = [torch.tensor(reward(prompts=prompts, completions=rows[name])) for name in ("chosen", "rejected")]
-    lengths = torch.tensor([token_counts(reward, rows[name]) for name in ("chosen", "rejected")])
-    return ScoredPairs(*sides, labels, lengths, [json.dumps(prompt) for prompt in prompts])
+    sides = [torch.tensor(reward(prompts=rows["prompt"], completions=rows[name])) for name in ("chosen", "rejected")]
+    return ScoredPairs(*sides, labels, _lengths(reward, rows), [json.dumps(prompt) for prompt in rows["prompt"]])
 
 
-def token_counts(reward: ModelReward, completions: Sequence[Completion]) -> list[int]:
-    """Return the tokens of each completion alone, in the reward model's own language."""
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [len(ids) for ids in reward.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+def teacher_labels(teacher: Teacher | None, reward: ModelReward, rows: Dataset) -> tuple[Tensor, ScoredPairs | None]:
+    """Return the teacher's probabilities [n] and scores. Without a reward model as the teacher: the rows' own
+    probabilities, and None."""
+    if teacher is None:
+        return labels_of(rows), None
+    labelled = teacher.label_pairs(rows)
+    chosen, rejected = (torch.tensor(labelled[f"{name}_score"]) for name in ("chosen", "rejected"))
+    probabilities = labels_of(labelled)
+    prompts = [json.dumps(prompt) for prompt in rows["prompt"]]
+    return probabilities, ScoredPairs(chosen, rejected, probabilities, _lengths(reward, rows), prompts)
 
 
-def preference_figures(pairs: ScoredPairs) -> dict[str, Any]:
-    """Return accuracy with its interval, accuracy by margin, calibration and the part that length plays.
+def _lengths(reward: ModelReward, rows: Dataset) -> Tensor:
+    """Return the tokens [2, n] of each completion alone, counted by the reward model's tokenizer."""
+    counts = []
+    for name in ("chosen", "rejected"):
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in rows[name]]
+        counts.append([len(ids) for ids in reward.tokenizer(texts, add_special_tokens=False)["input_ids"]])
+    return torch.tensor(counts)
 
-    `length/score_correlation`: Pearson over all completions. `length/lead_correlation`: of the lead with the
-    difference in tokens, which the prompt does not move; `length/label_correlation` is what the labels themselves
-    have. `length/accuracy_chosen_shorter`: over the pairs in which length speaks against the better one.
+
+def preference_metrics(pairs: ScoredPairs) -> dict[str, Any]:
+    """Return accuracy with its interval, accuracy by margin, calibration, and the influence of length.
+
+    `length/score_correlation` is Pearson's, over all completions. `length/lead_correlation` is that of the lead with
+    the difference in tokens, which does not depend on the prompt; `length/label_correlation` is that of the labels.
+    `length/accuracy_chosen_shorter` is the accuracy on pairs whose better completion is the shorter one.
     """
     leads, labels = pairs.leads, pairs.labels
     bins = reliability(leads, labels)
     differences = (pairs.lengths[0] - pairs.lengths[1]).double()
     shorter = torch.where(labels >= 0.5, differences, -differences) < 0
-    figures = {
+    metrics = {
         "pairs": len(leads),
         "accuracy": accuracy(leads, labels),
         "accuracy_interval": list(accuracy_interval(leads, labels, pairs.prompts)),
@@ -104,12 +152,12 @@ def preference_figures(pairs: ScoredPairs) -> dict[str, Any]:
     }
     if labels.unique().numel() > 1:
         certainty = (labels - 0.5).abs()
-        figures["accuracy_by_label_certainty"] = [b.as_dict() for b in by_margin(leads, labels, certainty)]
-    return figures
+        metrics["accuracy_by_label_certainty"] = [b.as_dict() for b in by_margin(leads, labels, certainty)]
+    return metrics
 
 
-def fidelity_figures(student: ScoredPairs, probabilities: Tensor, teacher: ScoredPairs | None) -> dict[str, Any]:
-    """Return how well a student says what its teacher says of the same rows.
+def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: ScoredPairs | None) -> dict[str, Any]:
+    """Return how well a student reproduces its teacher on the same rows.
 
     Args:
         student: its scores.
@@ -117,13 +165,13 @@ def fidelity_figures(student: ScoredPairs, probabilities: Tensor, teacher: Score
         teacher: its scores; None for a judge, which has none.
 
     Returns:
-        `agreement` (pairs in the same order), `calibration_error` and `loss` against the teacher's probabilities,
-        and, for a teacher with scores, `spearman` and `pearson` over all completions and `disagreement_lead`, the mean
-        |lead| of the teacher where the student disagrees, beside `lead`, that of all pairs.
+        `agreement` (pairs in the same order), `calibration_error` and `loss` against the teacher's probabilities. For
+        a teacher with scores also `spearman` and `pearson` over all completions, `lead` (the teacher's mean |lead|),
+        and `disagreement_lead` (the same over the pairs on which the student disagrees).
     """
     probabilities = probabilities.double()
     bins = reliability(student.leads, probabilities)
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "pairs": len(probabilities),
         "agreement": accuracy(student.leads, probabilities),
         "agreement_interval": list(accuracy_interval(student.leads, probabilities, student.prompts)),
@@ -133,47 +181,25 @@ def fidelity_figures(student: ScoredPairs, probabilities: Tensor, teacher: Score
     }
     if teacher is not None:
         leads = teacher.leads.double()
-        apart = torch.sign(leads) != torch.sign(student.leads.double())
-        figures |= {
+        disagree = torch.sign(leads) != torch.sign(student.leads.double())
+        metrics |= {
             "agreement": agreement(student.leads, leads),
             "spearman": spearman(student.scores, teacher.scores),
             "pearson": pearson(student.scores, teacher.scores),
             "lead": float(leads.abs().mean()),
-            "disagreement_lead": float(leads[apart].abs().mean()) if apart.any() else 0.0,
+            "disagreement_lead": float(leads[disagree].abs().mean()) if disagree.any() else 0.0,
         }
-    return figures
+    return metrics
 
 
-def teacher_labels(teacher: Teacher | None, reward: ModelReward, rows: Dataset) -> tuple[Tensor, ScoredPairs | None]:
-    """Return the teacher's probabilities [n] of preference rows and its scores; of a judge the rows' probabilities."""
-    if teacher is None:
-        return labels_of(rows), None
-    labelled = teacher.label_pairs(rows)
-    chosen, rejected = (torch.tensor(labelled[f"{name}_score"]) for name in ("chosen", "rejected"))
-    lengths = torch.tensor([token_counts(reward, rows[name]) for name in ("chosen", "rejected")])
-    probabilities = labels_of(labelled)
-    return probabilities, ScoredPairs(
-        chosen, rejected, probabilities, lengths, [json.dumps(prompt) for prompt in rows["prompt"]]
-    )
-
-
-def true_labels(rows: Dataset, has_teacher: bool) -> Tensor | None:
-    """Return what the rows say beside the teacher, [n]: the column `label` (probability that `chosen` is better, by
-    people or by the truth); else, where the teacher is a reward model, the rows' own preference; else None."""
-    if "label" in rows.column_names:
-        return labels_of(rows, "label")
-    return labels_of(rows) if has_teacher else None
-
-
-def cost_figures(
+def cost_metrics(
     rewards: Sequence[ModelReward], prompts: list[Prompt], completions: list[Completion]
 ) -> dict[str, float]:
-    """Measure what scoring costs: seconds per 1,000 completions, the weights, and the peak of activations, in MiB.
+    """Measure the cost of scoring: seconds per 1,000 completions, weights and peak activations in MiB.
 
     Args:
         rewards: one model, or the members of an ensemble, which run one after the other: seconds and weights add up.
-        prompts: of the rows that are scored; TIMED_ROWS of them at most.
-        completions: their completions.
+        prompts, completions: the rows to score; at most TIMED_ROWS of them are used.
     """
     prompts, completions = prompts[:TIMED_ROWS], completions[:TIMED_ROWS]
 
@@ -204,40 +230,15 @@ def cost_ratios(student: dict[str, float], teacher: dict[str, float]) -> dict[st
     return {name: teacher[key] / student[key] for name, key in names.items()}
 
 
-NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Bin:
-    """Pairs that are alike in something.
-
-    Args:
-        low, high: the bounds of what they are alike in; low belongs to the bin.
-        count: pairs.
-        predicted: mean probability that the scores give to the completion that they prefer; NaN where count is 0.
-        observed: mean label of that completion; NaN where count is 0.
-    """
-
-    low: float
-    high: float
-    count: int
-    predicted: float
-    observed: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
-
 def accuracy(leads: Tensor, labels: Tensor) -> float:
-    """Return the share of pairs in which the completion that the label prefers has the higher score.
+    """Return the share of pairs in which the completion preferred by the label has the higher score.
 
     Args:
         leads: [n]; a lead of 0 counts half.
-        labels: [n] in [0, 1]; pairs with the label 1/2 prefer neither and are left out.
+        labels: [n] in [0, 1]; pairs with the label 1/2 are left out.
 
     Returns:
-        In [0, 1]; NaN where no pair is left.
+        In [0, 1]; NaN if no pair is left.
     """
     decided = labels != 0.5
     signs = torch.sign(leads[decided].double()) * torch.sign(labels[decided].double() - 0.5)
@@ -245,21 +246,20 @@ def accuracy(leads: Tensor, labels: Tensor) -> float:
 
 
 def agreement(leads: Tensor, other_leads: Tensor) -> float:
-    """Return the share of pairs that two scorers put in the same order; pairs that `other_leads` ties are left out."""
+    """Return the share of pairs that two scorers put in the same order; ties in `other_leads` are left out."""
     return accuracy(leads, torch.where(other_leads == 0, 0.5, (other_leads > 0).double()))
 
 
 def preference_loss(leads: Tensor, labels: Tensor) -> float:
-    """Return the mean cross-entropy of the labels under sigmoid(lead), nats; log 2 is what equal scores give."""
+    """Return the mean cross-entropy of the labels under sigmoid(lead), nats; log 2 for equal scores."""
     leads, labels = leads.double(), labels.double()
     return _mean(-(labels * F.logsigmoid(leads) + (1 - labels) * F.logsigmoid(-leads)))
 
 
 def reliability(leads: Tensor, labels: Tensor, num_bins: int = 10) -> list[Bin]:
-    """Return the reliability diagram of a scorer: how sure it is of the completion it prefers, and how often rightly.
+    """Return the reliability diagram of a scorer: its confidence against how often it is right.
 
-    Every pair is turned so that the scorer prefers the first completion: its confidence is sigmoid(|lead|), from 1/2
-    to 1, and what is observed is the label of that completion.
+    The confidence in a pair is sigmoid(|lead|), from 1/2 to 1; observed is the label of the preferred completion.
 
     Args:
         leads: [n].
@@ -285,13 +285,13 @@ def expected_calibration_error(bins: list[Bin]) -> float:
 
 
 def by_margin(leads: Tensor, labels: Tensor, margins: Tensor | None = None, num_bins: int = 5) -> list[Bin]:
-    """Return pairs in equal shares by margin, the closest first: a scorer should be right where the margin is wide.
+    """Return the pairs in equal shares by margin, the smallest first: accuracy should rise with the margin.
 
     Args:
         leads: [n].
         labels: [n] in [0, 1].
-        margins: [n], not negative: by what the pairs are sorted; None: by |lead|.
-        num_bins: shares; fewer where there are fewer pairs.
+        margins: [n], not negative, to sort the pairs by; None: |lead|.
+        num_bins: number of shares; fewer if there are fewer pairs.
     """
     sizes = leads.double().abs() if margins is None else margins.double()
     order = torch.argsort(sizes, stable=True)
@@ -310,20 +310,20 @@ def accuracy_interval(
         leads: [n].
         labels: [n] in [0, 1].
         groups: n names, equal for pairs of one prompt.
-        resamples: draws of as many groups as there are.
+        resamples: number of bootstrap samples.
         seed: of the draws.
 
     Returns:
-        The 2.5th and the 97.5th percentile; NaN where there are no decided pairs.
+        The 2.5th and the 97.5th percentile; NaN without decided pairs.
 
     Source: Efron 1979; over clusters: Cameron, Gelbach and Miller 2008.
     """
     decided = labels != 0.5
-    right = (torch.sign(leads.double()) * torch.sign(labels.double() - 0.5) + 1) / 2
+    is_right = (torch.sign(leads.double()) * torch.sign(labels.double() - 0.5) + 1) / 2
     places = {name: index for index, name in enumerate(dict.fromkeys(groups))}
     where = torch.tensor([places[name] for name in groups], dtype=torch.long)
     sums = torch.zeros(len(places), 2, dtype=torch.float64)
-    sums.index_add_(0, where, torch.stack([right * decided, decided.double()], dim=1))
+    sums.index_add_(0, where, torch.stack([is_right * decided, decided.double()], dim=1))
     if not sums[:, 1].sum():
         return NAN, NAN
     generator = torch.Generator().manual_seed(seed)
@@ -335,7 +335,7 @@ def accuracy_interval(
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Return the rank [n] of every entry, from 1; equal entries share the mean of their ranks."""
+    """Return the rank [n] of every entry, from 1; equal entries get the mean of their ranks."""
     _, places, counts = torch.unique(x, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts.double() - 1) / 2)[places]

@@ -1,8 +1,7 @@
-"""What a student learns from: the scores of reward models on rows, each computed once and kept in the run's folder.
+"""The scores of reward models on the rows from which a student learns.
 
-Scores are keyed by what they depend on (the model's weights, prompt, completion) in an append-only ledger, so that a
-run that was killed, or the next epoch, or another student in the same folder computes none of them again. Knows
-reward models and rows; no student and no loss.
+Each score is computed once and kept in an append-only ledger in the run's folder, keyed by what it depends on (the
+model's weights, prompt, completion). A resumed run, or another student in the same folder, reads it from there.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from onetrunk.rewards.model import ModelReward
 from onetrunk.types import Prompt
 
 SCORES_FILE = "teacher_scores.jsonl"
-# Rows scored between two writes to the ledger: what a kill can cost.
+# Rows scored between two writes to the ledger: the most that a killed run computes again.
 CHUNK = 128
 
 
 def identity(reward: ModelReward) -> str:
-    """Return what the scores of a reward model depend on: its weights, its limit of tokens, its adapter, if any."""
+    """Return what the scores of a reward model depend on: its weights, its adapter if any, and its token limit."""
     adapters = [p.detach().float().cpu().contiguous() for n, p in reward.model.named_parameters() if ".lora_" in n]
     lora = hashlib.sha256(b"".join(p.numpy().tobytes() for p in adapters)).hexdigest()
     return f"{base_fingerprint(reward.model)}, lora {lora[:16]}, max_length {reward.max_length}"
 
 
 class Teacher:
-    """One reward model or several: their scores, the mean of them, and the probability that they give to a pair.
+    """One or several reward models: their mean score, and the mean probability that they give to a pair.
 
-    Preferences leave the zero of a reward model open, so each member is taken less its mean over the training rows
-    (`centre`); the scores of an ensemble are then averaged, and so are its probabilities sigmoid(lead / temperature).
+    Preferences do not fix the zero of a reward model, so each member's mean over the training rows is subtracted
+    (`centre`) before scores are averaged. The probability of a member is sigmoid(lead / temperature).
 
     Args:
         members: reward models with their tokenizers.
         cache: the ledger's file.
-        temperature: divides a lead before it becomes a probability; above 0. Above 1: softer labels.
+        temperature: above 0; above 1 gives softer labels.
         is_shown: True shows a progress bar.
 
     Raises:
@@ -58,7 +57,7 @@ class Teacher:
         self, members: Sequence[ModelReward], cache: str | Path, temperature: float = 1.0, is_shown: bool = False
     ):
         if not members:
-            raise ValueError("a teacher needs one reward model or more; name them")
+            raise ValueError("a teacher needs one reward model or more, and none is given; name them")
         if not 0 < temperature < float("inf"):
             raise ValueError(f"teacher_temperature is {temperature}; set a number above 0, such as 1")
         self.members, self.cache = list(members), Path(cache)
@@ -69,20 +68,20 @@ class Teacher:
 
     @classmethod
     def load(
-        cls, names: Sequence[str], cache: str | Path, *, batch_size: int, device: Any, **settings: Any
+        cls, names: Sequence[str], cache: str | Path, *, batch_size: int, device: torch.device | str, **settings: Any
     ) -> Teacher:
         """Return the teacher of the reward models (or reward adapters) at these folders or Hub names."""
         return cls([load_reward(n, device=device, batch_size=batch_size) for n in names], cache, **settings)
 
     @property
     def num_parameters(self) -> int:
-        """Return the weights of all members together."""
+        """Number of weights of all members."""
         return sum(p.numel() for member in self.members for p in member.model.parameters())
 
     def member_scores(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
     ) -> Tensor:
-        """Return raw scores [members, n] in float32, from the ledger where they stand there.
+        """Return raw scores [members, n] in float32. Only those that are not in the ledger are computed.
 
         Args:
             prompts: n texts or conversations.
@@ -90,8 +89,8 @@ class Teacher:
             stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
         """
         stopped = [True] * len(prompts) if stopped is None else stopped
-        given = list(zip(prompts, completions, stopped, strict=True))
-        keys = [[_score_key(name, *row) for row in given] for name in self.identities]
+        items = list(zip(prompts, completions, stopped, strict=True))
+        keys = [[_score_key(name, *item) for item in items] for name in self.identities]
         with Ledger(self.cache) as ledger:
             missing = [(m, list(dict.fromkeys(key for key in row if key not in ledger))) for m, row in enumerate(keys)]
             total = sum(len(new) for _, new in missing)
@@ -114,13 +113,13 @@ class Teacher:
     def centre(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
     ) -> None:
-        """Make the mean of each member over these rows its zero."""
+        """Set each member's zero to its mean over these rows."""
         self.means = self.member_scores(prompts, completions, stopped).mean(dim=1)
 
     def scores(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
     ) -> Tensor:
-        """Return scores [n]: the mean over the members, each less its own zero."""
+        """Return scores [n]: the mean over the members, each minus its zero."""
         return torch.mean(self.member_scores(prompts, completions, stopped) - self.means[:, None], dim=0)
 
     def label_pairs(self, rows: Dataset) -> Dataset:
@@ -163,7 +162,7 @@ class Teacher:
 
 
 def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None) -> Dataset:
-    """Return the training rows of a student: pairs and, if given, rows with one completion; centres the teacher."""
+    """Centre the teacher, and return the labelled training rows: pairs and, if given, rows with one completion."""
     prompts, completions = [*pairs["prompt"], *pairs["prompt"]], [*pairs["chosen"], *pairs["rejected"]]
     stopped = [has_stopped for name in STOPPED for has_stopped in stopped_column(pairs, name)]
     if singles is not None:

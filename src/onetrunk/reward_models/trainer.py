@@ -1,9 +1,9 @@
-"""RewardModelTrainer: TRL's RewardTrainer, and labels that are probabilities.
+"""RewardModelTrainer: TRL's RewardTrainer with labels that are probabilities.
 
 A scalar model, whole or as a LoRA adapter with a score head, learns from preferences under the Bradley-Terry model:
-L = -(p log sigmoid(d) + (1 - p) log sigmoid(-d)) with d the score of `chosen` less that of `rejected`. TRL's trainer
-keeps the model, PEFT, checkpoints and cards; ours are the rows (read as rewards/model.py reads them in PPO), the loss
-and the logged figures. Knows no file and no plot.
+L = -(p log sigmoid(d) + (1 - p) log sigmoid(-d)) with d the score of `chosen` minus that of `rejected`. TRL's trainer
+handles the model, PEFT, checkpoints and cards. This module adds the rows (encoded as rewards/model.py encodes them in
+PPO), the loss and the logged metrics.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +28,12 @@ from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.rewards.model import encode_rows
+from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
 
 logger = logging.getLogger(__name__)
 
 ENCODED = ("chosen_ids", "rejected_ids")
-
-
-def option(default: Any, text: str) -> Any:
-    """Return a field of a settings class with its help text."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(repr=False)
@@ -49,16 +45,16 @@ class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
     """
 
     soft_labels: bool = option(
-        True, "Learn from the column probability (that chosen is better) where there is one; False: chosen is better."
+        True, "Learn from the column probability (that chosen is better) if there is one; False: chosen is better."
     )
     use_margin: bool = option(
         False,
-        "Demand that the better completion leads by the column margin. Judges write both columns from one answer.",
+        "Require a lead of the better completion by the column margin. Judges derive both columns from one answer.",
     )
     end_token: bool = option(
-        True, "Read the score behind the end token, which sampled completions end with; adapters always do."
+        True, "Read the score at the end token, with which sampled completions end; adapters always do."
     )
-    remove_unused_columns: bool = option(False, "Always False: labels are columns that the model does not know.")
+    remove_unused_columns: bool = option(False, "Always False: the labels are columns that the model does not take.")
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)
@@ -72,7 +68,9 @@ class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
                 " common), or leave it out"
             )
         if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length is {self.max_length}; set the tokens of prompt and completion, 1 or more")
+            raise ValueError(
+                f"max_length is {self.max_length}; set 1 or more tokens, for prompt and completion together"
+            )
 
 
 @dataclass
@@ -80,7 +78,7 @@ class PairCollator:
     """Makes a batch of encoded pairs: the chosen rows first, then the rejected ones, padded on the right.
 
     Args:
-        pad_token_id: what rows are padded with.
+        pad_token_id: pads the rows.
         pad_to_multiple_of: tokens; None: the batch is as wide as its longest row.
     """
 
@@ -88,7 +86,7 @@ class PairCollator:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return input_ids and attention_mask [2B, T], and the labels [B] that the rows have."""
+        """Return input_ids and attention_mask [2B, T], and the labels [B] of the rows."""
         rows = [f[name] for name in ENCODED for f in features]
         labels = {
             name: torch.tensor([f[name] for f in features], dtype=torch.float32)
@@ -120,11 +118,11 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         args: settings.
         train_dataset: preference rows.
         eval_dataset: held-out rows, or several such datasets by name.
-        processing_class: the model's tokenizer; what it pads with becomes the model's pad token.
+        processing_class: the model's tokenizer; its pad token becomes the model's.
         **trl: further keywords of TRL's RewardTrainer (peft_config, callbacks, optimizers, ...).
 
     Raises:
-        ValueError: bad rows, a tokenizer that cannot pad, or a max_length that the model can't read or no row fits in.
+        ValueError: bad rows, a tokenizer that cannot pad, or a max_length above the model's limit or below every row.
     """
 
     def __init__(
@@ -143,7 +141,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
         model.config.update({READS_END: reads_end})
         self.reads_end = reads_end
-        self.figures: dict[str, dict[str, list[Tensor]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.pair_sums: dict[str, dict[str, list[Tensor]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         super().__init__(
             model=model,
             args=args,
@@ -155,23 +153,23 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         )
 
     def extra_loop_state(self) -> dict[str, Any]:
-        """Return the pairs since the last log, too."""
-        figures = {name: [sums.tolist() for sums in own] for name, own in self.figures["train"].items()}
-        return {**super().extra_loop_state(), "figures": figures}
+        """Return the loop state, with the metrics since the last log."""
+        sums = {name: [t.tolist() for t in tensors] for name, tensors in self.pair_sums["train"].items()}
+        return {**super().extra_loop_state(), "figures": sums}
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
-        """Take them back."""
+        """Restore the loop state, with the metrics since the last log."""
         super().load_extra_loop_state(state)
         device = self.accelerator.device
         for name, sums in state["figures"].items():
-            self.figures["train"][name] = [torch.tensor(own, device=device) for own in sums]
+            self.pair_sums["train"][name] = [torch.tensor(pair, device=device) for pair in sums]
 
     def make_collator(self, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> PairCollator:
-        """Return what makes batches of encoded rows."""
+        """Return the collator of encoded rows."""
         return PairCollator(tokenizer.pad_token_id, args.pad_to_multiple_of)
 
     def encode(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig, kind: str) -> Any:
-        """Return a dataset, or each of several, as token ids and labels; None and encoded rows stay as they are."""
+        """Return a dataset, or each of several, as token ids and labels; None and encoded rows are unchanged."""
         if isinstance(dataset, dict):
             return {name: self.encode(rows, tokenizer, args, f"{kind} {name}") for name, rows in dataset.items()}
         if dataset is None or isinstance(dataset, str) or set(ENCODED) <= set(dataset.column_names):
@@ -199,7 +197,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch: Bradley-Terry, and what centres the scores on 0 (2312.09244, equation 2)."""
+        """Return the Bradley-Terry loss, plus a term that centres the scores on 0 (2312.09244, equation 2)."""
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
         loss = bradley_terry_loss(chosen, rejected, inputs.get("probability"), inputs.get("margin"))
@@ -209,53 +207,44 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
-        """Remember a batch for the next log; everything stays on the device."""
+        """Add the metrics of a batch to those of the next log; everything stays on the device."""
         labels = torch.ones_like(chosen) if probability is None else probability
         prefers = torch.sign(labels - 0.5)
         signs = torch.sign(chosen - rejected) * prefers
-        figures = self.figures["train" if self.model.training else "eval"]
-        figures["pairs/accuracy"].append(torch.stack([((signs + 1) / 2 * prefers.abs()).sum(), prefers.abs().sum()]))
+        pair_sums = self.pair_sums["train" if self.model.training else "eval"]
+        pair_sums["pairs/accuracy"].append(torch.stack([((signs + 1) / 2 * prefers.abs()).sum(), prefers.abs().sum()]))
         for name, values in (("pairs/lead", chosen - rejected), ("score/mean", torch.cat([chosen, rejected]))):
-            figures[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
+            pair_sums[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the figures since the last log, over all processes, and log."""
+        """Log, with the metrics since the last log over all processes."""
         mode = "train" if self.model.training else "eval"
-        for name, sums in self.figures[mode].items():
+        for name, sums in self.pair_sums[mode].items():
             total, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()
             logs[name if mode == "train" else f"eval_{name}"] = total / count if count else float("nan")
-        self.figures[mode].clear()
+        self.pair_sums[mode].clear()
         super().log(logs, start_time)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:
-    """Refuse a tokenizer that is not there, cannot pad, or is another model's.
-
-    Raises:
-        ValueError: says what to give or set.
-    """
+    """Raise ValueError for a tokenizer that is missing, cannot pad, or belongs to another model."""
     if tokenizer is None:
         raise ValueError("the trainer needs the model's tokenizer; pass processing_class")
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            "the tokenizer has no padding token, and a reward model reads its score at the last token that is no"
-            " padding; set tokenizer.pad_token to a token that no text holds (the end token works, and is then not"
+            "the tokenizer has no padding token, and a reward model reads its score at the last token before the"
+            " padding; set tokenizer.pad_token to a token that no text contains (the end token works, and is then not"
             " read)"
         )
     size = model.get_input_embeddings().num_embeddings
     if max(tokenizer.get_vocab().values(), default=0) >= size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model knows {size}; take the tokenizer that belongs to"
-            " the model"
+            f"the tokenizer has {len(tokenizer)} tokens and the model knows {size}; use the tokenizer of this model"
         )
 
 
 def check_length(args: RewardModelConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a max_length beyond what the model can read; where none is set, it becomes the model's limit.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Raise ValueError for a max_length that is too long for the model; without one, set it to the model's limit."""
     limit = length_limit(model, tokenizer)
     default = RewardConfig.max_length
     if limit is None or (args.max_length is not None and args.max_length <= limit):
@@ -268,7 +257,7 @@ def check_length(args: RewardModelConfig, model: Any, tokenizer: PreTrainedToken
 
 
 def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
-    """Return the rows in which neither completion, with its prompt, has more than max_length tokens; say what is lost.
+    """Return the rows in which neither completion, with its prompt, exceeds max_length tokens; warn of dropped rows.
 
     Raises:
         ValueError: no row is left.

@@ -1,9 +1,9 @@
-"""YAML and command line become dataclasses; what a user can get wrong there becomes one sentence and exit code 2.
+"""Parse the YAML file and the command line into dataclasses; a user's mistake becomes one message and exit code 2.
 
     onetrunk ppo --config recipes/tiny/ppo.yaml --learning_rate 1e-3
 
-The YAML file gives values, the command line overrides them. Relative paths in both are seen from the working folder,
-not from the file. Parsing is TrlParser's (with its `env` block); here stand the checks around it.
+The YAML file sets values, and the command line overrides them. Relative paths in both start at the working folder, not
+at the YAML file. TrlParser parses (with its `env` block); this module adds the checks around it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,75 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-# Before trl is imported: its trainers send a ping unless this is set.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+from trl import TrlParser
 
-from trl import TrlParser  # noqa: E402
+from onetrunk.ppo.foreign_keys import explain_key
+from onetrunk.stages.secrets import secret_in_setting, secret_in_words
+from onetrunk.utils.files import require_name
+from onetrunk.utils.yaml_files import read_yaml
 
-from onetrunk.ppo.foreign_keys import explain_key  # noqa: E402
-from onetrunk.stages.secrets import refused_setting, refused_words  # noqa: E402
-from onetrunk.utils.files import require_name  # noqa: E402
-from onetrunk.utils.yaml_files import read_yaml  # noqa: E402
-
-# What becomes a part of a path, here or in a tracker.
-NAMES = ("run_name",)
-# A text field that is also read as a boolean: True resumes from the last checkpoint.
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
+# Text fields that are also read as booleans: resume_from_checkpoint true resumes from the last checkpoint.
 TEXT_OR_BOOLEAN = (RESUME, "stop_on_alarm")
+# Fields that become part of a path, here or in a tracker.
+NAMES = ("run_name",)
+MAPPING_EXAMPLES = {
+    "dataset_columns": '{"prompt": "question"}',
+    "student_config": '{"model_type": "llama", "hidden_size": 64}',
+    "rubric": '{"concise": "checks.py:concise"}',
+    "monitor_rubric": '{"concise": "checks.py:concise"}',
+}
 
 
 class UsageError(ValueError):
     """A mistake on the command line or in the YAML file."""
+
+
+def parse(
+    argv: Sequence[str], dataclass_types: Sequence[type], verb: str, description: str, *, knows_ppo: bool = False
+) -> tuple[Any, ...]:
+    """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
+
+    Args:
+        argv: the words after the verb.
+        dataclass_types: their fields are the options.
+        verb: name of the stage, for the help text.
+        description: one sentence about the stage, for the help text.
+        knows_ppo: True explains options of TRL's GRPO and PPO trainers.
+
+    Raises:
+        UsageError: names the file and line, or the option, and what to write instead; also for a secret in either.
+        SystemExit: after --help.
+    """
+    reason = secret_in_words(argv)
+    if reason:
+        raise UsageError(reason)
+    known = [f.name for dataclass_type in dataclass_types for f in fields(dataclass_type) if f.init]
+    argv = _expand_resume(_split_option(argv, "--config"), has_checkpoints=RESUME in known)
+    parser = StageParser(
+        dataclass_types,
+        prog=f"onetrunk {verb}",
+        description=f"{description} Options in a YAML file: --config FILE.",
+        allow_abbrev=False,
+    )
+    options = argv
+    if "--config" in argv:
+        index = argv.index("--config")
+        _check_config(_config_path(argv, index), dataclass_types, known, knows_ppo)
+        options = argv[:index] + argv[index + 2 :]
+    unknown = parser.parse_known_args(options)[1]
+    if unknown:
+        raise UsageError(_explain_words(unknown, known, knows_ppo))
+    try:
+        parsed = parser.parse_args_and_config(argv)
+        for arguments in parsed:
+            _check_arguments(arguments)
+        return parsed
+    except UsageError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        raise UsageError(str(error)) from error
 
 
 class StageParser(TrlParser):
@@ -49,10 +98,26 @@ class StageParser(TrlParser):
         mappings = {name for name, hint in _hints(dataclass_types).items() if _is_mapping(name, hint)}
         for action in self._actions:
             if action.dest in mappings:
-                action.type = _json_mapping
+                action.type = _mapping_reader(action.dest)
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)
+
+
+def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the mapping in a YAML file, and the line of each of its top-level keys.
+
+    Raises:
+        UsageError: the file is not a readable YAML mapping.
+    """
+    try:
+        value, lines = read_yaml(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(value, dict):
+        content = "is empty" if value is None else f"holds a {type(value).__name__}"
+        raise UsageError(f"{path} {content}; expected lines of the form 'key: value'")
+    return value, lines
 
 
 def _hints(dataclass_types: Sequence[type]) -> dict[str, Any]:
@@ -60,101 +125,66 @@ def _hints(dataclass_types: Sequence[type]) -> dict[str, Any]:
 
 
 def _is_mapping(name: str, hint: Any) -> bool:
-    """Say whether a field is a mapping and nothing else: a text in fsdp_config or deepspeed may be a path."""
+    """Return whether a field can only be a mapping. A text in fsdp_config or deepspeed may be a path."""
     allowed = _plain_types(hint)
     return dict in allowed and (str not in allowed or name.endswith("_kwargs"))
 
 
-def _json_mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        value, reason = None, f" ({error})"
-    else:
-        reason = ""
-    if not isinstance(value, dict):
-        example = '{"enable_thinking": false}'
-        raise argparse.ArgumentTypeError(f"{text!r} is no mapping in JSON{reason}; write it such as '{example}'")
-    return value
+def _mapping_reader(name: str) -> typing.Callable[[str], dict[str, Any]]:
+    """Return the function that reads one option as a JSON mapping."""
+
+    def read(text: str) -> dict[str, Any]:
+        value, reason = None, ""
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            reason = f" ({error})"
+        if not isinstance(value, dict):
+            example = MAPPING_EXAMPLES.get(name, '{"enable_thinking": false}')
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a mapping{reason}; expected a mapping as JSON, such as '{example}'"
+            )
+        return value
+
+    return read
 
 
-def parse(
-    argv: Sequence[str], dataclass_types: Sequence[type], verb: str, description: str, *, knows_ppo: bool = False
-) -> tuple[Any, ...]:
-    """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
-
-    Args:
-        argv: the words after the verb.
-        dataclass_types: what to make; their fields are the options.
-        verb: sft, ppo or eval, for the help text.
-        description: one sentence on the verb.
-        knows_ppo: True explains names that come from TRL's GRPO and PPO trainers.
-
-    Raises:
-        UsageError: says the file and line, or the option, and what to write instead; also for a secret in either.
-        SystemExit: after --help.
-    """
-    refused = refused_words(argv)
-    if refused:
-        raise UsageError(refused)
-    known = [f.name for dataclass_type in dataclass_types for f in fields(dataclass_type) if f.init]
-    argv = _spelled_out_resume(_split_config_option(argv), has_checkpoints=RESUME in known)
-    parser = StageParser(
-        dataclass_types,
-        prog=f"onetrunk {verb}",
-        description=f"{description} Options in a YAML file: --config FILE.",
-        allow_abbrev=False,
-    )
-    if "--config" in argv:
-        index = argv.index("--config")
-        _check_config(_config_path(argv, index), dataclass_types, known, knows_ppo)
-    others = argv if "--config" not in argv else argv[:index] + argv[index + 2 :]
-    unknown = [word for word in parser.parse_known_args(others)[1]]
-    if unknown:
-        raise UsageError(_explain_words(unknown, known, knows_ppo))
-    try:
-        parsed = parser.parse_args_and_config(argv)
-        for arguments in parsed:
-            _check_text(arguments)
-        return parsed
-    except (ValueError, TypeError, ImportError) as error:
-        raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
-
-
-def _check_text(arguments: Any) -> None:
-    """Refuse secrets in mappings of the command line, and names that could lead a path out of its folder."""
+def _check_arguments(arguments: Any) -> None:
+    """Reject secrets in mappings, and names that could lead a path out of its folder."""
     for name, value in vars(arguments).items():
-        refused = refused_setting(name, value) if isinstance(value, dict) else None
-        if refused:
-            raise UsageError(f"{name} {refused}")
+        reason = secret_in_setting(name, value) if isinstance(value, dict) else None
+        if reason:
+            raise UsageError(f"{name} {reason}")
         if name in NAMES and value is not None:
             require_name(value, name)
 
 
-def _split_config_option(argv: Sequence[str]) -> list[str]:
+def _split_option(argv: Sequence[str], option: str) -> list[str]:
+    """Return the words with `--option=value` as two words."""
     words: list[str] = []
     for word in argv:
-        words += word.split("=", 1) if word.startswith("--config=") else [word]
-    if words.count("--config") > 1:
-        raise UsageError("--config is given twice; keep one")
+        words += word.split("=", 1) if word.startswith(f"{option}=") else [word]
+    if words.count(option) > 1:
+        raise UsageError(f"{option} is given twice; keep one")
     return words
 
 
-def _spelled_out_resume(argv: list[str], has_checkpoints: bool) -> list[str]:
-    """Return the words with `--resume` in full; a stage without checkpoints always goes on where it stopped."""
-    words: list[str] = []
-    for word in argv:
-        words += word.split("=", 1) if word.startswith("--resume=") else [word]
+def _expand_resume(argv: list[str], has_checkpoints: bool) -> list[str]:
+    """Return the words with `--resume` written out; a stage without checkpoints always continues where it stopped."""
+    words = _split_option(argv, "--resume")
     if "--resume" not in words:
         return words
     index = words.index("--resume")
     value = words[index + 1] if index + 1 < len(words) else None
     if value is None or value.startswith("--"):
-        raise UsageError("--resume needs a word behind it: auto, true, or a checkpoint folder")
+        raise UsageError("--resume needs a value: auto, true, or a checkpoint folder")
     if has_checkpoints:
         return [*words[:index], f"--{RESUME}", *words[index + 1 :]]
     if value != AUTO:
-        raise UsageError(f"--resume {value}: this stage has no checkpoints; it goes on by itself, which auto says too")
+        raise UsageError(
+            f"--resume {value}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
+            " --resume auto"
+        )
     return [*words[:index], *words[index + 2 :]]
 
 
@@ -169,48 +199,37 @@ def _config_path(argv: list[str], index: int) -> Path:
 
 
 def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str], knows_ppo: bool) -> None:
-    lines, config = _read_yaml(path)
+    """Check every key and value of a YAML file, and set the variables of its env block."""
+    config, lines = read_mapping(path)
     hints = _hints(dataclass_types)
     choices = {f.name: f.metadata["choices"] for t in dataclass_types for f in fields(t) if "choices" in f.metadata}
     for key, value in config.items():
         place = f"{path} line {lines[key]}"
-        refused = refused_setting(key, value)
-        if refused:
-            raise UsageError(f"{place}: {key} {refused}")
+        reason = secret_in_setting(key, value)
+        if reason:
+            raise UsageError(f"{place}: {key} {reason}")
         if key == "env":
             _set_environment(value, place)
         elif key not in known:
             raise UsageError(f"{place}: {_explain(key, known, knows_ppo)}")
         else:
             fault = _value_fault(key, value, hints[key])
-            # argparse checks the choices of what is typed, not of what a file makes the default.
+            # argparse checks the choices of options, not of defaults, which the values of a file become.
             if fault is None and value is not None and value not in choices.get(key, [value]):
                 fault = f"is {value!r}; expected one of {', '.join(choices[key])}"
             if fault:
                 raise UsageError(f"{place}: {key} {fault}")
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the line of every top-level key, and the mapping itself."""
-    try:
-        config, lines = read_yaml(path)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if not isinstance(config, dict):
-        found = "is empty" if config is None else f"holds a {type(config).__name__}"
-        raise UsageError(f"{path} {found}; expected lines of the form 'key: value'")
-    return lines, config
-
-
 def _set_environment(value: Any, place: str) -> None:
     if not isinstance(value, dict):
         raise UsageError(f"{place}: env must map names to values, such as 'env: {{HF_HUB_OFFLINE: 1}}'")
-    # Now, not when TrlParser does it again: torch and huggingface_hub read their variables once.
+    # Now, not when TrlParser does it again: libraries read their variables once.
     os.environ.update({str(name): str(setting) for name, setting in value.items()})
 
 
 def _value_fault(key: str, value: Any, hint: Any) -> str | None:
-    """Say what is wrong with a YAML value for a field of that type; None if nothing is, or argparse will tell."""
+    """Return what is wrong with a YAML value for a field of this type; None for nothing, or what argparse checks."""
     allowed = _plain_types(hint)
     if isinstance(value, str) or typing.Any in allowed:
         return None
@@ -235,15 +254,15 @@ def _plain_types(hint: Any) -> set[Any]:
     return {plain} if plain in (bool, int, float, list, dict, type(None), typing.Any) else {str}
 
 
-def _explain(key: str, known: list[str], knows_ppo: bool) -> str:
-    if knows_ppo:
-        return explain_key(key, known)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")
-
-
 def _explain_words(words: list[str], known: list[str], knows_ppo: bool) -> str:
     keys = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     if keys:
         return "; ".join(_explain(key, known, knows_ppo) for key in keys)
     return f"{words[0]!r} is not an option; options are written --name value"
+
+
+def _explain(key: str, known: list[str], knows_ppo: bool) -> str:
+    if knows_ppo:
+        return explain_key(key, known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")

@@ -1,7 +1,4 @@
-"""What a stage tells in the end: figures before and after in one table, and in a JSON file.
-
-Knows figures by their public names; measures nothing.
-"""
+"""Metrics at the end of a stage: as a table in the terminal, and in metrics.json."""
 
 from __future__ import annotations
 
@@ -16,26 +13,38 @@ from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact_all
 
 METRICS_FILE = "metrics.json"
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
-def without_prefix(metrics: Figures, prefix: str = "eval_") -> Figures:
-    """Return the figures of an evaluation under their plain names (`score/mean`), without run times."""
+def without_prefix(metrics: Metrics, prefix: str = "eval_") -> Metrics:
+    """Return the metrics of an evaluation under their plain names (`score/mean`), without run times."""
     return {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix) and "/" in k}
 
 
-def write_metrics(folder: str | Path, policy: Figures, reference: Figures | None, **about: object) -> Path:
-    """Write metrics.json: what was evaluated, and the figures of policy and reference; return its path."""
+def write_metrics(folder: str | Path, policy: Metrics, reference: Metrics | None, **about: object) -> Path:
+    """Write metrics.json with what was evaluated and the metrics of policy and reference; return its path."""
     sides = {"reference": reference, "policy": policy} if reference is not None else {"policy": policy}
+    return write_values(folder, {**about, **sides})
+
+
+def write_values(folder: str | Path, values: dict[str, Any]) -> Path:
+    """Write metrics.json, without secrets, and with null for a value that is not finite; return its path."""
     path = Path(folder) / METRICS_FILE
-    # JSON knows no NaN: a figure that does not exist is null.
-    finite = {s: {k: v if math.isfinite(v) else None for k, v in f.items()} for s, f in sides.items()}
-    atomic_write_json(path, redact_all({**about, **finite}))
+    atomic_write_json(path, redact_all(finite(values)))
     return path
 
 
-def figures_table(title: str, policy: Figures, reference: Figures | None = None) -> Table:
-    """Return the figures as a table; with a reference, before and after beside each other."""
+def finite(value: Any) -> Any:
+    """Return nested values with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def metrics_table(title: str, policy: Metrics, reference: Metrics | None = None) -> Table:
+    """Return the metrics as a table; with a reference, in columns before, after and change."""
     table = Table(title=title)
     table.add_column("held-out prompts")
     for column in ("before", "after", "change") if reference is not None else ("value",):
@@ -50,43 +59,25 @@ def figures_table(title: str, policy: Figures, reference: Figures | None = None)
     return table
 
 
-def show(table: Table) -> None:
-    """Print a table."""
-    Console().print(table)
-
-
-def write_figures(folder: Path, figures: dict[str, Any]) -> Path:
-    """Write metrics.json, in which a figure that does not exist is null; return its path."""
-    path = folder / METRICS_FILE
-    atomic_write_json(path, redact_all(finite(figures)))
-    return path
-
-
-def finite(value: Any) -> Any:
-    """Return nested figures with null for what is not a finite number: JSON knows neither NaN nor infinity."""
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def show_figures(title: str, columns: dict[str, dict[str, Any]]) -> None:
-    """Print plain figures (no lists of bins) as a table with a column per name."""
+def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
+    """Print metrics as a table with one column per name; lists of bins are left out."""
     table = Table(title=title)
-    table.add_column("figure")
+    table.add_column("metric")
     for name in columns:
         table.add_column(name, justify="right")
-    names = list(dict.fromkeys(name for figures in columns.values() for name in figures))
-    for name in names:
-        cells = [as_text(figures.get(name)) for figures in columns.values()]
+    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
+        cells = [_as_text(metrics.get(name)) for metrics in columns.values()]
         if any(cells):
             table.add_row(name, *cells)
     show(table)
 
 
-def as_text(value: Any) -> str:
-    """Return a figure, or an interval of two, as a cell; nothing for anything else."""
+def show(table: Table) -> None:
+    Console().print(table)
+
+
+def _as_text(value: Any) -> str:
+    """Return a metric, or an interval of two numbers, as a cell; "" for anything else."""
     if isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value):
         return f"{value[0]:.3f} to {value[1]:.3f}"
     if isinstance(value, float):

@@ -1,9 +1,8 @@
-"""The rows of a run, read as the dataset arguments say. Knows no model."""
+"""Read and check the rows of a stage, as its dataset arguments say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from datasets import Dataset
 from trl import extract_prompt
@@ -27,27 +26,27 @@ def load_training_rows(
     check: Callable[[Dataset], Dataset],
     split: Callable[[Dataset, int | float, int], tuple[Dataset, Dataset]] = split_rows,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training rows, and the held-out rows where the arguments name any; every row is checked.
+    """Return the training rows, and the held-out rows if the arguments name any; every row is checked.
 
     Args:
-        args: which.
-        seed: of the split, where `eval_size` makes one.
-        check: returns rows, changed or not, or raises ValueError; it sees them in the order in which they lie there.
+        args: which rows.
+        seed: of the split that `eval_size` makes.
+        check: returns the rows, changed or not, or raises ValueError; it sees them in the order of the file.
         split: takes rows, `eval_size` and the seed.
 
     Raises:
-        ValueError: bad rows; where there are two datasets the sentence says of which.
+        ValueError: bad rows; with two datasets the message says in which.
     """
     train = load_dataset_rows(args)
     if args.eval_size is not None:
         return split(check(train), args.eval_size, seed)
     if args.eval_dataset_name is None and args.eval_dataset_split is None:
         return check(train), None
-    own = args.eval_dataset_name is None
+    is_same_dataset = args.eval_dataset_name is None
     held_out = load_rows(
-        args.dataset_name if own else args.eval_dataset_name,
+        args.dataset_name if is_same_dataset else args.eval_dataset_name,
         split=args.eval_dataset_split or "train",
-        config_name=args.dataset_config if own else None,
+        config_name=args.dataset_config if is_same_dataset else None,
         columns=args.dataset_columns,
     )
     return _checked("training", train, check), _checked("held-out", held_out, check)
@@ -61,32 +60,24 @@ def _checked(kind: str, rows: Dataset, check: Callable[[Dataset], Dataset]) -> D
 
 
 def prompt_rows(rows: Dataset) -> Dataset:
-    """Return rows of prompts, every one checked as far as no tokenizer is needed.
-
-    Raises:
-        ValueError: bad rows.
-    """
+    """Return rows of prompts, checked as far as possible without a tokenizer; raises ValueError for bad rows."""
     validate_prompts(rows)
     return rows
 
 
-def load_preference_rows(data: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Return training rows and held-out rows, every one checked; rows without a prompt get what their sides share.
+def completion_rows(rows: Dataset) -> Dataset:
+    """Return rows of completions, checked, with only the columns that SFT trains on."""
+    kind = validate_completions(rows)
+    return rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
 
-    Args:
-        data: TrainingDataArguments.
-        seed: of the split, where `eval_size` makes one.
 
-    Raises:
-        ValueError: bad rows, of which part is said.
-    """
+def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Return training rows and held-out rows as `load_training_rows` does; no prompt is in both."""
     return load_training_rows(data, seed, preference_rows, split_by_prompt)
 
 
 def preference_rows(rows: Dataset) -> Dataset:
-    """Return preference rows with a column `prompt`, every one checked.
-
-    Where there is no prompt, TRL takes it from what both sides share.
+    """Return preference rows with a column `prompt`, checked; without one, TRL takes what both sides share.
 
     Raises:
         ValueError: bad rows.
@@ -99,9 +90,7 @@ def preference_rows(rows: Dataset) -> Dataset:
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
-    """Return rows with `prompt` and `completion` (and `completion_stopped`, if there is one), every one checked.
-
-    None where no dataset is named.
+    """Return checked rows with `prompt`, `completion` and, if present, `completion_stopped`; None without a name.
 
     Raises:
         ValueError: bad rows, or other columns.

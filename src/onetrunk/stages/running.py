@@ -1,10 +1,10 @@
-"""What every stage does around its work: a user's mistake becomes a sentence and an exit code, not a stack trace.
+"""What surrounds the work of every stage: a user's mistake becomes a message and an exit code, not a stack trace.
 
 Exit codes: 0 done; 2 the command line or the YAML file is wrong, and nothing was started; 1 anything that is found
 later, in settings that contradict the data or the model, in the machine, or in a run that failed. A training that a
-signal stops writes a checkpoint and ends with 0; what keeps none ends with 130 (interrupted), 143 (terminated), 138
-(SIGUSR1) or 129 (SIGHUP: the terminal, or the reader of the output, is gone). ONETRUNK_TRACEBACK=1 shows where a
-sentence came from.
+signal stops writes a checkpoint and ends with 0. A stage without checkpoints ends with 130 (interrupted), 143
+(terminated), 138 (SIGUSR1) or 129 (SIGHUP: the terminal, or the reader of the output, is gone). ONETRUNK_TRACEBACK=1
+shows where an error came from.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from onetrunk.stages.parsing import UsageError
-from onetrunk.stages.resuming import folder_of, last_finished_checkpoint
-from onetrunk.stages.secrets import print_redacted, secrets_kept
+from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
+from onetrunk.stages.secrets import print_redacted, secrets_redacted
 from onetrunk.utils.output import lasting_output
 from onetrunk.utils.redaction import redact
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# Errors whose message is enough for the user: these where our own code raises them, and the second group from the
+# libraries below us too (a file, a setting, or a package that is missing).
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
-# Raised with a sentence by the libraries below us too: a file, a setting, or a package that is missing.
-SENTENCES = (ValueError, OSError, ImportError)
-# The disk, the user's share of it, or the size that a file may have.
+LIBRARY_ERRORS = (ValueError, OSError, ImportError)
+# The disk is full, or the user's quota or the limit on the size of a file is reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How long after a lost signal it is sent again.
+# A lost signal is sent again after this time.
 RETRY_SIGNAL_S = 0.02
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM, SIGUSR1 or SIGHUP arrived. No Exception, for nothing on the way up may take it for an error of its own.
+    """SIGTERM, SIGUSR1 or SIGHUP arrived. Not an Exception, so that no `except Exception` catches it.
 
     Args:
         number: of the signal.
@@ -57,61 +59,60 @@ def run_stage(
     work: Callable[..., None],
     argv: Sequence[str] | None,
 ) -> int:
-    """Run a stage and return its exit code; only an error that nobody foresaw leaves as an exception.
+    """Run a stage and return its exit code. Raises only errors that are bugs.
 
     Args:
         verb: its name on the command line.
-        parse: makes the stage's arguments of its words.
+        parse: turns the words of the command line into the stage's arguments.
         work: does the work, given those arguments.
         argv: the words after the verb; None: those of this process.
     """
-    with lasting_output():
-        return _run_stage(verb, parse, work, argv)
-
-
-def _run_stage(
-    verb: str,
-    parse: Callable[[list[str]], tuple[Any, ...]],
-    work: Callable[..., None],
-    argv: Sequence[str] | None,
-) -> int:
-    # No user of a stage could act on either: old names that PEFT and transformers still use of each other, and kernels
+    # No user of a stage can act on either: deprecated names that PEFT and transformers use of each other, and kernels
     # that only matter for 4-bit models on a CPU.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parsed: tuple[Any, ...] = ()
-    try:
-        with secrets_kept(), signals_as_exception():
-            parsed = parse(list(sys.argv[1:] if argv is None else argv))
-            with folder_of(parsed):
-                work(*parsed)
-    except SystemExit as stop:
-        if hasattr(stop, "checkpoint"):  # checkpoints.stopping.Stopped, which needs torch
-            say(str(stop), after_bar=True)
+    with lasting_output():
+        try:
+            with secrets_redacted(), signals_as_exception():
+                parsed = parse(list(sys.argv[1:] if argv is None else argv))
+                with locked_output_dir(parsed):
+                    work(*parsed)
+            return 0
+        except BaseException as error:
+            # BaseException: a user's class may inherit from it directly, and its message must be redacted too.
+            code = _exit_code(verb, parsed, error)
+            if code is None:
+                sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
+                raise
+            return code
+
+
+def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int | None:
+    """Print what ended a stage and return its exit code; print nothing and return None for a bug."""
+    if isinstance(error, SystemExit):
+        if hasattr(error, "checkpoint"):  # checkpoints.stopping.Stopped
+            say(str(error), after_bar=True)
             end_process_group()
-        elif isinstance(stop.code, str):
-            say(f"error: {stop.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        say(f"interrupted{way_on(parsed)}", after_bar=True)
+        elif isinstance(error.code, str):
+            say(f"error: {error.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        say(f"interrupted{_how_to_resume(parsed)}", after_bar=True)
         return EXIT_INTERRUPTED
-    except Terminated as stop:
-        say(f"terminated ({signal.Signals(stop.number).name}){way_on(parsed)}", after_bar=True)
-        return 128 + stop.number
-    except BaseException as error:
-        # A user's class may stand directly on BaseException, and its message leaves by the same way.
-        sentence = explain(error)
-        if sentence is None:
-            sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
-            raise
-        if os.environ.get("ONETRUNK_TRACEBACK") == "1":
-            print_redacted(*sys.exc_info())
-        say(f"error: {sentence}", after_bar=bool(parsed))
-        if isinstance(error, UsageError):
-            say(f"all options: onetrunk {verb} --help")
-            return 2
-        return 1
-    return 0
+    if isinstance(error, Terminated):
+        say(f"terminated ({signal.Signals(error.number).name}){_how_to_resume(parsed)}", after_bar=True)
+        return 128 + error.number
+    message = explain(error)
+    if message is None:
+        return None
+    if os.environ.get("ONETRUNK_TRACEBACK") == "1":
+        print_redacted(type(error), error, error.__traceback__)
+    say(f"error: {message}", after_bar=bool(parsed))
+    if isinstance(error, UsageError):
+        say(f"all options: onetrunk {verb} --help")
+        return 2
+    return 1
 
 
 def end_process_group() -> None:
@@ -123,21 +124,23 @@ def end_process_group() -> None:
             distributed.destroy_process_group()
 
 
-def say(sentence: str, after_bar: bool = False) -> None:
-    """Print to stderr, secrets taken out; `after_bar` ends a line first on which a progress bar may stand."""
-    sentence = redact(sentence)
-    print(f"\n{sentence}" if after_bar else sentence, file=sys.stderr, flush=True)
+def say(message: str, after_bar: bool = False) -> None:
+    """Print to stderr, without secrets; `after_bar` first ends a line that may hold a progress bar."""
+    message = redact(message)
+    print(f"\n{message}" if after_bar else message, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def signals_as_exception() -> Iterator[None]:
-    """Raise Terminated where SIGTERM, SIGUSR1 or SIGHUP arrives, so that files are closed and a sentence is said, as
-    after Ctrl-C; a training takes them over while it lasts. Under nohup SIGHUP stays ignored."""
+    """Raise Terminated when SIGTERM, SIGUSR1 or SIGHUP arrives, so that files are closed and a message is printed.
+
+    A training replaces these handlers while it runs. Under nohup SIGHUP stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Signals are the main thread's alone.
+        yield  # Only the main thread can handle signals.
         return
 
-    def terminate(number: int, frame: Any) -> None:
+    def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
 
     numbers = [signal.SIGTERM, signal.SIGUSR1]
@@ -162,7 +165,7 @@ def lost_signals_sent_again() -> Iterator[None]:
     hook = sys.unraisablehook
     retries: list[threading.Timer] = []
 
-    def unraisable(args: Any) -> None:
+    def unraisable(args: sys.UnraisableHookArgs) -> None:
         if not isinstance(args.exc_value, Terminated | KeyboardInterrupt):
             hook(args)
             return
@@ -183,24 +186,24 @@ def lost_signals_sent_again() -> Iterator[None]:
             retry.cancel()
 
 
-def way_on(parsed: Sequence[Any]) -> str:
-    """Say how a training that was stopped goes on, as the end of a sentence; nothing for a stage that can't."""
+def _how_to_resume(parsed: Sequence[Any]) -> str:
+    """Return how to resume a training that was stopped, to end a message; "" for a stage without checkpoints."""
     args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
     if args is None:
         return ""
     checkpoint = last_finished_checkpoint(args.output_dir)
     if checkpoint is None:
-        return f"; no checkpoint is in {args.output_dir} yet, so the next run starts anew"
-    return f"; the same command with --resume auto goes on from {checkpoint}"
+        return f"; {args.output_dir} holds no checkpoint yet, so the next run starts from the beginning"
+    return f"; the same command with --resume auto resumes from {checkpoint}"
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the sentence to print for an error, secrets taken out; None if it was not foreseen."""
-    sentence = _sentence(error)
-    return None if sentence is None else redact(sentence)
+    """Return the message to print for an error, without secrets; None for an error that is a bug."""
+    message = _message(error)
+    return None if message is None else redact(message)
 
 
-def _sentence(error: BaseException) -> str | None:
+def _message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in FULL:
         where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
         return (
@@ -214,7 +217,7 @@ def _sentence(error: BaseException) -> str | None:
         )
     if isinstance(error, OUR_ERRORS) and _raised_by_us(error):
         return str(error)
-    if isinstance(error, SENTENCES):
+    if isinstance(error, LIBRARY_ERRORS):
         return f"{error} ({type(error).__name__}; ONETRUNK_TRACEBACK=1 shows where)"
     return None
 

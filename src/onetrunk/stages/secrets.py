@@ -1,4 +1,4 @@
-"""No secret leaves a stage in a log record, a warning or a stack trace. Knows Python's ways of telling; no stage."""
+"""Secrets in a stage: rejected as settings, and redacted in log records, warnings and stack traces."""
 
 from __future__ import annotations
 
@@ -14,43 +14,36 @@ from typing import Any
 
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, redact
 
-INSTEAD = "set the environment variable HF_TOKEN, or run `hf auth login` once"
 
-
-def refused_words(words: Sequence[str]) -> str | None:
-    """Return why a command line is refused, None if no option on it is a secret."""
+def secret_in_words(words: Sequence[str]) -> str | None:
+    """Return why a command line is rejected: it holds a secret. None if it does not."""
     for word in words:
         name, _, value = word.partition("=")
         if is_secret_name(name) and name.isidentifier() and value:
             return (
-                f"{name}=... is refused: a command line is visible to all users of the machine; export {name} before"
+                f"{name}=... is rejected: a command line is visible to all users of the machine; export {name} before"
             )
         name = name.removeprefix("--").replace("-", "_")
         if word.startswith("--") and (name in SECRET_KEYWORDS or name.endswith(("_api_key", "_password", "_secret"))):
-            return f"--{name} is refused: a command line is visible to all users of the machine; {_instead(name)}"
+            return f"--{name} is rejected: a command line is visible to all users of the machine; {_alternative(name)}"
     return None
 
 
-def refused_setting(key: str, value: Any) -> str | None:
-    """Return why a YAML entry, or an option read as JSON, is refused, as the end of a sentence; None if it is not.
-
-    Args:
-        key: of the entry.
-        value: as YAML has read it.
-    """
+def secret_in_setting(key: str, value: Any) -> str | None:
+    """Return why a YAML entry or a JSON option is rejected, to be printed after its key; None if it is not."""
     if key == "env" and isinstance(value, Mapping):
-        named = next((name for name, text in value.items() if is_secret_name(str(name)) and text), None)
-        return named and f"sets {named}: a recipe is passed on; export {named} in the shell instead"
+        name = next((name for name, text in value.items() if is_secret_name(str(name)) and text), None)
+        return name and f"sets {name}: recipes are shared; export {name} in the shell instead"
     if key in SECRET_KEYWORDS and isinstance(value, str) and value:
-        return f"holds a secret: a recipe is passed on; remove it and {_instead(key)}"
-    named = next(_secret_keywords(value), None) if key.endswith("_kwargs") else None
-    return named and f"holds a secret in {named}; remove it and {_instead(named)}"
+        return f"holds a secret, and recipes are shared; remove it and {_alternative(key)}"
+    name = next(_secret_keywords(value), None) if key.endswith("_kwargs") else None
+    return name and f"holds a secret in {name}; remove it and {_alternative(name)}"
 
 
-def _instead(name: str) -> str:
+def _alternative(name: str) -> str:
     if name.endswith("api_key"):
         return "put the key into an environment variable and name it in judge_api_key_env"
-    return INSTEAD
+    return "set the environment variable HF_TOKEN, or run `hf auth login` once"
 
 
 def _secret_keywords(value: Any) -> Iterator[str]:
@@ -62,29 +55,29 @@ def _secret_keywords(value: Any) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def secrets_kept() -> Iterator[None]:
-    """Redact, inside the block, what is logged, warned of, raised in a thread, or raised where nobody can catch it.
+def secrets_redacted() -> Iterator[None]:
+    """Redact log records, warnings, and errors raised in a thread or a destructor, inside the block.
 
-    Records are redacted where they are made, not in a handler's filter: libraries add handlers of their own at any
-    time, and each would need one.
+    Log records are redacted when they are made, not by a filter: libraries add handlers of their own at any time, and
+    each would need the filter.
     """
     add_stored_token()
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        return redacted_record(make_record(*args, **kwargs))
+        return _redacted_record(make_record(*args, **kwargs))
 
     def warning(*args: Any, **kwargs: Any) -> str:
         return redact(format_warning(*args, **kwargs))
 
-    def in_thread(args: Any) -> None:
+    def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
             name = args.thread.name if args.thread is not None else "unknown"
             print(f"Exception in thread {name}:", file=sys.stderr)
             print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
 
-    def uncaught(args: Any) -> None:
-        # Raised by a `__del__`, for one: Python goes on, and would print the message as it is.
+    def uncaught(args: sys.UnraisableHookArgs) -> None:
+        # Raised by a `__del__`, for example: Python continues, and would print the message unredacted.
         print(f"{redact(str(args.err_msg or 'Exception ignored in'))}: {type(args.object).__name__}", file=sys.stderr)
         print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
 
@@ -101,12 +94,12 @@ def secrets_kept() -> Iterator[None]:
         sys.unraisablehook = uncaught_hook
 
 
-def redacted_record(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a log record, changed where it holds a secret: in its message, its arguments or its stack trace."""
+def _redacted_record(record: logging.LogRecord) -> logging.LogRecord:
+    """Redact the message, the arguments and the stack trace of a log record, in place; return it."""
     try:
         message = record.getMessage()
     except Exception:
-        # A message that does not fit its arguments: logging says so itself, with both.
+        # The message does not fit its arguments; logging reports that itself and prints both.
         message, record.msg, record.args = "", redact(f"{record.msg} {record.args}"), ()
     clean = redact(message)
     if clean != message:

@@ -1,11 +1,24 @@
-"""Supervised fine-tuning: rows with completions -> a model or a LoRA adapter to start PPO from. TRL does the work."""
+"""Supervised fine-tuning: rows with completions -> a model or a LoRA adapter to start PPO from. TRL trains."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import get_quantization_config
+
+from onetrunk.checkpoints.hub import require_push
+from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+from onetrunk.data.chat_template import apply_chat_template, template_errors
+from onetrunk.data.prompts import without_written_bos
+from onetrunk.models.base import load_base, load_tokenizer
+from onetrunk.models.sources import is_adapter, load_config
+from onetrunk.ppo.checks import check_tokenizer
+from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
+from onetrunk.stages.resuming import begin, delete_old_run, note_finished
+from onetrunk.stages.rows import completion_rows, load_training_rows
 from onetrunk.stages.running import run_stage
 
 
@@ -14,12 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_stage("sft", parse_sft, run, argv)
 
 
-def run(data: Any, args: Any, model_args: Any) -> None:
-    """Read the rows, load the model, train, save, push."""
-    from onetrunk.checkpoints.hub import require_push
-    from onetrunk.stages.resuming import begin, delete_old_run, note_finished
-    from onetrunk.stages.rows import load_training_rows
+def parse_sft(argv: Sequence[str]) -> tuple[TrainingDataArguments, SFTArguments, ModelArguments]:
+    """Parse and check the arguments of the stage."""
+    types = (TrainingDataArguments, SFTArguments, ModelArguments)
+    return parse(argv, types, "sft", "Fine-tune a model on prompts and completions, messages, or texts.")
 
+
+def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
+    """Read the rows, load the model, train, save, push."""
     is_done, resume = begin("sft", args)
     if is_done:
         return
@@ -39,66 +54,10 @@ def run(data: Any, args: Any, model_args: Any) -> None:
     trainer.accelerator.end_training()
 
 
-def parse_sft(argv: Sequence[str]) -> tuple[Any, ...]:
-    """Return TrainingDataArguments, SFTArguments and ModelArguments."""
-    from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments
-
-    types = (TrainingDataArguments, SFTArguments, ModelArguments)
-    return parse(argv, types, "sft", "Fine-tune a model on prompts and completions, messages, or texts.")
-
-
-def completion_rows(rows: Any) -> Any:
-    """Return the rows with only the columns that they are trained on; every row is checked."""
-    from onetrunk.data.prompts import validate_completions
-
-    kind = validate_completions(rows)
-    return rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
-
-
-def check_room(rows: Any, tokenizer: Any, args: Any) -> None:
-    """Refuse a max_length that leaves no row a token to learn from; TRL would drop all rows and fail later.
-
-    Raises:
-        ValueError: says how long the shortest prompt is.
-    """
-    from onetrunk.data.chat_template import apply_chat_template
-
-    if args.max_length is None or (args.packing and args.packing_strategy != "bfd"):
-        return
-    if args.max_length < 2:
-        raise ValueError(f"max_length is {args.max_length}; a row needs 2 tokens or more to learn from: raise it")
-    conversational = "prompt" in rows.column_names and isinstance(rows[0]["prompt"], list)
-    if "prompt" not in rows.column_names or args.completion_only_loss is False:
-        return
-    if conversational and (args.chat_template_path or not tokenizer.chat_template):
-        return  # TRL finds the template.
-    shortest = None
-    for prompt in rows["prompt"]:
-        if conversational:
-            ids = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-        else:
-            ids = tokenizer(prompt)
-        length = len(ids["input_ids"])
-        if length < args.max_length:
-            return
-        shortest = length if shortest is None else min(shortest, length)
-    raise ValueError(
-        f"max_length is {args.max_length} and the shortest prompt has {shortest} tokens: no row keeps a token of its"
-        " completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
-    )
-
-
-def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
-    """Return the trainer with its model loaded."""
-    from trl import get_quantization_config
-
-    from onetrunk.checkpoints.trainer import ResumableSFTTrainer
-    from onetrunk.data.chat_template import template_errors
-    from onetrunk.data.prompts import without_written_bos
-    from onetrunk.models.base import load_base, load_tokenizer
-    from onetrunk.models.sources import is_adapter, load_config
-    from onetrunk.ppo.checks import check_tokenizer
-
+def make_trainer(
+    args: SFTArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
+) -> ResumableSFTTrainer:
+    """Check rows and tokenizer, load the model, and return its trainer."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if is_adapter(name, revision):
         raise ValueError(f"{name} is an adapter; sft starts from a base model: give that")
@@ -116,7 +75,7 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
         **(args.model_init_kwargs or {}),
     }
     if not model_args.use_peft and kwargs.get("dtype") == "auto":
-        # All weights train: updates below bfloat16's resolution would be lost.
+        # All weights train: bfloat16 would lose small updates.
         kwargs["dtype"] = "float32"
     args.model_init_kwargs = None
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
@@ -137,3 +96,30 @@ def make_trainer(args: Any, model_args: Any, train: Any, held_out: Any) -> Any:
             processing_class=tokenizer,
             peft_config=model_args.peft_config() if model_args.use_peft else None,
         )
+
+
+def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArguments) -> None:
+    """Raise ValueError if max_length leaves no completion token in any row; TRL would drop all rows and fail later."""
+    if args.max_length is None or (args.packing and args.packing_strategy != "bfd"):
+        return
+    if args.max_length < 2:
+        raise ValueError(f"max_length is {args.max_length}; a row needs 2 tokens or more to learn from: raise it")
+    if "prompt" not in rows.column_names or args.completion_only_loss is False:
+        return
+    is_conversational = isinstance(rows[0]["prompt"], list)
+    if is_conversational and (args.chat_template_path or not tokenizer.chat_template):
+        return  # TRL supplies the template.
+    shortest = None
+    for prompt in rows["prompt"]:
+        if is_conversational:
+            ids = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        else:
+            ids = tokenizer(prompt)
+        length = len(ids["input_ids"])
+        if length < args.max_length:
+            return
+        shortest = length if shortest is None else min(shortest, length)
+    raise ValueError(
+        f"max_length is {args.max_length} and the shortest prompt has {shortest} tokens: no row keeps a token of its"
+        " completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
+    )

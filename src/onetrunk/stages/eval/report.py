@@ -1,7 +1,4 @@
-"""What `onetrunk eval` leaves and shows: metrics.json, report.md, pairs.jsonl and plots.
-
-Knows figures, pairs and verdicts; measures nothing.
-"""
+"""The results of `onetrunk eval`, in files (metrics.json, report.md, pairs.jsonl, plots) and in the terminal."""
 
 from __future__ import annotations
 
@@ -20,87 +17,36 @@ from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.ppo.evaluation import sample_table
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.stages.eval.judge import Contest
-from onetrunk.stages.plots import new_figure, save_figure
-from onetrunk.stages.report import figures_table, finite, show, show_figures, write_metrics
+from onetrunk.stages.plots import plot_contest
+from onetrunk.stages.report import metrics_table, show, show_columns, write_metrics
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
-
-NUM_POINTS = 101
-
-
-def draw(folder: Path, contest: Contest) -> list[Path]:
-    """Draw all plots of a contest and return their paths; none without matplotlib, which is said once."""
-    first = plot_estimates(folder, contest)
-    second = plot_by_length(folder, contest) if first is not None else None
-    return [path for path in (first, second) if path is not None]
-
-
-def plot_estimates(folder: Path, contest: Contest) -> Path | None:
-    """Draw win_rate.png: each kind of win rate with its interval; None without matplotlib."""
-    figure = new_figure()
-    if figure is None:
-        return None
-    axes, rates = figure.axes[0], contest.rates
-    kinds = {
-        "mean probability": rates.win_rate,
-        "at equal length": rates.length_controlled_win_rate,
-        "wins and half the ties": rates.discrete_win_rate,
-    }
-    for place, estimate in enumerate(kinds.values()):
-        # NaN, where a figure does not exist, is not drawn.
-        axes.plot([estimate.low, estimate.high], [place, place], color="C0", linewidth=2)
-        axes.plot(estimate.value, place, marker="o", color="C0")
-    axes.axvline(0.5, color="grey", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.set(xlim=(0, 1), ylim=(len(kinds) - 0.5, -0.5), xlabel="share won, 95% interval over prompts")
-    axes.set_title(f"{rates.wins} wins, {rates.ties} ties, {rates.losses} losses", fontsize="medium")
-    return save_figure(figure, folder / "win_rate.png")
-
-
-def plot_by_length(folder: Path, contest: Contest) -> Path | None:
-    """Draw win_rate_by_length.png: a point per pair, and the fit that the figure at equal length is read off."""
-    figure = new_figure() if contest.rates.length_fit.scale > 0 else None
-    if figure is None:
-        return None
-    axes, fit = figure.axes[0], contest.rates.length_fit
-    kept = [i for i, outcome in enumerate(contest.outcomes) if outcome is not None]
-    lengths = [len(contest.pairs[i].first) - len(contest.pairs[i].second) for i in kept]
-    axes.scatter(lengths, [contest.labels[i].probability for i in kept], s=8, alpha=0.4)
-    low, high = min(lengths), max(lengths)
-    grid = [low + (high - low) * step / (NUM_POINTS - 1) for step in range(NUM_POINTS)]
-    axes.plot(grid, [fit.probability(x) for x in grid], color="C1", label="logistic fit")
-    axes.axvline(0, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="characters that the policy's completion is longer", ylabel="probability that it is better")
-    axes.set(ylim=(-0.02, 1.02))
-    axes.legend()
-    return save_figure(figure, folder / "win_rate_by_length.png")
-
 
 REPORT, PAIRS = "report.md", "pairs.jsonl"
 NUM_SAMPLES, NUM_LOSSES = 6, 3
 LONGEST_CELL = 400
-# From which difference on the win rate at equal length is another finding than the plain one.
+# A win rate at equal length that differs by this much from the plain one is reported.
 NOTABLE_LENGTH_EFFECT = 0.1
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was found.
+    """All results of an evaluation.
 
     Args:
         model: its name.
-        opponent: "reference", a model's name, or None where the model is alone.
-        figures: by role ("policy", "reference", "opponent").
-        pairs: the policy's completion first; none where it is alone.
+        opponent: "reference", a model's name, or None without an opponent.
+        metrics: by role ("policy", "reference", "opponent").
+        pairs: the policy's completion first; empty without an opponent.
         contest: None without a judge.
         checks: role -> check -> share that passes.
-        about: what else belongs into metrics.json.
+        about: further entries of metrics.json.
     """
 
     model: str
     opponent: str | None
-    figures: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
     pairs: list[Pair]
     contest: Contest | None
     checks: dict[str, dict[str, float]]
@@ -108,27 +54,25 @@ class Evaluation:
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
-    """Write metrics.json, report.md and, where two sides were compared, pairs.jsonl and plots; return the first."""
+    """Write metrics.json, report.md and, with an opponent, pairs.jsonl and plots; return the path of metrics.json."""
+    metrics, contest = evaluation.metrics, evaluation.contest
     others: dict[str, Any] = {"model": evaluation.model, **evaluation.about}
     if evaluation.checks:
         others["checks"] = evaluation.checks
-    if "opponent" in evaluation.figures:
-        others |= {"opponent_model": evaluation.opponent, "opponent": evaluation.figures["opponent"]}
-    if evaluation.contest is not None:
-        others["win_rate"] = {"opponent": evaluation.opponent, **evaluation.contest.figures}
-    plots: list[Path] = []
+    if "opponent" in metrics:
+        others |= {"opponent_model": evaluation.opponent, "opponent": metrics["opponent"]}
+    if contest is not None:
+        others["win_rate"] = {"opponent": evaluation.opponent, **contest.metrics}
     if evaluation.pairs:
         atomic_write_text(folder / PAIRS, "".join(f"{line}\n" for line in pair_lines(evaluation)))
-    if evaluation.contest is not None:
-        plots = draw(folder, evaluation.contest)
-    atomic_write_text(folder / REPORT, redact(report_text(evaluation, [plot.name for plot in plots])))
-    # Last: whoever finds it finds the others too.
-    figures = evaluation.figures
-    return write_metrics(folder, figures["policy"], figures.get("reference"), **finite(others))
+    plots = plot_contest(folder, contest) if contest is not None else []
+    atomic_write_text(folder / REPORT, redact(report_text(evaluation, plots)))
+    # Last: when metrics.json exists, so do the other files.
+    return write_metrics(folder, metrics["policy"], metrics.get("reference"), **others)
 
 
 def pair_lines(evaluation: Evaluation) -> list[str]:
-    """Return one JSON text per prompt: both completions, and what the judge said."""
+    """Return one JSON text per prompt: both completions, and the judge's verdict."""
     lines = []
     for i, pair in enumerate(evaluation.pairs):
         row: dict[str, Any] = {"prompt": pair.prompt, "policy": pair.first, "opponent": pair.second}
@@ -140,28 +84,24 @@ def pair_lines(evaluation: Evaluation) -> list[str]:
 
 
 def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: int) -> None:
-    """Print figures, win rate and checks as tables, the samples, and what a reader should not overlook."""
-    figures, contest = evaluation.figures, evaluation.contest
-    if "opponent" in figures:
-        show_figures(evaluation.model, figures)
+    """Print metrics, win rate and checks as tables, some samples, and the findings."""
+    metrics, contest = evaluation.metrics, evaluation.contest
+    if "opponent" in metrics:
+        show_columns(evaluation.model, metrics)
     else:
-        show(figures_table(evaluation.model, figures["policy"], figures.get("reference")))
+        show(metrics_table(evaluation.model, metrics["policy"], metrics.get("reference")))
     if contest is not None:
-        position = {f"position/{name}": value for name, value in contest.figures["position"].items()}
-        # What is true or false, rather than a number, is said in a sentence.
-        numbers = {name: v for name, v in (contest.figures | position).items() if not isinstance(v, bool)}
-        show_figures(f"{evaluation.model} against {evaluation.opponent}", {"value": numbers})
+        position = {f"position/{name}": value for name, value in contest.metrics["position"].items()}
+        # Booleans are reported in the findings.
+        numbers = {name: v for name, v in (contest.metrics | position).items() if not isinstance(v, bool)}
+        show_columns(f"{evaluation.model} against {evaluation.opponent}", {"value": numbers})
     if evaluation.checks:
-        show_figures("share that passes", evaluation.checks)
+        show_columns("share that passes", evaluation.checks)
     if num_rows > 0:
-        show(side_by_side(evaluation, num_rows) if evaluation.pairs and contest else sample_rows(samples, num_rows))
-    for sentence in sentences(evaluation):
-        print(f"eval: {sentence}")
-
-
-def sample_rows(samples: ScoredRollout, num_rows: int) -> Table:
-    """Return the model's own samples."""
-    return sample_table(samples, "samples", num_rows)
+        is_compared = evaluation.pairs and contest
+        show(side_by_side(evaluation, num_rows) if is_compared else sample_table(samples, "samples", num_rows))
+    for finding in findings(evaluation):
+        print(f"eval: {finding}")
 
 
 def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
@@ -175,56 +115,52 @@ def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
     return table
 
 
-def sentences(evaluation: Evaluation) -> list[str]:
-    """Return what was found in words: the win rate, and what casts doubt on it."""
+def findings(evaluation: Evaluation) -> list[str]:
+    """Return the win rate in words, and reasons to doubt it."""
     if evaluation.contest is None:
         return []
-    figures, rates = evaluation.contest.figures, evaluation.contest.rates
+    metrics, rates = evaluation.contest.metrics, evaluation.contest.rates
     won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
-    found = [
+    lines = [
         f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
-        f" prompts by the judge {figures['judge']}: its mean probability of being the better one; counted,"
+        f" prompts by the judge {metrics['judge']}: its mean probability of being the better one; counted,"
         f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
         f" {rates.losses} losses"
     ]
     if math.isfinite(level.value):
-        found.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
+        lines.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
         if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
-            more = rates.mean_length_difference
-            found.append(
-                f"length decides a part of it: the completions are {abs(more):.0f} characters"
-                f" {'longer' if more > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
+            difference = rates.mean_length_difference
+            lines.append(
+                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
+                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
             )
     if rates.is_extrapolated:
-        found.append(
+        lines.append(
             "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
             " and mostly too high for the shorter side"
         )
-    found += judge_warnings(figures["position"])
-    if figures["unjudged"]:
-        found.append(f"{figures['unjudged']} pairs have no verdict yet; the same command asks for them again")
-    return found
+    lines += judge_warnings(metrics["position"])
+    if metrics["unjudged"]:
+        lines.append(f"{metrics['unjudged']} pairs have no verdict yet; the same command asks for them again")
+    return lines
 
 
 def report_text(evaluation: Evaluation, plots: list[str]) -> str:
-    """Return report.md.
-
-    Args:
-        plots: names of files beside it.
-    """
+    """Return report.md, with the plots (names of files in its folder)."""
     title = evaluation.model if evaluation.opponent is None else f"{evaluation.model} against {evaluation.opponent}"
     facts = [f"{name}: {value}" for name, value in evaluation.about.items()]
-    parts = [f"# {title}", "; ".join(facts), *(f"- {s}" for s in sentences(evaluation))]
+    parts = [f"# {title}", "; ".join(facts), *(f"- {finding}" for finding in findings(evaluation))]
     if evaluation.contest is not None:
-        figures = dict(evaluation.contest.figures)
-        principles, position = figures.pop("principles"), figures.pop("position")
-        figures |= {f"length_fit/{name}": value for name, value in figures.pop("length_fit").items()}
-        parts += ["## Win rate", _table({"value": figures}), *(f"![{name}]({name})" for name in plots)]
+        metrics = dict(evaluation.contest.metrics)
+        principles, position = metrics.pop("principles"), metrics.pop("position")
+        metrics |= {f"length_fit/{name}": value for name, value in metrics.pop("length_fit").items()}
+        parts += ["## Win rate", _table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
         parts += ["### By principle: mean probability that the policy's completion is the better one"]
         parts += [_table({"probability": principles}), "### The judge", _table({"value": position})]
     if evaluation.checks:
         parts += ["## Checks: share that passes", _table(evaluation.checks)]
-    parts += ["## Figures", _table(evaluation.figures)]
+    parts += ["## Metrics", _table(evaluation.metrics)]
     if evaluation.pairs:
         parts += ["## Side by side", *(_sample(evaluation, i) for i in range(min(NUM_SAMPLES, len(evaluation.pairs))))]
     losses = clearest_losses(evaluation)
@@ -246,8 +182,8 @@ def _verdict(evaluation: Evaluation, index: int) -> str:
     if evaluation.contest is None:
         return ""
     label = evaluation.contest.labels[index]
-    given = "" if label.probability is None else f" ({label.probability:.2f})"
-    return OUTCOMES[evaluation.contest.outcomes[index]] + given
+    probability = "" if label.probability is None else f" ({label.probability:.2f})"
+    return OUTCOMES[evaluation.contest.outcomes[index]] + probability
 
 
 def _sample(evaluation: Evaluation, index: int) -> str:
@@ -266,7 +202,7 @@ def _fenced(text: str) -> str:
 
 
 def _table(columns: dict[str, dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for figures in columns.values() for name in figures))
+    names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {_cell(name)} | {' | '.join(_cell(c.get(name)) for c in columns.values())} |" for name in names]
     return "\n".join(lines)

@@ -1,7 +1,4 @@
-"""The sides of an evaluation: who they are, and what each of them wrote to the same prompts.
-
-Knows names, tokenizers and scored rollouts; no judge, and loads no weights.
-"""
+"""The sides of an evaluation: the model and its opponent, and the completions of each for the same prompts."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.base import Pair
+from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.score_adapter import is_adapter_name
 from onetrunk.models.sources import adapter_base, is_same_source
 from onetrunk.ppo.sampling import ScoredRollout
@@ -31,12 +29,13 @@ from onetrunk.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = "reference"
+# Metrics and samples of one side.
+Side = tuple[dict[str, float], ScoredRollout]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one side wrote, in the order of the prompts; n entries each.
+    """The completions of one side, in the order of the prompts; n entries each.
 
     Args:
         prompts, completions: as the reward functions see them.
@@ -58,30 +57,28 @@ class Answers:
 
 
 def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: bool) -> str | None:
-    """Return who answers the same prompts: "reference", the name of a model, or None where nobody does.
-
-    Looks at names, configs and tokenizers; loads no weights.
+    """Return the opponent: "reference", the name of a model, or None without one. Loads no weights.
 
     Raises:
-        ValueError: a base model has no reference, the opponent is the model itself or reads other tokens.
-        RuntimeError: no model lies at the opponent's name.
+        ValueError: a base model has no reference; the opponent is the model itself, or has another tokenizer.
+        RuntimeError: there is no model at the opponent's name.
     """
     name, revision = model_args.model_name_or_path, model_args.model_revision
     has_reference = adapter_base(name, revision) is not None
     opponent = args.opponent or (REFERENCE if has_judge else None)
     if opponent == REFERENCE and not has_reference:
-        given = "is reference" if args.opponent else "is not set"
+        value = "is reference" if args.opponent else "is not set"
         raise ValueError(
-            f"opponent {given}, and {name} is a base model, which started from nothing; name the model or the adapter"
-            " that it is compared with"
+            f"opponent {value}, and {name} is a base model, which has no reference; set opponent to the model or the"
+            " adapter to compare it with"
         )
     if opponent in (None, REFERENCE):
         return opponent
     if is_same_source(opponent, name):
         raise ValueError(f"opponent {opponent} is the model itself; name another one, or reference for an adapter")
-    base = base_name(opponent, {})  # Raises where nothing lies there.
-    own = policy_tokenizer(name, None, model_args.init_kwargs())
-    check_tokenizers(name, own, opponent, policy_tokenizer(opponent, None, {}))
+    base = base_name(opponent, {})  # Raises if there is no model.
+    tokenizer = policy_tokenizer(name, None, model_args.init_kwargs())
+    check_tokenizers(name, tokenizer, opponent, policy_tokenizer(opponent, None, {}))
     on_trunk = [spec for spec in args.reward_funcs or [] if names_a_model(spec) and is_adapter_name(spec)]
     if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
         raise ValueError(
@@ -91,39 +88,37 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
     return opponent
 
 
-def check_tokenizers(name: str, own: PreTrainedTokenizerBase, opponent: str, other: PreTrainedTokenizerBase) -> None:
-    """Refuse an opponent that reads other tokens: limits and lengths in tokens would not mean the same for both.
-
-    Raises:
-        ValueError: says where they differ.
-    """
-    differing = sorted(set(own.get_vocab().items()) ^ set(other.get_vocab().items()))
-    texts = [text for text in SAMPLE_TEXTS if own(text)["input_ids"] != other(text)["input_ids"]]
+def check_tokenizers(
+    name: str, tokenizer: PreTrainedTokenizerBase, opponent: str, other: PreTrainedTokenizerBase
+) -> None:
+    """Raise ValueError for an opponent with another tokenizer: limits in tokens would not mean the same for both."""
+    differing = sorted(set(tokenizer.get_vocab().items()) ^ set(other.get_vocab().items()))
+    texts = [text for text in SAMPLE_TEXTS if tokenizer(text)["input_ids"] != other(text)["input_ids"]]
     if differing or texts:
         example = f"token {differing[0][0]!r} is in one of them alone" if differing else f"{texts[0]!r} differs"
         raise ValueError(
             f"the tokenizer of opponent {opponent} is not that of {name} ({example}), so that max_completion_length"
             " would give them unequal room; name an opponent with the same tokenizer"
         )
-    if own.chat_template != other.chat_template:
+    if tokenizer.chat_template != other.chat_template:
         logger.warning(
-            "opponent %s has another chat template than %s: each is asked in its own", Path(opponent).name, name
+            "opponent %s has another chat template than %s; each is prompted with its own", Path(opponent).name, name
         )
 
 
 def unscored(completions: list[Completion], **columns: Any) -> list[None]:
-    """Give no score: what stands for the reward functions where a judge alone compares."""
+    """Give no score: takes the place of the reward functions if only a judge compares."""
     return [None] * len(completions)
 
 
-def without_scores(figures: dict[str, float], scored: ScoredRollout) -> tuple[dict[str, float], ScoredRollout]:
-    """Return figures and samples of a side without what `unscored` left in them."""
-    kept = {name: value for name, value in figures.items() if not name.startswith(("score/", "reward/"))}
-    return kept, replace(scored, scores=Scores(scored.scores.total, {}))
+def without_scores(metrics: dict[str, float], scored: ScoredRollout) -> Side:
+    """Return metrics and samples of a side without the entries of `unscored`."""
+    plain_metrics = {name: value for name, value in metrics.items() if not name.startswith(("score/", "reward/"))}
+    return plain_metrics, replace(scored, scores=Scores(scored.scores.total, {}))
 
 
 def reward_specs(rewards: RewardSet, specs: Sequence[str] | None) -> list[RewardFunction | str]:
-    """Return reward functions for a second model: those that are there, but an adapter of the first trunk by name."""
+    """Return the reward functions for a second model: the same ones, but a branch of the first trunk by its name."""
     names = specs or [""] * len(rewards.functions)
     return [
         spec if isinstance(function, TrunkReward) else function
@@ -132,15 +127,15 @@ def reward_specs(rewards: RewardSet, specs: Sequence[str] | None) -> list[Reward
 
 
 def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> Answers:
-    """Return what one side wrote on all processes, each prompt once; every process must call it.
+    """Return the completions of one side from all processes, each prompt once; every process must call it.
 
     Args:
-        scored: this process's rows, dealt as `evaluate_prompts` deals them.
-        num_prompts: of the dataset.
+        scored: this process's rows, distributed as in `evaluate_prompts`.
+        num_prompts: number of rows of the dataset, without those that repeat to fill the last batch.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     columns = scored.batch.columns
-    own = [
+    local_rows = [
         (
             rank + i * world,
             scored.batch.prompts[i],
@@ -151,7 +146,7 @@ def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Acceler
         )
         for i, completion in enumerate(scored.completions)
     ]
-    rows = sorted((row for row in gather_object(own) if row[0] < num_prompts), key=lambda row: row[0])
+    rows = sorted((row for row in gather_object(local_rows) if row[0] < num_prompts), key=lambda row: row[0])
     return Answers(
         prompts=[row[1] for row in rows],
         completions=[row[2] for row in rows],
@@ -162,11 +157,7 @@ def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Acceler
 
 
 def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
-    """Return the two completions of every prompt, the policy's first.
-
-    Raises:
-        ValueError: they did not answer the same prompts.
-    """
+    """Return the two completions of every prompt, the policy's first; raises ValueError for different prompts."""
     if policy.prompts != opponent.prompts:
         raise ValueError(
             f"the opponent answered {len(opponent.prompts)} prompts and the model {len(policy.prompts)}, not all the"

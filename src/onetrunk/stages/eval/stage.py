@@ -1,15 +1,38 @@
-"""Evaluation on held-out prompts: a model, or an adapter beside what it started from, or beside an opponent.
+"""Evaluation on held-out prompts of a model, or of an adapter and what it started from, or against an opponent.
 
-Figures and samples of every side; with a judge the win rate of the model over its opponent.
+It writes metrics and samples of every side, and with a judge the win rate of the model over its opponent.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from accelerate import Accelerator
+from datasets import Dataset
+from transformers.utils import find_adapter_config_file
+from trl import get_quantization_config
+
+from onetrunk.judges.load import JudgeSettings
+from onetrunk.models.adapters import REFERENCE
+from onetrunk.models.sources import is_adapter, require_safetensors
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.callbacks import RolloutProgress
+from onetrunk.ppo.checks import check_launch
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
+from onetrunk.ppo.setup import SampledModel, load_sampled_model
+from onetrunk.rewards.base import RewardFunction
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
+from onetrunk.stages.eval.judge import Comparison, hold_contest, passed_shares, plan_comparison
+from onetrunk.stages.eval.report import Evaluation, show_evaluation, write_evaluation
+from onetrunk.stages.eval.sides import Side, gather_answers, pairs_of, reward_specs, unscored, without_scores
 from onetrunk.stages.parsing import UsageError, parse
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
 
 
@@ -18,29 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_stage("eval", parse_eval, run, argv)
 
 
-def run(args: Any, judge_settings: Any, model_args: Any) -> None:
-    """Read the prompts, load the model, sample and score, let a judge compare, write and show."""
-    from accelerate import Accelerator
-
-    from onetrunk.stages.eval.judge import plan_comparison
-    from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-
-    rows = prompt_rows(load_dataset_rows(args))
-    config = args.ppo_config(model_args.init_kwargs())
-    accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
-    # What is wrong with opponent, checks or judge is said before anything large is loaded.
-    comparison = plan_comparison(args, judge_settings, model_args, rows.column_names, accelerator.is_main_process)
-    sides, num_prompts = sample_sides(args, config, model_args, rows, accelerator, comparison.opponent)
-    report(args, model_args.model_name_or_path, accelerator, sides, num_prompts, comparison)
-    accelerator.end_training()
-
-
-def parse_eval(argv: Sequence[str]) -> tuple[Any, ...]:
-    """Return EvalArguments, JudgeSettings and ModelArguments."""
-    from onetrunk.judges.load import JudgeSettings
-    from onetrunk.stages.arguments import ModelArguments
-    from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
-
+def parse_eval(argv: Sequence[str]) -> tuple[EvalArguments, JudgeSettings, ModelArguments]:
+    """Parse and check the arguments of the stage."""
     types = (EvalArguments, JudgeSettings, ModelArguments)
     parsed = parse(argv, types, "eval", "Sample, score and compare completions of held-out prompts.", knows_ppo=True)
     try:
@@ -50,26 +52,37 @@ def parse_eval(argv: Sequence[str]) -> tuple[Any, ...]:
     return parsed
 
 
+def run(args: EvalArguments, judge_settings: JudgeSettings, model_args: ModelArguments) -> None:
+    """Read the prompts, load the model, sample and score, let a judge compare, write and show."""
+    rows = prompt_rows(load_dataset_rows(args))
+    config = args.ppo_config(model_args.init_kwargs())
+    accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
+    # Mistakes in opponent, checks or judge are reported before a large model loads.
+    comparison = plan_comparison(args, judge_settings, model_args, rows.column_names, accelerator.is_main_process)
+    sides, num_prompts = sample_sides(args, config, model_args, rows, accelerator, comparison.opponent)
+    report(args, model_args.model_name_or_path, accelerator, sides, num_prompts, comparison)
+    accelerator.end_training()
+
+
 def sample_sides(
-    args: Any, config: Any, model_args: Any, rows: Any, accelerator: Any, opponent: str | None
-) -> tuple[dict[str, tuple[dict[str, float], Any]], int]:
-    """Return figures and samples by role, and the number of prompts.
+    args: EvalArguments,
+    config: PPOConfig,
+    model_args: ModelArguments,
+    rows: Dataset,
+    accelerator: Accelerator,
+    opponent: str | None,
+) -> tuple[dict[str, Side], int]:
+    """Return metrics and samples by role, and the number of prompts.
 
-    The roles are "reference" and "policy" of an adapter, of a base model "reference" alone; then "opponent", where
-    that is another model.
+    The roles are "reference" and "policy" for an adapter, "reference" alone for a base model, and "opponent" if that
+    is another model.
     """
-    import gc
-    from dataclasses import replace
-
-    from onetrunk.models.sources import is_adapter
-    from onetrunk.stages.eval.sides import REFERENCE, reward_specs, unscored
-
-    name = model_args.model_name_or_path
-    from_adapter = is_adapter(name, model_args.model_revision)
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    from_adapter = is_adapter(name, revision)
     parts, progress = load_parts(config, args.reward_funcs or [unscored], model_args, rows)
     parts.model.to(accelerator.device)
     if from_adapter:
-        restore_reference(parts.model, name, model_args.model_revision)
+        restore_reference(parts.model, name, revision)
     sides = {}
     for role in ("reference", "policy") if from_adapter else ("reference",):
         sides[role] = measure_side(parts, args, accelerator, role, role, progress)
@@ -77,25 +90,20 @@ def sample_sides(
     if opponent not in (None, REFERENCE):
         rewards = reward_specs(parts.sampler.rewards, args.reward_funcs)
         del parts
-        gc.collect()  # One trunk in memory at a time: modules refer to each other in circles.
-        theirs = replace(model_args, model_name_or_path=opponent, model_revision="main")
-        config.model_init_kwargs = theirs.init_kwargs()
-        parts, progress = load_parts(config, rewards, theirs, rows)
+        gc.collect()  # Frees the first model, whose modules refer to each other in cycles.
+        opponent_args = replace(model_args, model_name_or_path=opponent, model_revision="main")
+        config.model_init_kwargs = opponent_args.init_kwargs()
+        parts, progress = load_parts(config, rewards, opponent_args, rows)
         parts.model.to(accelerator.device)
-        # The reference of a trunk just loaded is what was loaded: the base, or a copy of the adapter.
+        # The reference of a newly loaded model is that model: the base, or a copy of the adapter.
         sides["opponent"] = measure_side(parts, args, accelerator, "reference", "opponent", progress)
     return sides, num_prompts
 
 
-def load_parts(config: Any, reward_funcs: Sequence[Any], model_args: Any, rows: Any) -> tuple[Any, Any]:
-    """Return the model with its tokenizer, checked prompts and sampler, and the progress of the sampler."""
-    from trl import get_quantization_config
-
-    from onetrunk.ppo.callbacks import RolloutProgress
-    from onetrunk.ppo.checks import check_launch
-    from onetrunk.ppo.setup import load_sampled_model
-    from onetrunk.rollouts.local import LocalBackend
-
+def load_parts(
+    config: PPOConfig, reward_funcs: Sequence[str | RewardFunction], model_args: ModelArguments, rows: Dataset
+) -> tuple[SampledModel, RolloutProgress]:
+    """Return model, tokenizer, checked prompts and sampler, as for a PPO run, and the sampler's progress bar."""
     check_launch(config)
     progress = RolloutProgress()
     backend = LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
@@ -104,14 +112,9 @@ def load_parts(config: Any, reward_funcs: Sequence[Any], model_args: Any, rows: 
     return load_sampled_model(name, reward_funcs, config, [rows], backend, quantization_config=quantization), progress
 
 
-def restore_reference(model: Any, name: str, revision: str) -> None:
-    """Make the reference what training started from: the adapter saved beside the policy, else the bare base."""
-    from transformers.utils import find_adapter_config_file
-
-    from onetrunk.models.adapters import REFERENCE
-    from onetrunk.models.sources import require_safetensors
-
-    # A trunk made from an adapter takes that adapter for its reference, as training on from it would.
+def restore_reference(model: TrunkModel, name: str, revision: str) -> None:
+    """Make the reference what training started from: the adapter saved next to the policy, or else the bare base."""
+    # A trunk loaded from an adapter has that adapter as its reference, as a training that continues from it would.
     if Path(name).is_dir() and (Path(name) / REFERENCE).is_dir():
         require_safetensors(str(Path(name) / REFERENCE))
         model.load_adapter(str(Path(name) / REFERENCE), REFERENCE)
@@ -123,90 +126,74 @@ def restore_reference(model: Any, name: str, revision: str) -> None:
 
 
 def measure_side(
-    parts: Any, args: Any, accelerator: Any, role: str, shown: str, progress: Any
-) -> tuple[dict[str, float], Any]:
-    """Return figures and samples of a role, its progress shown under a name; without reward functions no scores."""
-    from onetrunk.stages.eval.sides import without_scores
-
-    with progress.phase(shown, is_shown=accelerator.is_main_process):
-        side = evaluate_role(parts, args, accelerator, role)
-    if not args.reward_funcs:
-        return without_scores(*side)
-    check_scored(side[0], args.max_unscored_fraction, parts.sampler.rewards.names)
-    return side
-
-
-def evaluate_role(parts: Any, args: Any, accelerator: Any, role: str) -> tuple[dict[str, float], Any]:
-    """Return figures and samples of one role: "reference" or "policy"."""
-    from onetrunk.ppo.evaluation import evaluate_prompts
-
-    return evaluate_prompts(
-        parts.model,
-        parts.sampler,
-        parts.datasets[0],
-        accelerator,
-        seed=args.seed,
-        rows_per_pack=args.per_device_eval_batch_size,
-        max_tokens=args.microbatch_tokens,
-        role=role,
-    )
-
-
-def check_scored(figures: dict[str, float], most: float, reward_names: Sequence[str]) -> None:
-    """Refuse figures of which too many rows have no part, as training does.
+    parts: SampledModel,
+    args: EvalArguments,
+    accelerator: Accelerator,
+    role: str,
+    label: str,
+    progress: RolloutProgress,
+) -> Side:
+    """Return metrics and samples of a role ("reference" or "policy"), with a labelled progress bar.
 
     Raises:
-        RuntimeError: more than that share of the completions has no finite score.
+        RuntimeError: too many completions have no finite score.
     """
-    unscored = figures["reward/unscored_fraction"]
-    if unscored > most:
-        raise RuntimeError(
-            f"{unscored:.0%} of the completions have no finite score, more than max_unscored_fraction {most:.0%}; look"
-            f" at the reward functions ({', '.join(reward_names)}) or raise the limit"
+    with progress.phase(label, is_shown=accelerator.is_main_process):
+        metrics, samples = evaluate_prompts(
+            parts.model,
+            parts.sampler,
+            parts.datasets[0],
+            accelerator,
+            seed=args.seed,
+            rows_per_pack=args.per_device_eval_batch_size,
+            max_tokens=args.microbatch_tokens,
+            role=role,
         )
+    if not args.reward_funcs:
+        return without_scores(metrics, samples)
+    unscored_fraction = metrics["reward/unscored_fraction"]
+    if unscored_fraction > args.max_unscored_fraction:
+        raise RuntimeError(
+            f"{unscored_fraction:.0%} of the completions have no finite score, more than max_unscored_fraction"
+            f" {args.max_unscored_fraction:.0%}; look at the reward functions"
+            f" ({', '.join(parts.sampler.rewards.names)}) or raise the limit"
+        )
+    return metrics, samples
 
 
 def report(
-    args: Any,
+    args: EvalArguments,
     name: str,
-    accelerator: Any,
-    sides: dict[str, tuple[dict[str, float], Any]],
+    accelerator: Accelerator,
+    sides: dict[str, Side],
     num_prompts: int,
-    comparison: Any,
+    comparison: Comparison,
 ) -> None:
-    """Compare the sides; write metrics.json, report.md and all samples, and show the figures and some samples.
+    """Compare the sides; write metrics.json, report.md and all samples, and print the metrics and some samples.
 
-    Every process must call it; the first one asks the judge and writes.
-
-    Args:
-        sides: figures and samples by role; a bare base has only "reference", which is then the model itself.
-        comparison: opponent, checks and judge.
+    Every process must call it; the first one asks the judge and writes. A base model has only the role "reference",
+    which is reported as the policy.
     """
-    from onetrunk.ppo.evaluation import write_samples
-    from onetrunk.stages.eval.judge import hold_contest, passed_shares
-    from onetrunk.stages.eval.report import Evaluation, show_evaluation, write_evaluation
-    from onetrunk.stages.eval.sides import gather_answers, pairs_of
-
     if "policy" not in sides:
         sides = {"policy": sides["reference"]} | {role: sides[role] for role in sides if role != "reference"}
-    answers = {role: gather_answers(scored, num_prompts, accelerator) for role, (_, scored) in sides.items()}
+    answers = {role: gather_answers(samples, num_prompts, accelerator) for role, (_, samples) in sides.items()}
     if not accelerator.is_main_process:
         return
-    for role, (_, scored) in sides.items():
-        write_samples(args.output_dir, f"samples-{role}", scored, {})
+    for role, (_, samples) in sides.items():
+        write_samples(args.output_dir, f"samples-{role}", samples, {})
     checks = comparison.checks
-    passed = {role: passed_shares(checks, given) for role, given in answers.items()} if checks else {}
-    rival = next((role for role in ("opponent", "reference") if role in answers), None)
-    pairs = pairs_of(answers["policy"], answers[rival]) if rival else []
+    passed = {role: passed_shares(checks, answer) for role, answer in answers.items()} if checks else {}
+    opponent_role = next((role for role in ("opponent", "reference") if role in answers), None)
+    pairs = pairs_of(answers["policy"], answers[opponent_role]) if opponent_role else []
     try:
         contest = hold_contest(args, comparison.judge, comparison.constitution, pairs) if comparison.judge else None
     except (KeyboardInterrupt, Terminated):
-        say("what was judged is kept; the same command goes on from there", after_bar=True)
+        say("the verdicts so far are saved; the same command continues from them", after_bar=True)
         raise
     evaluation = Evaluation(
         model=name,
-        opponent=rival and (comparison.opponent or rival),
-        figures={role: figures for role, (figures, _) in sides.items()},
+        opponent=opponent_role and (comparison.opponent or opponent_role),
+        metrics={role: metrics for role, (metrics, _) in sides.items()},
         pairs=pairs,
         contest=contest,
         checks=passed,
@@ -214,4 +201,4 @@ def report(
     )
     path = write_evaluation(Path(args.output_dir), evaluation)
     show_evaluation(evaluation, sides["policy"][1], args.num_completions_to_print)
-    print(f"eval: wrote {path}, report.md and the samples beside it")
+    print(f"eval: wrote {path}, and report.md and the samples next to it")

@@ -1,4 +1,4 @@
-"""A pipeline file: which stages, in which order, with which configs; everything in it is checked before one runs.
+"""Read a pipeline file: its stages, their order and their configs. All of it is checked before a stage runs.
 
     output_dir: runs/tiny/pipeline
     stages:
@@ -6,8 +6,8 @@
       sft: {config: recipes/tiny/sft.yaml}
       ppo: {config: recipes/tiny/ppo.yaml, options: {num_rollouts: 8}, launcher: accelerate launch}
 
-A stage is a verb of the command line (its name, unless `verb` says another) or a script of the user's own. Paths are
-seen from the working folder. Knows YAML and the verbs' own parsers; starts nothing.
+A stage is a verb of the command line (its name, unless `verb` says another) or a script of the user. Relative paths
+start at the working folder.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from onetrunk.stages.parsing import UsageError
-from onetrunk.stages.secrets import refused_words
+from onetrunk.stages.parsing import UsageError, read_mapping
+from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
-from onetrunk.utils.yaml_files import read_yaml
 
-# In the order of the way: what a model goes through.
+# In the order in which a model goes through them.
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
-# A verb that trains can go on from a checkpoint of its own.
+# Verbs that train, and can resume from a checkpoint.
 RESUMING_VERBS = ("sft", "reward", "distill", "ppo")
-# Free for a trainer, which compares what they lead to: the base model, the rows, the folder. A pipeline sees the names
-# alone.
-SEEN_BY_THE_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
+# A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
+# pipeline only sees the names.
+COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
+STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Stage:
         name: unique in the pipeline.
         verb: of the command line; None: a script.
         path: its config, or the script.
-        options: that override the config, or are the script's.
+        options: override the config, or are passed to the script.
         launcher: words before the command, such as those of `accelerate launch`.
-        outputs: files and folders that it leaves.
-        settings: what the config says with the options over it; for a script the options.
+        outputs: files and folders that it writes.
+        settings: the config with the options applied; for a script the options.
         free: names of settings that may change without changing what the stage produces.
     """
 
@@ -62,20 +62,20 @@ class Stage:
 
     def words(self) -> list[str]:
         """Return the words after the verb, or after the script's name."""
-        own = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
-        return own if self.verb is None else ["--config", str(self.path), *own]
+        options = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
+        return options if self.verb is None else ["--config", str(self.path), *options]
 
     def command(self, *more: str) -> list[str]:
-        """Return the command that runs the stage, with `more` words at its end."""
-        what = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
-        return [*(self.launcher or (sys.executable,)), *what, *self.words(), *more]
+        """Return the command that runs the stage, followed by `more` words."""
+        program = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
+        return [*(self.launcher or (sys.executable,)), *program, *self.words(), *more]
 
     def shown(self, *more: str) -> str:
-        """Return the command as a person would type it, with `more` words at its end."""
+        """Return the command as a person would type it, followed by `more` words."""
         if self.launcher:
             return shlex.join(self.command(*more))
-        what = ["python", str(self.path)] if self.verb is None else ["onetrunk", self.verb]
-        return shlex.join([*what, *self.words(), *more])
+        program = ["python", str(self.path)] if self.verb is None else ["onetrunk", self.verb]
+        return shlex.join([*program, *self.words(), *more])
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Pipeline:
 
 
 def load_pipeline(path: str | Path) -> Pipeline:
-    """Read and check a pipeline file, the configs that it names included.
+    """Read and check a pipeline file and the configs that it names.
 
     Raises:
         UsageError: names the file, the stage and the key, and says what to write instead.
@@ -102,7 +102,7 @@ def load_pipeline(path: str | Path) -> Pipeline:
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
-    spec = read_mapping(path)
+    spec, _ = read_mapping(path)
     _check_keys(spec, {"output_dir": str, "stages": dict}, {"output_dir", "stages"}, str(path))
     if not spec["stages"]:
         raise UsageError(f"{path}: stages is empty; name at least one, such as 'sft: {{config: sft.yaml}}'")
@@ -112,23 +112,10 @@ def load_pipeline(path: str | Path) -> Pipeline:
         for output in stage.outputs:
             owner = owners.setdefault(output.resolve(), stage.name)
             if owner != stage.name:
-                raise UsageError(f"{path}: stages {owner} and {stage.name} both write {output}; give each its own")
+                raise UsageError(
+                    f"{path}: stages {owner} and {stage.name} both write {output}; give each its own output"
+                )
     return Pipeline(path, Path(spec["output_dir"]), stages)
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; a key that stands there twice is refused.
-
-    Raises:
-        UsageError: the file is no YAML, no UTF-8, or no mapping.
-    """
-    try:
-        value, _ = read_yaml(path)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path} holds {'nothing' if value is None else type(value).__name__}; expected 'key: value'")
-    return value
 
 
 def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place: str) -> None:
@@ -144,46 +131,38 @@ def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place
         raise UsageError(f"{place}: {missing[0]} is not set")
 
 
-KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
-
-
 def _stage(name: str, entry: Any, place: str) -> Stage:
     try:
         require_name(name, f"{place}: its name")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    _check_keys(entry, KEYS, set(), place)
+    _check_keys(entry, STAGE_KEYS, set(), place)
     if ("config" in entry) == ("script" in entry):
         raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
     path = Path(entry.get("config") or entry["script"])
     if not path.is_file():
         raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
     options, launcher = entry.get("options", {}), tuple(shlex.split(entry.get("launcher", "")))
-    refused = refused_words(launcher) or refused_words([f"--{option}" for option in options])
-    if refused:
-        raise UsageError(f"{place}: {refused}")
+    reason = secret_in_words(launcher) or secret_in_words([f"--{option}" for option in options])
+    if reason:
+        raise UsageError(f"{place}: {reason}")
     if "script" in entry:
-        return _script_stage(name, entry, path, place)
+        if "verb" in entry:
+            raise UsageError(f"{place}: a script has no verb; leave it out")
+        outputs = tuple(Path(str(output)) for output in entry.get("outputs", ()))
+        if not outputs:
+            raise UsageError(f"{place}: outputs is not set; list the files and folders that {path} writes")
+        return Stage(name, None, path, options, launcher, outputs, dict(options))
     if "outputs" in entry:
-        raise UsageError(f"{place}: outputs are a script's; of a verb it is the output_dir in its config")
+        raise UsageError(f"{place}: outputs is only for a script; a verb writes to the output_dir in its config")
     verb = entry.get("verb", name)
     if verb not in STAGE_VERBS:
         raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(STAGE_VERBS)}")
-    settings = {**read_mapping(path), **options}
+    settings = {**read_mapping(path)[0], **options}
     if not settings.get("output_dir"):
-        raise UsageError(f"{place}: {path} sets no output_dir; name the folder that the stage writes to")
+        raise UsageError(f"{place}: {path} does not set output_dir; name the folder that the stage writes to")
     stage = Stage(name, verb, path, options, launcher, (Path(str(settings["output_dir"])),), settings)
     return replace(stage, free=free_settings(verb, _parse_as_the_stage_will(stage, place)))
-
-
-def _script_stage(name: str, entry: Mapping[str, Any], path: Path, place: str) -> Stage:
-    if "verb" in entry:
-        raise UsageError(f"{place}: a script has no verb; leave it out")
-    outputs = tuple(Path(str(output)) for output in entry.get("outputs", ()))
-    if not outputs:
-        raise UsageError(f"{place}: outputs is not set; list the files and folders that {path} leaves")
-    options, launcher = entry.get("options", {}), tuple(shlex.split(entry.get("launcher", "")))
-    return Stage(name, None, path, options, launcher, outputs, dict(options))
 
 
 def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
@@ -194,8 +173,9 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
 
     Args:
         verb: of the stage.
-        parsed: what the parser of the verb returns.
+        parsed: the result of the verb's parser.
     """
+    # Imported here, so that a pipeline of scripts starts fast.
     if verb == "prefs":
         from onetrunk.stages.prefs.arguments import DECIDING
 
@@ -208,7 +188,7 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     from onetrunk.ppo.state import FREE_IN_PPO
 
     free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
-    return frozenset(free - SEEN_BY_THE_TRAINER)
+    return frozenset(free - COMPARED_BY_TRAINER)
 
 
 def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
@@ -219,7 +199,7 @@ def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
     finally:
-        # A config's env block is for its own stage.
+        # The env block of a config is only for its stage.
         os.environ.clear()
         os.environ.update(environment)
 

@@ -2,10 +2,10 @@
 
     onetrunk run recipes/tiny/pipeline.yaml --until reward
 
-Every stage is a command in a process of its own, so that its memory is given back. A stage whose inputs are as they
-were when it ended is skipped. One that was interrupted resumes. One that depends on something that changed starts
-over, and so do the stages that depend on its output. Before a stage deletes anything, the run stops and names it,
-unless `--overwrite` is given. Knows commands and their exit codes; no model.
+Every stage runs in its own process, which frees its memory. A stage is skipped if its inputs have not changed since it
+ended. A stage that was interrupted resumes. A stage that depends on something that changed starts over, and so do the
+stages that depend on its output. Before a stage deletes anything, the run stops and names it, unless `--overwrite` is
+given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -27,7 +26,7 @@ from onetrunk.checkpoints.folders import described
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import has_result
 from onetrunk.stages.run.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
-from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
+from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan, missing_outputs
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
 from onetrunk.utils.files import require_output_dir
 from onetrunk.utils.locks import WriterLock
@@ -39,14 +38,14 @@ COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow"
 
 @dataclass(frozen=True)
 class RunArguments:
-    """What `onetrunk run` is told.
+    """Arguments of `onetrunk run`.
 
     Args:
         pipeline: the file.
-        first: name of the stage to begin at; those before are taken as they are. None: at the first.
-        last: name of the stage to end with; None: the last.
-        is_dry: show what would be done, and do nothing.
-        overwrites: let stages that start over delete what their earlier runs have left.
+        first: name of the first stage to run; None: that of the pipeline. Earlier stages are used as they are.
+        last: name of the last stage to run; None: that of the pipeline.
+        is_dry: show what would run, and run nothing.
+        overwrites: let stages that start over delete the output of their earlier runs.
         forced: names of stages that start over even if they are done.
     """
 
@@ -58,7 +57,7 @@ class RunArguments:
     forced: tuple[str, ...] = ()
 
     def may_delete(self, stage: Stage) -> bool:
-        """Return whether a stage may delete what it has left and start over."""
+        """Return whether a stage may delete its earlier output and start over."""
         return self.overwrites or stage.name in self.forced
 
 
@@ -73,21 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
-    """Return what was asked for and the pipeline, checked.
-
-    Raises:
-        UsageError: the words, the pipeline, or a config in it are wrong.
-    """
+    """Parse and check the arguments, the pipeline and the configs in it; raises UsageError for a mistake in any."""
     parser = _Parser(prog="onetrunk run", description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("pipeline", help="a YAML file with output_dir and stages")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; what earlier stages left is used")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; earlier stages' output is used")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="end with this stage")
     parser.add_argument("--dry-run", dest="is_dry", action="store_true", help="show what would run, and run nothing")
     parser.add_argument(
         "--overwrite",
         dest="overwrites",
         action="store_true",
-        help="let a stage that depends on something changed start over, which deletes its checkpoints and result",
+        help="let a stage start over if something it depends on has changed; deletes its checkpoints and result",
     )
     parser.add_argument(
         "--force",
@@ -97,7 +92,7 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
         default=[],
         help="start this stage over, even if it is done",
     )
-    parser.add_argument("--resume", choices=["auto"], help="what a pipeline always does: it goes on where it stopped")
+    parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
     words = vars(parser.parse_args(list(argv)))
     words.pop("resume")
     args = RunArguments(**{**words, "forced": tuple(words["forced"])})
@@ -109,22 +104,23 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
             raise UsageError(f"{option} {name}: {args.pipeline} has no such stage; it has {', '.join(names)}")
     if args.first and args.last and names.index(args.first) > names.index(args.last):
         raise UsageError(f"--from {args.first} comes after --until {args.last}; the order is {', '.join(names)}")
-    left_out = sorted({*args.forced} - {stage.name for stage in between(pipeline, args)}, key=names.index)
+    left_out = sorted({*args.forced} - {stage.name for stage in selected(pipeline, args)}, key=names.index)
     if left_out:
         raise UsageError(f"--force {left_out[0]}: --from and --until leave that stage out; change one of them")
     return args, pipeline
 
 
 def run(args: RunArguments, pipeline: Pipeline) -> None:
-    """Run the stages that need it, and show how all of them stand.
+    """Run the stages that need it, and print the status of all stages.
 
     Raises:
         SystemExit: with the exit code of a stage that failed.
-        ValueError: `--from` begins behind a stage that has left nothing, or a stage would delete what it has left.
+        ValueError: `--from` skips a stage that has no output yet, or a stage would delete its earlier output.
         RuntimeError: another process runs this pipeline, or its folder cannot be written.
     """
     state = PipelineState(pipeline)
-    stages = chosen(pipeline, args)
+    require_skipped_outputs(pipeline, args)
+    stages = selected(pipeline, args)
     if args.is_dry:
         show(pipeline, state, stages, {}, args)
         return
@@ -137,43 +133,38 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
 
 
 def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, stages: Sequence[Stage]) -> None:
-    """Run those of the stages that need it, and show how all of them stand.
-
-    Raises:
-        SystemExit: with the exit code of a stage that failed.
-        ValueError: a stage would delete what it has left, and neither --overwrite nor --force is given.
-    """
+    """Run those of `stages` that need it, and print the status of all stages; raises what `run` raises."""
     results: dict[str, tuple[str, str]] = {}
-    has_run, code = False, 0
+    code, has_run = 0, False
     plans = plans_of(args, state, stages)
     for plan in plans:
         require_may_delete(args, plan)
     for number, (stage, plan) in enumerate(zip(stages, plans, strict=True), 1):
         if has_run:
-            # The stages before may have changed what this one depends on.
+            # The earlier stages may have changed what this one depends on.
             plan = state.plan(stage, is_forced=stage.name in args.forced)
         if plan.action == "done":
             results[stage.name] = ("skipped", "" if plan.reason == UNCHANGED else plan.reason)
             continue
-        words = way_in(plan, state)
+        words = resume_words(plan, state)
         print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {redact(stage.shown(*words))}", flush=True)
         try:
             require_may_delete(args, plan)
             code = execute(plan, state, words)
         except (KeyboardInterrupt, Terminated):
-            say_how_to_go_on(args, stages[number - 1 :], f"{stage.name} was stopped")
+            say_how_to_resume(args, stages[number - 1 :], f"{stage.name} was stopped")
             raise
         if code:
             break
         results[stage.name], has_run = ("done", ""), True
     show(pipeline, state, stages, results, args)
     if code:
-        say_how_to_go_on(args, stages[number - 1 :], f"{stage.name} ended with exit code {code}")
+        say_how_to_resume(args, stages[number - 1 :], f"{stage.name} ended with exit code {code}")
         raise SystemExit(code)
 
 
 def plans_of(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) -> list[Plan]:
-    """Return what is to be done with each of the stages, as far as it is known before the first of them has run."""
+    """Return the plan of each stage, as far as it is known before the first of them runs."""
     plans: list[Plan] = []
     for stage in stages:
         waits_for = [plan.stage for plan in plans if plan.action != "done"]
@@ -182,14 +173,10 @@ def plans_of(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) 
 
 
 def require_may_delete(args: RunArguments, plan: Plan) -> None:
-    """Reject a plan that deletes what a stage has left, unless `--overwrite` or `--force` allows it.
-
-    Raises:
-        ValueError: names what has changed and what would be deleted.
-    """
+    """Raise ValueError for a plan that deletes a stage's earlier output without `--overwrite` or `--force`."""
     if not plan.deletes or args.may_delete(plan.stage):
         return
-    what = described([str(plan.stage.outputs[0] / name) for name in plan.deletes])
+    deleted = described([str(plan.stage.outputs[0] / name) for name in plan.deletes])
     to_keep = ""
     if plan.reason.startswith("changed"):
         to_keep = "undo the change"
@@ -198,55 +185,46 @@ def require_may_delete(args: RunArguments, plan: Plan) -> None:
         to_keep += "; "
     forced = [stage for stage in args.forced if stage != plan.stage.name]
     raise ValueError(
-        f"stage {plan.stage.name} would start over ({plan.reason}) and delete {what}; {to_keep}to delete it, run:"
+        f"stage {plan.stage.name} would start over ({plan.reason}) and delete {deleted}; {to_keep}to delete it, run:"
         f" {command_again(replace(args, overwrites=True), forced)}"
     )
 
 
 def command_again(args: RunArguments, forced: Sequence[str]) -> str:
-    """Return the command that repeats this run.
-
-    Args:
-        args: of this run.
-        forced: names of the stages that still have to start over.
-    """
+    """Return the command that repeats this run, with the names of stages that still have to start over."""
     options = (("--from", args.first), ("--until", args.last), *(("--force", name) for name in forced))
     words = [word for option, name in options if name for word in (option, name)]
     return shlex.join(["onetrunk", "run", args.pipeline, *words, *(["--overwrite"] if args.overwrites else [])])
 
 
-def chosen(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
-    """Return the stages from `--from` until `--until`.
-
-    Raises:
-        ValueError: an earlier stage has not left what it should.
-    """
-    names = [stage.name for stage in pipeline.stages]
-    for stage in pipeline.stages[: names.index(args.first) if args.first else 0]:
-        missing = [str(output) for output in stage.outputs if not output.exists()]
-        if missing:
-            raise ValueError(
-                f"--from {args.first} skips {stage.name}, which has not left {', '.join(missing)} yet;"
-                f" begin with --from {stage.name}"
-            )
-    return between(pipeline, args)
-
-
-def between(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
-    """Return the stages from `--from` until `--until`."""
+def selected(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
+    """Return the stages from `--from` to `--until`."""
     names = [stage.name for stage in pipeline.stages]
     start = names.index(args.first) if args.first else 0
     end = names.index(args.last) + 1 if args.last else len(names)
     return list(pipeline.stages[start:end])
 
 
+def require_skipped_outputs(pipeline: Pipeline, args: RunArguments) -> None:
+    """Raise ValueError if an output of a stage before `--from` does not exist."""
+    for stage in pipeline.stages:
+        if not args.first or stage.name == args.first:
+            return
+        missing = missing_outputs(stage)
+        if missing:
+            raise ValueError(
+                f"--from {args.first} skips {stage.name}, which has not written {', '.join(missing)} yet;"
+                f" begin with --from {stage.name}"
+            )
+
+
 def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
-    """Run one stage in a process of its own, its progress on this terminal; return its exit code.
+    """Run one stage in its own process, with its progress on this terminal; return its exit code.
 
     Args:
-        plan: what is to be done.
+        plan: of the stage.
         state: of the pipeline.
-        words: of `way_in`.
+        words: from `resume_words`.
     """
     started = time.time()
     about = {"stale": stale_checkpoints(plan, state), "overwrites": OVERWRITE[0] in words}
@@ -255,20 +233,20 @@ def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
     try:
         code = _wait(subprocess.Popen(plan.stage.command(*words)))
         status = {0: "done", EXIT_INTERRUPTED: "interrupted", EXIT_TERMINATED: "terminated"}.get(code, "failed")
-        missing = [str(output) for output in plan.stage.outputs if not output.exists()]
+        missing = missing_outputs(plan.stage)
         if code == 0 and plan.stage.verb in RESUMING_VERBS and not has_result(plan.stage.outputs[0]):
-            # It was stopped by a signal of its own, and has said how it goes on.
+            # A signal stopped only the stage, which has printed how to resume.
             status, code = "interrupted", EXIT_TERMINATED
         elif code == 0 and missing:
             status, code = "failed", 1
-            print(f"run: {plan.stage.name} ended well, but has not left {', '.join(missing)}", file=sys.stderr)
+            print(f"run: {plan.stage.name} succeeded, but has not written {', '.join(missing)}", file=sys.stderr)
     finally:
         state.note(plan, status, exit_code=code, seconds=round(time.time() - started, 1), **about)
     return code
 
 
-def _wait(process: subprocess.Popen) -> int:
-    """Wait for a stage; hand a signal on, and give it the time to end by itself after Ctrl-C, which it gets too."""
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a stage and return its exit code. Forwards signals; Ctrl-C reaches the stage by itself."""
     try:
         code = process.wait()
     except KeyboardInterrupt:
@@ -281,37 +259,31 @@ def _wait(process: subprocess.Popen) -> int:
     return code if code >= 0 else 128 - code
 
 
-def way_in(plan: Plan, state: PipelineState) -> list[str]:
-    """Return the words that make a stage resume where it stopped, or delete what it left and start over."""
+def resume_words(plan: Plan, state: PipelineState) -> list[str]:
+    """Return the options that make a stage resume where it stopped, or delete its output and start over."""
     stage = plan.stage
     if plan.action == "run":
         return list(OVERWRITE) if plan.deletes else []
     if stage.verb in RESUMING_VERBS:
-        # Without a checkpoint of its own, only parts of a result are there, or what it was allowed to delete.
+        # Without a checkpoint there are only parts of a result, or files that it was allowed to delete.
         return ["--resume_from_checkpoint", "auto"] if state.resumable(stage) else list(OVERWRITE)
-    # `prefs` keeps its ledger, so nothing is bought twice; it replaces the rows if that was allowed when it began.
+    # `prefs` keeps its ledger, so no answer is paid for twice. It replaces the rows if that was allowed when it began.
     may_replace = stage.verb == "prefs" and state.stages[stage.name].get("overwrites", True)
     return list(OVERWRITE) if may_replace else []
 
 
 def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:
-    """Return name and time of the checkpoints that an earlier run than this one left."""
+    """Return names and times of the checkpoints of earlier runs."""
     if plan.action == "resume":
         return state.stages[plan.stage.name].get("stale", {})
     folders = plan.stage.outputs[0].glob("checkpoint-*") if plan.stage.verb in RESUMING_VERBS else ()
     return {folder.name: folder.stat().st_mtime_ns for folder in folders}
 
 
-def say_how_to_go_on(args: RunArguments, left: Sequence[Stage], what: str) -> None:
-    """Say what happened to a stage, and what to type to go on there.
-
-    Args:
-        args: of this run.
-        left: that stage and those after it.
-        what: happened.
-    """
-    again = command_again(args, [stage.name for stage in left[1:] if stage.name in args.forced])
-    print(f"run: {what}; `{again}` goes on there", file=sys.stderr, flush=True)
+def say_how_to_resume(args: RunArguments, left: Sequence[Stage], event: str) -> None:
+    """Print what happened to the first of the stages that are left, and the command to resume there."""
+    command = command_again(args, [stage.name for stage in left[1:] if stage.name in args.forced])
+    print(f"run: {event}; `{command}` resumes there", file=sys.stderr, flush=True)
 
 
 def show(
@@ -321,7 +293,7 @@ def show(
     results: dict[str, tuple[str, str]],
     args: RunArguments,
 ) -> None:
-    """Print how every stage stands, or what would be done with it."""
+    """Print a table with the status of every stage, or what would be done with it."""
     table = Table(title=str(pipeline.path))
     for column in ("stage", "status", "why", "seconds", "output"):
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
@@ -334,13 +306,9 @@ def show(
         status, why = results.get(stage.name, ("left out", ""))
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
         color = COLORS.get(status, "default")
-        outputs = ", ".join(str(path) for path in _few(stage.outputs))
+        outputs = ", ".join([*map(str, stage.outputs[:2]), *(["..."] if len(stage.outputs) > 2 else [])])
         table.add_row(stage.name, f"[{color}]{status}[/]", why, seconds, outputs)
     Console().print(table)
     for plan in plans if args.is_dry else ():
         if plan.action != "done":
-            print(f"$ {redact(plan.stage.shown(*way_in(plan, state)))}")
-
-
-def _few(paths: Sequence[Path]) -> list[Path | str]:
-    return [*paths[:2], *(["..."] if len(paths) > 2 else [])]
+            print(f"$ {redact(plan.stage.shown(*resume_words(plan, state)))}")

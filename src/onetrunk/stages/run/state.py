@@ -1,9 +1,8 @@
-"""What a pipeline remembers of its stages, and how it sees that something they rest on has changed.
+"""The record of a pipeline's stages, and the plan of each stage: done, run, or resume.
 
-A stage rests on its config, its options, and every file and folder that these name. Each is known by the sha256 of
-what is in it; a stage is done while all of them are as they were when it ended, and its outputs are there, whole.
-Settings that are free (`Stage.free`) may change. What a Python file imports in its turn is not followed. Knows files;
-starts nothing.
+A stage depends on its config, its options, and every file and folder that these name, compared by the sha256 of their
+contents. It is done if none of them has changed since it ended and its outputs are complete. Free settings
+(`Stage.free`) may change. The imports of a Python file are not followed.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from onetrunk.utils.redaction import redact, redact_all
 
 STATE_FILE = "pipeline.json"
 CONFIG = "its config"
-# What a run leaves beside its result, and nobody reads on.
-BESIDE = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*")
-# Specs that name a path behind a word, or before one: "reward:folder", "rewards.py:polite".
+# Files of a run that no later stage reads.
+IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*")
+# Prefixes of a path in a setting, such as "reward:folder".
 PREFIXES = ("reward:",)
 UNCHANGED = "nothing has changed"
-# The length of a training: it resumes and trains to the new end.
+# The length of a training. If it grows, the training resumes.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
-# Where `prefs` writes its rows, which it replaces where other settings decide them.
+# Where `prefs` writes its rows, which it replaces if the settings that decide them change.
 ROWS = "data"
-# What `prefs` and `eval` keep of judges' answers; without them the outputs are as good.
-KEPT = "ledger/"
+# Where `prefs` and `eval` keep judges' answers. The outputs are complete without them.
+LEDGERS = "ledger/"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done with a stage.
+    """What a stage has to do.
 
     Args:
         stage: the stage.
-        action: "done" (nothing), "run" (for the first time, or again since something changed), "resume".
+        action: "done" (nothing), "run" (for the first time, or again because something changed), or "resume".
         reason: in words.
-        inputs: what it rests on -> digest; None while an earlier stage has yet to write it.
+        inputs: path -> digest of what it depends on; None while an earlier stage has yet to write it.
         deletes: names in its output folder that it would delete, for which it needs `--overwrite`.
     """
 
@@ -70,37 +69,37 @@ class PipelineState:
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
         self.path = pipeline.output_dir / STATE_FILE
-        kept = read_json(self.path) if self.path.exists() else {}
-        if not isinstance(kept, dict) or not all(isinstance(kept.get(k, {}), dict) for k in ("stages", "digests")):
+        record = read_json(self.path) if self.path.exists() else {}
+        if not isinstance(record, dict) or not all(isinstance(record.get(k, {}), dict) for k in ("stages", "digests")):
             raise RuntimeError(
                 f"{self.path} is not the record of a pipeline; delete it, and every stage runs again (with --overwrite"
-                " where it has left a run)"
+                " if it has left a run)"
             )
-        self.stages: dict[str, dict[str, Any]] = kept.get("stages", {})
-        self._digests: dict[str, list[Any]] = kept.get("digests", {})
+        self.stages: dict[str, dict[str, Any]] = record.get("stages", {})
+        self._digests: dict[str, list[Any]] = record.get("digests", {})
 
     def plan(self, stage: Stage, waits_for: Iterable[Stage] = (), is_forced: bool = False) -> Plan:
-        """Return what is to be done with a stage.
+        """Return what a stage has to do.
 
         Args:
             stage: the stage.
-            waits_for: earlier stages that are still to run.
+            waits_for: earlier stages that have yet to run.
             is_forced: start it over even if it is done.
         """
         inputs = self._inputs(stage, waits_for)
-        left = tuple(left_behind(stage))
+        left = tuple(deleted_when_started_over(stage))
         record = self.stages.get(stage.name)
         if is_forced or record is None:
             return Plan(stage, "run", "forced" if is_forced else "never ran", inputs, left)
         is_resumable = self.resumable(stage)
-        changed, coming = _changes(stage, inputs, record), [name for name in inputs if inputs[name] is None]
+        changed, pending = _changes(stage, inputs, record), [name for name in inputs if inputs[name] is None]
         if changed:
             reason = f"changed: {'; '.join(changed)}"
             if stage.settings.get("allow_config_change") is True and is_resumable:
                 return Plan(stage, "resume", f"{reason} (allow_config_change is set)", inputs)
             return Plan(stage, "run", reason, inputs, left)
-        if coming:
-            return Plan(stage, "run", f"waits for {', '.join(coming)}", inputs)
+        if pending:
+            return Plan(stage, "run", f"waits for {', '.join(pending)}", inputs)
         if record.get("status") != "done":
             return Plan(stage, "resume", f"was {record.get('status')}", inputs)
         reason = _damage(stage, record) or _other_length(stage, record)
@@ -108,7 +107,7 @@ class PipelineState:
             return Plan(stage, "done", _free_changes(stage, record) or UNCHANGED, inputs)
         if is_resumable:
             return Plan(stage, "resume", reason, inputs)
-        # The rows of `prefs` are made again from its ledger.
+        # `prefs` can rebuild its rows from its ledger.
         return Plan(stage, "run", reason, inputs, left if stage.verb in RESUMING_VERBS else ())
 
     def resumable(self, stage: Stage) -> bool:
@@ -116,12 +115,12 @@ class PipelineState:
         if stage.verb not in RESUMING_VERBS:
             return False
         checkpoint = last_finished_checkpoint(stage.outputs[0])
-        # What lay there before a run began is of a run that rested on something else.
+        # Checkpoints from before the run began are of another run, with other inputs.
         stale = self.stages.get(stage.name, {}).get("stale", {})
         return checkpoint is not None and stale.get(checkpoint.name) != checkpoint.stat().st_mtime_ns
 
     def note(self, plan: Plan, status: str, **more: Any) -> None:
-        """Write down how a stage stands: "running", "failed", "interrupted" or "done"."""
+        """Record the status of a stage: "running", "failed", "interrupted", "terminated" or "done"."""
         stage = plan.stage
         self.stages[stage.name] = {
             "status": status,
@@ -134,21 +133,20 @@ class PipelineState:
         self._write()
 
     def _write(self) -> None:
-        # Of files that are gone, digests are of no use.
         self._digests = {name: entry for name, entry in self._digests.items() if Path(name).exists()}
         record = {"pipeline": str(self.pipeline.path), "stages": self.stages, "digests": self._digests}
         atomic_write_json(self.path, record)
 
     def _inputs(self, stage: Stage, waits_for: Iterable[Stage]) -> dict[str, str | None]:
-        coming = [(output.resolve(), other) for other in waits_for for output in other.outputs]
+        pending = [output.resolve() for other in waits_for for output in other.outputs]
         inputs: dict[str, str | None] = {}
         if stage.verb is None:
             inputs[str(stage.path)] = self._digest(stage.path)
-        bound = {name: value for name, value in stage.settings.items() if name not in stage.free}
-        for path in sorted(set(paths_in(bound)), key=str):
+        bound_settings = {name: value for name, value in stage.settings.items() if name not in stage.free}
+        for path in sorted(set(paths_in(bound_settings)), key=str):
             if any(_is_within(path, output) for output in stage.outputs):
                 continue
-            if any(_is_within(path, output) or _is_within(output, path) for output, _ in coming):
+            if any(_is_within(path, output) or _is_within(output, path) for output in pending):
                 inputs[str(path)] = None
             elif path.exists():
                 inputs[str(path)] = self._digest(path)
@@ -163,25 +161,25 @@ class PipelineState:
         return names.hexdigest()
 
     def _file_digest(self, path: Path) -> str:
-        about = path.stat()
-        stamp = [about.st_size, about.st_mtime_ns]
-        known = self._digests.get(str(path))
-        if known is None or known[:2] != stamp:
+        status = path.stat()
+        stamp = [status.st_size, status.st_mtime_ns]
+        entry = self._digests.get(str(path))
+        if entry is None or entry[:2] != stamp:
             with path.open("rb") as file:
-                known = [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
-            self._digests[str(path)] = known
-        return known[2]
+                entry = [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
+            self._digests[str(path)] = entry
+        return entry[2]
 
 
 def _changes(stage: Stage, inputs: dict[str, str | None], record: dict[str, Any]) -> list[str]:
-    """Return everything that a stage depends on and that has changed, a phrase each.
+    """Return what has changed of a stage's inputs and settings, one phrase each.
 
-    Free settings may change. Files that an earlier stage has yet to write are left out.
+    Free settings, and files that an earlier stage has yet to write, are left out.
     """
     before = {name: digest for name, digest in record.get("inputs", {}).items() if name != CONFIG}
     then, now = record.get("settings"), _compared(stage)
     if then is None:
-        # Written by an older version, which kept a digest of the settings.
+        # An older version recorded only a digest of the settings.
         changed = [CONFIG] if record.get("inputs", {}).get(CONFIG) != _settings_digest(stage) else []
     else:
         names = sorted(name for name in {*then, *now} - stage.free if then.get(name) != now.get(name))
@@ -193,14 +191,14 @@ def _changes(stage: Stage, inputs: dict[str, str | None], record: dict[str, Any]
 
 
 def _other_length(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Return how the planned length of a training has changed since it ended. A free change, but the stage resumes."""
+    """Return how the planned length of a training has changed since it ended; None if it has not."""
     then, now = record.get("settings"), _compared(stage)
     names = [name for name in LENGTHS if then and name in stage.free and then.get(name) != now.get(name)]
     return f"another length: {', '.join(_change(name, then, now) for name in names)}" if names else None
 
 
 def _free_changes(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Return which free settings have changed since a stage ended, as a phrase; None where none has."""
+    """Return which free settings have changed since a stage ended, as a phrase; None if none has."""
     then, now = record.get("settings", {}), _compared(stage)
     names = sorted(name for name in stage.free if then and then.get(name) != now.get(name))
     return f"only free settings have changed: {', '.join(names)}" if names else None
@@ -211,7 +209,7 @@ def _change(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _compared(stage: Stage) -> dict[str, Any]:
-    """Return the settings of a stage as they come back from its record."""
+    """Return the settings of a stage as its record stores them, without secrets."""
     about = {"verb": stage.verb} if stage.verb else {"outputs": [str(output) for output in stage.outputs]}
     return json.loads(json.dumps(redact_all({**about, **stage.settings}), default=str))
 
@@ -221,8 +219,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def left_behind(stage: Stage) -> list[str]:
-    """Return the names of what a stage has left and deletes when it starts over."""
+def missing_outputs(stage: Stage) -> list[str]:
+    return [str(output) for output in stage.outputs if not output.exists()]
+
+
+def deleted_when_started_over(stage: Stage) -> list[str]:
+    """Return the names of the output that a stage deletes when it starts over."""
     if stage.verb in RESUMING_VERBS:
         return left_by_a_run(stage.outputs[0])
     has_rows = stage.verb == "prefs" and any((stage.outputs[0] / ROWS).glob("*"))
@@ -230,19 +232,18 @@ def left_behind(stage: Stage) -> list[str]:
 
 
 def _damage(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Return what is wrong with the outputs of a finished stage; None if they are all there.
+    """Return what is wrong with the outputs of a finished stage; None if they are complete.
 
-    A result with a manifest has to be as it was written. Other outputs may have been edited by hand: only missing
-    files count.
+    A result with a manifest must be as it was written. Other outputs may be edited by hand: only missing files count.
     """
-    missing = [str(output) for output in stage.outputs if not output.exists()]
+    missing = missing_outputs(stage)
     if missing:
         return f"{', '.join(missing)} is gone"
     if stage.verb in RESUMING_VERBS:
-        found = result_problems(stage.outputs[0])
+        problems = result_problems(stage.outputs[0])
         if stage.verb in ("reward", "distill") and not (stage.outputs[0] / SCALE_FILE).is_file():
-            found.append(f"{SCALE_FILE}: missing")
-        return f"{stage.outputs[0]} is damaged ({described(found)})" if found else None
+            problems.append(f"{SCALE_FILE}: missing")
+        return f"{stage.outputs[0]} is damaged ({described(problems)})" if problems else None
     gone = [
         str(Path(output) / name)
         for output, names in record.get("files", {}).items()
@@ -253,11 +254,11 @@ def _damage(stage: Stage, record: dict[str, Any]) -> str | None:
 
 
 def _files_left(stage: Stage) -> dict[str, list[str]]:
-    """Return the files in the folders that a stage has left; those of a training are in its manifest."""
+    """Return the files in the output folders of a stage; those of a training are in its manifest."""
     if stage.verb in RESUMING_VERBS:
         return {}
     return {
-        str(output): [name for file in files_of(output) if not (name := _relative(file, output)).startswith(KEPT)]
+        str(output): [name for file in files_of(output) if not (name := _relative(file, output)).startswith(LEDGERS)]
         for output in stage.outputs
         if output.is_dir()
     }
@@ -280,7 +281,7 @@ def _ordered(value: Any) -> Any:
 
 
 def paths_in(settings: dict[str, Any]) -> Iterator[Path]:
-    """Yield what may be a path among the texts of some settings: whole, or before or behind a colon."""
+    """Yield each text in some settings that may be a path, or a path followed by a colon and a name."""
     for text in texts_in(settings):
         for prefix in PREFIXES:
             text = text.removeprefix(prefix)
@@ -291,16 +292,16 @@ def paths_in(settings: dict[str, Any]) -> Iterator[Path]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of a folder that a later stage may read, sorted; a link to a folder is not followed."""
-    found = []
+    """Return the files of a folder that a later stage may read, sorted; links to folders are not followed."""
+    files = []
     for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _is_beside(name)]
-        found += [Path(root) / name for name in names if not _is_beside(name)]
-    return sorted(file for file in found if file.is_file())
+        folders[:] = [name for name in folders if not _is_ignored(name)]
+        files += [Path(root) / name for name in names if not _is_ignored(name)]
+    return sorted(file for file in files if file.is_file())
 
 
-def _is_beside(name: str) -> bool:
-    return any(Path(name).match(pattern) for pattern in BESIDE)
+def _is_ignored(name: str) -> bool:
+    return any(Path(name).match(pattern) for pattern in IGNORED)
 
 
 def _is_within(path: Path, folder: Path) -> bool:
