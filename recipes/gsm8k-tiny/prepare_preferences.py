@@ -19,7 +19,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from onetrunk.data.prompts import load_rows
+from onetrunk.data.files import load_rows
 from onetrunk.models.new_scorer import BaseShape, make_base
 from onetrunk.utils.files import require_output_dir
 
