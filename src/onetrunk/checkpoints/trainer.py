@@ -257,7 +257,7 @@ class ResumableTrainer(Trainer):
 
     def begin_loop(self) -> None:
         """Restore the loop's state from the checkpoint, after Trainer has initialised it."""
-        require_room(self)
+        require_room(self, self.own_state_bytes())
         if self.args.should_save:
             # A result that is already there is not the result of this training.
             for name in (FINISHED, MANIFEST):

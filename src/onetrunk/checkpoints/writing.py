@@ -11,20 +11,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
+from transformers import Trainer
 
 from onetrunk.checkpoints.folders import LEAST_KEPT
 from onetrunk.checkpoints.manifest import MANIFEST, write_manifest
 from onetrunk.utils.files import sync
-
-if TYPE_CHECKING:
-    from onetrunk.checkpoints.trainer import SafeCheckpoints
 
 logger = get_logger(__name__)
 
@@ -36,7 +34,7 @@ OPTIMIZER_BYTES = 8
 TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
 
 
-def require_room(trainer: SafeCheckpoints) -> None:
+def require_room(trainer: Trainer, extra_bytes: int) -> None:
     """Check that the disk can take the checkpoints that are kept, and one more while it is being written.
 
     Raises:
@@ -45,7 +43,7 @@ def require_room(trainer: SafeCheckpoints) -> None:
     args = trainer.args
     if not args.should_save or args.save_strategy == "no":
         return
-    size, free = checkpoint_bytes(trainer), _free_bytes(Path(args.output_dir))
+    size, free = checkpoint_bytes(trainer, extra_bytes), _free_bytes(Path(args.output_dir))
     kept = max(args.save_total_limit, LEAST_KEPT) if args.save_total_limit else LEAST_KEPT
     if free < size * (kept + 1):
         raise RuntimeError(
@@ -62,8 +60,8 @@ def require_room(trainer: SafeCheckpoints) -> None:
         )
 
 
-def checkpoint_bytes(trainer: SafeCheckpoints) -> int:
-    """Return about how many bytes a checkpoint takes: the saved weights, the optimizer and the trainer's own state."""
+def checkpoint_bytes(trainer: Trainer, extra_bytes: int) -> int:
+    """Return about how many bytes a checkpoint takes: weights, optimizer, and `extra_bytes` of the trainer's own."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if isinstance(model, PeftModel):
@@ -71,7 +69,7 @@ def checkpoint_bytes(trainer: SafeCheckpoints) -> int:
     else:
         saved = list(model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in saved)
-    return weight_bytes + OPTIMIZER_BYTES * sum(p.numel() for p in trained) + OTHER_BYTES + trainer.own_state_bytes()
+    return weight_bytes + OPTIMIZER_BYTES * sum(p.numel() for p in trained) + OTHER_BYTES + extra_bytes
 
 
 @torch.no_grad()

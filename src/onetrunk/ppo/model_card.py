@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCardData
+from transformers import Trainer
 
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.base import decoder_layers
@@ -19,9 +20,6 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
-
-if TYPE_CHECKING:
-    from onetrunk.ppo.trainer import PPOTrainer
 
 CARD = "README.md"
 TAGS = ("lora", "onetrunk", "ppo")
@@ -35,7 +33,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 
 def write_card(
-    trainer: PPOTrainer, folder: str, model_name: str | None = None, base: str | None = None, **data: Any
+    trainer: Trainer, folder: str, model_name: str | None = None, base: str | None = None, **data: Any
 ) -> None:
     """Write the model card of a trainer's policy into a folder; only process 0 writes.
 
@@ -63,7 +61,7 @@ class ModelCard:
         base: Hub name of the base model; None: the name it was loaded from.
     """
 
-    def __init__(self, trainer: PPOTrainer, title: str, name: str, base: str | None = None):
+    def __init__(self, trainer: Trainer, title: str, name: str, base: str | None = None):
         self.trainer, self.title, self.name = trainer, title, name
         self.args: PPOConfig = trainer.args
         self.model: TrunkModel = trainer.accelerator.unwrap_model(trainer.model)

@@ -35,7 +35,7 @@ from onetrunk.stages.rows import load_preference_rows
 from onetrunk.stages.running import run_stage
 
 if TYPE_CHECKING:
-    from onetrunk.stages.distill import DistillArguments
+    from onetrunk.reward_models.distill import RewardDistillationConfig
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500
@@ -90,7 +90,7 @@ def make_trainer(
     return RewardModelTrainer(model, args, train, held_out, tokenizer, peft_config=peft_config)
 
 
-def load_kwargs(args: RewardArguments | DistillArguments, model_args: ModelArguments) -> dict[str, Any]:
+def load_kwargs(args: RewardModelConfig | RewardDistillationConfig, model_args: ModelArguments) -> dict[str, Any]:
     """Return the keyword arguments to load the model with; a model whose weights all train is in float32.
 
     Raises:
