@@ -16,7 +16,6 @@ from onetrunk.ops import (
     length_mask,
     make_pack,
     ppo_loss,
-    ppo_loss_reference,
     token_logprobs,
 )
 from onetrunk.types import Experience, LossCoefficients, PackOutput
@@ -87,7 +86,7 @@ def loss_pair(rows: int, length: int, device: str) -> Pair:
     )
     coefficients = LossCoefficients(value_clip=0.2, value_coef=0.1, entropy_coef=0.01, beta=0.05)
     case = (experience, output, coefficients)
-    return lambda: ppo_loss_reference(*case)[0].backward(), lambda: ppo_loss(*case)[0].backward()
+    return lambda: ppo_loss(*case, use_kernel=False)[0].backward(), lambda: ppo_loss(*case)[0].backward()
 
 
 def decode_pair(rows: int, length: int) -> Pair:

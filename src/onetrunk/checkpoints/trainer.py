@@ -15,6 +15,7 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,23 @@ class ResumableTrainer(Trainer):
             Stopped: a signal came; a SystemExit with code 0.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
+        self._begin_run(resume_from_checkpoint)
+        with self._output_dir_held():
+            if self._resume_from is not None and self._is_over():
+                return TrainOutput(self.state.global_step, 0.0, {})
+            with self.stop_signals.listening():
+                try:
+                    output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+                    self.ended = end_of(self, end_state(self))
+                    return output
+                except StopAsked:
+                    checkpoint = self._end_stopped_run()
+            if self._mirror is not None:
+                self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
+            raise Stopped(checkpoint, self.stop_signals.received)
+
+    def _begin_run(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Find the checkpoint to resume from, and reset what belongs to one run."""
         if self.args.save_total_limit:
             # With a limit of 1 Trainer itself would delete, at its end, all but the best.
             self.args.save_total_limit = max(self.args.save_total_limit, LEAST_KEPT)
@@ -181,29 +199,21 @@ class ResumableTrainer(Trainer):
             # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
             is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
             self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
-        if not self.args.should_save:
-            return self._train_until_stopped(**kwargs)
-        os.makedirs(self.args.output_dir, exist_ok=True)
-        with held_folder(self.args.output_dir):
-            return self._train_until_stopped(**kwargs)
 
-    def _train_until_stopped(self, **kwargs: Any) -> TrainOutput:
-        if self._resume_from is not None and self._is_over():
-            return TrainOutput(self.state.global_step, 0.0, {})
-        with self.stop_signals.listening():
-            try:
-                output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
-                self.ended = end_of(self, end_state(self))
-                return output
-            except StopAsked:
-                if self._saved_step != self.state.global_step:
-                    self._save_checkpoint(self.model, trial=None)
-                checkpoint = str(Path(self.args.output_dir) / f"{PREFIX}{self.state.global_step}")
-                self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-                self.is_in_train = False
-        if self._mirror is not None:
-            self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
-        raise Stopped(checkpoint, self.stop_signals.received)
+    def _output_dir_held(self) -> AbstractContextManager[None]:
+        """Return the lock of output_dir, or nothing on a process that saves nothing."""
+        if not self.args.should_save:
+            return nullcontext()
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        return held_folder(self.args.output_dir)
+
+    def _end_stopped_run(self) -> str:
+        """Save where the run stands, unless it has just been saved; return the checkpoint."""
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, trial=None)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self.is_in_train = False
+        return str(Path(self.args.output_dir) / f"{PREFIX}{self.state.global_step}")
 
     def _is_over(self) -> bool:
         """Return whether nothing is left to train after the checkpoint; if so, restore the trained state.

@@ -16,7 +16,6 @@ from onetrunk.ops.losses import (
     explained_variance_from_stats,
     policy_loss,
     ppo_loss,
-    ppo_loss_reference,
     value_loss,
 )
 from onetrunk.ops.masking import (
@@ -54,7 +53,6 @@ __all__ = [
     "plan_packs",
     "policy_loss",
     "ppo_loss",
-    "ppo_loss_reference",
     "token_logprobs",
     "token_rewards",
     "value_loss",

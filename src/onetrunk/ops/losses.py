@@ -27,6 +27,7 @@ def ppo_loss(
     output: PackOutput,
     coefficients: LossCoefficients,
     num_tokens: float | Tensor | None = None,
+    use_kernel: bool | None = None,
 ) -> tuple[Tensor, dict[str, Stats]]:
     """Return policy loss + value_coef * value loss - entropy_coef * entropy + beta * KL, and the stats of each.
 
@@ -37,6 +38,7 @@ def ppo_loss(
         output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
         coefficients: the numbers.
         num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
+        use_kernel: one Triton kernel, or its naive twin below; None: the kernel wherever it runs.
 
     Returns:
         The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
@@ -45,34 +47,10 @@ def ppo_loss(
     Raises:
         ValueError: there is nothing to train, or a number is out of its range.
     """
-    if output.logprobs is None and output.values is None:
-        raise ValueError("the PPO loss got neither logprobs nor values; pass at least one of them")
-    if output.entropy is not None and output.logprobs is None:
-        raise ValueError("the PPO loss got entropy without logprobs; pass them too")
-    if coefficients.kl_estimator not in ("k1", "k2", "k3"):
-        raise ValueError(f"kl_estimator is {coefficients.kl_estimator!r}; expected k1, k2 or k3")
-    _check_dual_clip(coefficients.dual_clip)
-    if output.values is not None:
-        _check_value_clip(coefficients.value_clip, experience.old_values)
-    if not runs_kernels(experience.loss_mask):
-        return ppo_loss_reference(experience, output, coefficients, num_tokens)
-    from onetrunk.ops.kernels.loss import fused_loss
-
-    loss, stats = fused_loss(experience, output, coefficients, num_tokens, LOG_RATIO_LIMIT)
-    if "value" in stats:
-        # Outside the kernel, whose sums are float32.
-        stats["value"] |= value_moments(output.values, experience.returns, experience.loss_mask, num_tokens)
-    return loss, stats
-
-
-def ppo_loss_reference(
-    experience: Experience,
-    output: PackOutput,
-    coefficients: LossCoefficients,
-    num_tokens: float | Tensor | None = None,
-) -> tuple[Tensor, dict[str, Stats]]:
-    """Return what `ppo_loss` returns, term by term: the naive twin of the kernel."""
     c, mask = coefficients, experience.loss_mask
+    _check_terms(experience, output, c)
+    if runs_kernels(mask) if use_kernel is None else use_kernel:
+        return _kernel_loss(experience, output, c, num_tokens)
     loss, stats = 0.0, {}
     if output.values is not None:
         value, stats["value"] = value_loss(
@@ -96,6 +74,30 @@ def ppo_loss_reference(
         kl = masked_mean(kl, mask, num_tokens=num_tokens)
         stats["kl"] = {"loss": kl.detach()}
         loss = loss + c.beta * kl
+    return loss, stats
+
+
+def _check_terms(experience: Experience, output: PackOutput, coefficients: LossCoefficients) -> None:
+    if output.logprobs is None and output.values is None:
+        raise ValueError("the PPO loss got neither logprobs nor values; pass at least one of them")
+    if output.entropy is not None and output.logprobs is None:
+        raise ValueError("the PPO loss got entropy without logprobs; pass them too")
+    if coefficients.kl_estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"kl_estimator is {coefficients.kl_estimator!r}; expected k1, k2 or k3")
+    _check_dual_clip(coefficients.dual_clip)
+    if output.values is not None:
+        _check_value_clip(coefficients.value_clip, experience.old_values)
+
+
+def _kernel_loss(
+    experience: Experience, output: PackOutput, coefficients: LossCoefficients, num_tokens: float | Tensor | None
+) -> tuple[Tensor, dict[str, Stats]]:
+    from onetrunk.ops.kernels.loss import fused_loss
+
+    loss, stats = fused_loss(experience, output, coefficients, num_tokens, LOG_RATIO_LIMIT)
+    if "value" in stats:
+        # Outside the kernel, whose sums are float32.
+        stats["value"] |= value_moments(output.values, experience.returns, experience.loss_mask, num_tokens)
     return loss, stats
 
 

@@ -1,6 +1,6 @@
 """The Triton kernel of the PPO loss: every term, its stats and every gradient in one pass over the tokens.
 
-`losses.ppo_loss_reference` is its naive twin. A block of tokens writes its own sums, which are then added up in a
+`losses.ppo_loss` holds its naive twin. A block of tokens writes its own sums, which are then added up in a
 fixed order: no atomics, the same result every time. Tested in Triton's interpreter and compiled for NVIDIA GPUs; not
 yet run on hardware.
 """
