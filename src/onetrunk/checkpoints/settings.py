@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from peft import PeftModel
 
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.utils.files import read_json
+from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -203,23 +204,18 @@ def _adapter_settings(model: PeftModel) -> dict[str, Any]:
 class CheckpointSettings:
     """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
 
-    allow_config_change: bool = field(
-        default=False,
-        metadata={"help": "Resume from a checkpoint although settings that steer what is learnt have changed."},
+    allow_config_change: bool = option(
+        False, "Resume from a checkpoint although settings that steer what is learnt have changed."
     )
-    continue_ended_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false:"
-            " such a run is finished, however many steps are planned."
-        },
+    continue_ended_run: bool = option(
+        False,
+        "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false: such a run"
+        " is finished, however many steps are planned.",
     )
-    checkpoint_mirror: str | None = field(
-        default=None,
-        metadata={
-            "help": "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks"
-            " there if output_dir has no checkpoint."
-        },
+    checkpoint_mirror: str | None = option(
+        None,
+        "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks there if"
+        " output_dir has no checkpoint.",
     )
 
     def __post_init__(self) -> None:

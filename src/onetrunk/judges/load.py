@@ -13,7 +13,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +25,7 @@ from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
 from onetrunk.types import Prompt
+from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,81 +52,74 @@ Item = TypeVar("Item")
 EXAMPLES = {"rubric": '{"concise": "checks.py:concise"}'}
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    metadata: dict[str, Any] = {"help": text}
-    return field(default=default, metadata=metadata | ({"choices": list(choices)} if choices else {}))
-
-
 @dataclass
 class JudgeSettings:
     """Which judges, and by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
 
-    judge: list[str] | None = _option(
+    judge: list[str] | None = option(
         None,
         "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
         " '#model=NAME' after the address); else a causal model's folder or Hub name. Several: their mean.",
     )
-    constitution: str | None = _option(None, "YAML file with the principles to judge by.")
+    constitution: str | None = option(None, "YAML file with the principles to judge by.")
     # rubric
-    rubric: dict[str, str] | None = _option(
+    rubric: dict[str, str] | None = option(
         None,
         "Judge rubric: tag of a principle -> path/to/file.py:function or package.module.function, with the signature"
         " of reward functions; as JSON on the command line.",
     )
-    rubric_temperature: float = _option(
+    rubric_temperature: float = option(
         TEMPERATURE, "Judge rubric: P(better) = logistic(score difference / rubric_temperature); above 0."
     )
     # models in this process
-    judge_batch_size: int = _option(8, "Questions, or texts of a reward model, per forward.")
-    judge_dtype: str = _option("auto", "Precision of a causal judge's weights. auto: the checkpoint's own.", DTYPES)
-    judge_device: str | None = _option(None, "Such as cuda:1 or cpu; None: the accelerator, if there is one.")
-    judge_min_label_mass: float = _option(
+    judge_batch_size: int = option(8, "Questions, or texts of a reward model, per forward.")
+    judge_dtype: str = option("auto", "Precision of a causal judge's weights. auto: the checkpoint's own.", DTYPES)
+    judge_device: str | None = option(None, "Such as cuda:1 or cpu; None: the accelerator, if there is one.")
+    judge_min_label_mass: float = option(
         0.5, "A causal judge abstains if its labels together have less probability; 0 to 1."
     )
     # models that write
-    judge_reasoning_tokens: int = _option(0, "Longest reasoning before each answer, tokens; 0: none.")
+    judge_reasoning_tokens: int = option(0, "Longest reasoning before each answer, tokens; 0: none.")
     # servers
-    judge_model: str | None = _option(None, "Name of the model on the server.")
-    judge_api_key_env: str | None = _option(None, "Environment variable that holds the server's key; None: no key.")
-    judge_tokenizer: str | None = _option(
+    judge_model: str | None = option(None, "Name of the model on the server.")
+    judge_api_key_env: str | None = option(None, "Environment variable that holds the server's key; None: no key.")
+    judge_tokenizer: str | None = option(
         None,
         "Folder or Hub name of the tokenizer of a server's model: its control tokens are removed from the judged"
         " texts. None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
     )
-    judge_max_concurrency: int = _option(8, "Most calls to a server in flight.")
-    judge_timeout_s: float = _option(60.0, "Deadline of one call to a server, seconds.")
-    judge_max_calls: int = _option(8, "Most calls to a server for one question when calls fail, the first included.")
-    judge_item_timeout_s: float = _option(
+    judge_max_concurrency: int = option(8, "Most calls to a server in flight.")
+    judge_timeout_s: float = option(60.0, "Deadline of one call to a server, seconds.")
+    judge_max_calls: int = option(8, "Most calls to a server for one question when calls fail, the first included.")
+    judge_item_timeout_s: float = option(
         900.0, "Deadline of one question to a server over all its calls and the waits between them, seconds."
     )
-    judge_patience_s: float = _option(
+    judge_patience_s: float = option(
         180.0, "Give a server up when it has answered no call, not even a control question, for this many seconds."
     )
-    judge_verdict_tokens: int = _option(
+    judge_verdict_tokens: int = option(
         VERDICT_TOKENS,
         "Longest reply of a server, tokens. A model that reasons by itself before it answers needs room for that too,"
         " such as 2048.",
     )
-    judge_chat_template_kwargs: dict[str, Any] | None = _option(
+    judge_chat_template_kwargs: dict[str, Any] | None = option(
         None,
         "Keywords for the chat template of a server's model, such as {enable_thinking: false}; sent as"
         " chat_template_kwargs (vLLM, SGLang); as JSON on the command line.",
     )
-    judge_extra_body: dict[str, Any] | None = _option(
+    judge_extra_body: dict[str, Any] | None = option(
         None,
         "More entries for the body of every call to a server, such as {reasoning_effort: low}; as JSON on the"
         " command line.",
     )
-    judge_samples: int = _option(5, "Votes on a question if the server returns no log probabilities.")
-    judge_method: str = _option(
+    judge_samples: int = option(5, "Votes on a question if the server returns no log probabilities.")
+    judge_method: str = option(
         "auto",
         "auto: log probabilities if a reply has them, else votes; votes: never ask for them; logprobs: reject a"
         " server without.",
         METHODS,
     )
-    judge_allow_http: bool = _option(
-        False, "Allow plain http also to hosts outside this machine and private networks."
-    )
+    judge_allow_http: bool = option(False, "Allow plain http also to hosts outside this machine and private networks.")
 
     def __post_init__(self) -> None:
         if isinstance(self.judge, str):

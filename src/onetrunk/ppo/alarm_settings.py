@@ -6,8 +6,10 @@ A new alarm is an entry in RULES and a field of AlarmSettings. ppo/alarms.py app
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from onetrunk.utils.options import option
 
 SHARE = (0.0, 1.0, "between 0 and 1")
 AT_LEAST_0 = (0.0, math.inf, "0 or more")
@@ -153,7 +155,7 @@ ALARMS = tuple(RULES)
 
 
 def _limit(name: str) -> Any:
-    return field(default=RULES[name].default, metadata={"help": f"{RULES[name].help} null: no such alarm."})
+    return option(RULES[name].default, f"{RULES[name].help} null: no such alarm.")
 
 
 @dataclass(repr=False)
@@ -170,15 +172,11 @@ class AlarmSettings:
     alarm_clip_fraction: float | None = _limit("clip_fraction")
     alarm_skipped_steps: float | None = _limit("skipped_steps")
     alarm_explained_variance: float | None = _limit("explained_variance")
-    alarm_patience: int = field(
-        default=3, metadata={"help": "Rollouts in a row in which the condition must hold before an alarm is raised."}
-    )
-    stop_on_alarm: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): only these do; null:"
-            " alarms only warn."
-        },
+    alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
+    stop_on_alarm: list[str] | None = option(
+        None,
+        "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): only these do; null: alarms only"
+        " warn.",
     )
 
 

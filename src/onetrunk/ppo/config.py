@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
 from onetrunk.ppo.alarm_settings import AlarmSettings, check_alarm_settings
 from onetrunk.ppo.foreign_keys import explain_unknown_keys
+from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -67,10 +68,6 @@ REFUSED_OPTIMIZERS = {
 }
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(repr=False)
 class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
@@ -85,120 +82,120 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
     """
 
     # Fields with another default than in TrainingArguments.
-    learning_rate: float = _option(1e-4, "Peak learning rate of the adapters.")
-    logging_steps: float = _option(1, "Optimizer steps between two logs.")
-    bf16: bool | None = _option(
+    learning_rate: float = option(1e-4, "Peak learning rate of the adapters.")
+    logging_steps: float = option(1, "Optimizer steps between two logs.")
+    bf16: bool | None = option(
         None, "bfloat16 autocast. None: on if an accelerator supports it (not yet run on hardware)."
     )
-    fp16: bool = _option(False, "float16 autocast with a gradient scaler (not yet run on hardware).")
-    ignore_data_skip: bool = _option(True, "Always True: the stream restores its own position.")
-    remove_unused_columns: bool = _option(False, "Always False: reward functions receive every column.")
-    logging_nan_inf_filter: bool = _option(False, "Always False: a non-finite step is skipped and counted instead.")
+    fp16: bool = option(False, "float16 autocast with a gradient scaler (not yet run on hardware).")
+    ignore_data_skip: bool = option(True, "Always True: the stream restores its own position.")
+    remove_unused_columns: bool = option(False, "Always False: reward functions receive every column.")
+    logging_nan_inf_filter: bool = option(False, "Always False: a non-finite step is skipped and counted instead.")
 
     # Rollout
-    rollout_batch_size: int = _option(64, "Prompts per rollout, all processes together.")
-    num_generations: int = _option(1, "Completions per prompt.")
-    num_rollouts: int | None = _option(None, "Rollouts in total; None: num_train_epochs or max_steps decides.")
-    max_prompt_length: int | None = _option(None, "Longest prompt, tokens; None: only the model's own limit.")
-    overlong_prompts: str = _option(
+    rollout_batch_size: int = option(64, "Prompts per rollout, all processes together.")
+    num_generations: int = option(1, "Completions per prompt.")
+    num_rollouts: int | None = option(None, "Rollouts in total; None: num_train_epochs or max_steps decides.")
+    max_prompt_length: int | None = option(None, "Longest prompt, tokens; None: only the model's own limit.")
+    overlong_prompts: str = option(
         "error", "What happens to a longer prompt: 'error', 'drop' (the row) or 'truncate' (to its last tokens)."
     )
-    max_completion_length: int = _option(256, "Longest completion, tokens.")
-    temperature: float = _option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
-    stop_tokens: list[str] | None = _option(None, "Texts of tokens that end a completion, besides the model's EOS.")
-    max_rollout_rows: int | None = _option(
+    max_completion_length: int = option(256, "Longest completion, tokens.")
+    temperature: float = option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
+    stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
+    max_rollout_rows: int | None = option(
         None, "Most rows that a process decodes at once; None: all rows of the rollout."
     )
-    chat_template_kwargs: dict[str, Any] | None = _option(None, "Keywords for the tokenizer's chat template.")
-    shuffle_dataset: bool = _option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
+    chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
+    shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
 
     # Reward
-    reward_weights: list[float] | None = _option(None, "Weight of each reward function; None: 1 each.")
-    missing_eos_penalty: float | None = _option(
+    reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
+    missing_eos_penalty: float | None = option(
         None, "Subtracted from the score of a completion without a stop token; 0 or more."
     )
-    length_penalty: float = _option(
+    length_penalty: float = option(
         0.0, "Subtracted from the score at max_completion_length tokens; in proportion below."
     )
-    truncated_completions: str | None = _option(
+    truncated_completions: str | None = option(
         None,
         "What happens to a completion cut off at max_completion_length: 'terminal' (as if it had ended), 'bootstrap'"
         " (the value of its last state stands for the rest), 'penalize' (missing_eos_penalty) or 'mask' (left out of"
         " the update). None: 'penalize' if there is a penalty, else 'terminal'.",
     )
-    normalize_scores: bool = _option(False, "Shift and scale scores by their running mean and standard deviation.")
-    score_clip: float | None = _option(None, "Largest |score| after normalisation; None: no bound.")
-    max_unscored_fraction: float = _option(0.1, "Stop if more of a rollout's rows have no finite score; 0 to 1.")
+    normalize_scores: bool = option(False, "Shift and scale scores by their running mean and standard deviation.")
+    score_clip: float | None = option(None, "Largest |score| after normalisation; None: no bound.")
+    max_unscored_fraction: float = option(0.1, "Stop if more of a rollout's rows have no finite score; 0 to 1.")
 
     # Advantage
-    beta: float = _option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
-    kl_estimator: str = _option(
+    beta: float = option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
+    kl_estimator: str = option(
         "k1",
         "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss, where k2 has the gradient of the KL.",
     )
-    kl_in_loss: bool = _option(
+    kl_in_loss: bool = option(
         False,
         "Add beta * KL to the loss instead of subtracting it from the rewards. A token is then not credited with the"
         " KL of later tokens, and with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
-    kl_target: float | None = _option(
+    kl_target: float | None = option(
         None, "KL per completion (nats) that an adaptive beta keeps; None: beta is fixed."
     )
-    kl_horizon: int = _option(10_000, "Completions over which the adaptive beta moves.")
-    gamma: float = _option(1.0, "Discount per token, in (0, 1].")
-    lam: float = _option(0.95, "Lambda of GAE, in [0, 1].")
-    lam_policy: float | None = _option(None, "Lambda of the advantages only; None: lam.")
-    lam_value: float | None = _option(None, "Lambda of the value targets only; None: lam.")
-    length_adaptive_lam: float | None = _option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
-    whiten_advantages: bool = _option(True, "Zero mean and unit variance over the tokens of the global rollout.")
-    whiten_rewards: bool = _option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
+    kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
+    gamma: float = option(1.0, "Discount per token, in (0, 1].")
+    lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
+    lam_policy: float | None = option(None, "Lambda of the advantages only; None: lam.")
+    lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
+    length_adaptive_lam: float | None = option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
+    whiten_advantages: bool = option(True, "Zero mean and unit variance over the tokens of the global rollout.")
+    whiten_rewards: bool = option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
 
     # Loss
-    num_ppo_epochs: int = _option(4, "Passes over a rollout.")
-    num_minibatches: int = _option(1, "Optimizer steps per pass.")
-    microbatch_tokens: int | None = _option(None, "Most padded tokens in one forward; None: no bound.")
-    epsilon: float = _option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
-    epsilon_high: float | None = _option(None, "Upper clip range; None: epsilon.")
-    dual_clip: float | None = _option(None, "Upper bound (above 1) of the ratio for negative advantages; None: off.")
-    value_clip: float | None = _option(0.2, "Clip range of the value around its rollout value; None: off.")
-    value_coef: float = _option(0.1, "Weight of the value loss.")
-    entropy_coef: float = _option(0.0, "Weight of the entropy bonus.")
-    target_kl: float | None = _option(
+    num_ppo_epochs: int = option(4, "Passes over a rollout.")
+    num_minibatches: int = option(1, "Optimizer steps per pass.")
+    microbatch_tokens: int | None = option(None, "Most padded tokens in one forward; None: no bound.")
+    epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
+    epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
+    dual_clip: float | None = option(None, "Upper bound (above 1) of the ratio for negative advantages; None: off.")
+    value_clip: float | None = option(0.2, "Clip range of the value around its rollout value; None: off.")
+    value_coef: float = option(0.1, "Weight of the value loss.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    target_kl: float | None = option(
         None, "Skip the remaining steps of a rollout once KL(old, new) per token exceeds it; None: off."
     )
-    value_pretraining_rollouts: int = _option(0, "Rollouts at the start that train only the value.")
-    value_learning_rate: float | None = _option(
+    value_pretraining_rollouts: int = option(0, "Rollouts at the start that train only the value.")
+    value_learning_rate: float | None = option(
         None, "Learning rate of the value head and, with value_head adapter, of its LoRA; None: learning_rate."
     )
 
     # Trunk
-    value_head: str = _option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
-    adapter_layers: str = _option("all", "'all', or 'top-k': adapt and train only the last k layers.")
-    value_head_init: str | None = _option(
+    value_head: str = option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
+    adapter_layers: str = option("all", "'all', or 'top-k': adapt and train only the last k layers.")
+    value_head_init: str | None = option(
         None,
         "Reward model (folder or Hub name, same hidden size) whose score head starts the value head; None: zeros.",
     )
-    trunk_cache: str = _option(
+    trunk_cache: str = option(
         "auto",
         "Where the output of the frozen lower layers is kept for the epochs of a rollout: device, cpu (pinned memory),"
         " disk (a file in output_dir), off (computed in every forward) or auto (the first of them with room).",
     )
-    capture_trunk_states: bool | None = _option(
+    capture_trunk_states: bool | None = option(
         None,
         "Take that output from sampling, which computes it anyway, instead of from one more forward. It differs from"
         " that forward by rounding (1e-6 in float32), and is saved in checkpoints. None: on in float32.",
     )
-    model_init_kwargs: dict[str, Any] | None = _option(None, "Keywords of from_pretrained for a model given by name.")
+    model_init_kwargs: dict[str, Any] | None = option(None, "Keywords of from_pretrained for a model given by name.")
 
     # Safety and logging
-    activation_offloading: bool = _option(False, "Keep activations in host memory (not yet run on hardware).")
-    check_memory: bool = _option(
+    activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
+    check_memory: bool = option(
         True,
         "Run the largest possible pack once before the first rollout, and print the memory that the run needs.",
     )
-    max_skipped_steps: int = _option(3, "Stop after this many non-finite optimizer steps in a row.")
-    log_completions: bool = _option(False, "Print and save a table of samples at every evaluation and logging step.")
-    num_completions_to_print: int = _option(4, "Rows of that table.")
+    max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
+    log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
+    num_completions_to_print: int = option(4, "Rows of that table.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         explanation = explain_unknown_keys(cls, kwargs)

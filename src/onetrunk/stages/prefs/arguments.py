@@ -3,12 +3,13 @@
 One field is one YAML key and one command line option. The settings of judges are in `judges/load.py`.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from onetrunk.feedback.preferences import PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
 from onetrunk.stages.arguments import DatasetArguments
+from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
 
 MODES = ("pairs", "revise")
@@ -22,79 +23,74 @@ DECIDING = (
 ).split()
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    metadata: dict[str, Any] = {"help": text}
-    return field(default=default, metadata=metadata | ({"choices": list(choices)} if choices else {}))
-
-
 @dataclass
 class PrefsArguments(DatasetArguments):
     """Prompts, how completions are sampled (names as in PPOConfig), and how they become rows."""
 
     # Output
-    mode: str = _option(
+    mode: str = option(
         "pairs",
         "pairs: a judge compares completions, which become preferences. revise: the model criticises its completions"
         " by a principle and rewrites them; they become rows for sft.",
         MODES,
     )
-    output_dir: str | None = _option(None, "Folder for the rows, the ledger, statistics and a dataset card.")
-    overwrite_output_dir: bool = _option(
+    output_dir: str | None = option(None, "Folder for the rows, the ledger, statistics and a dataset card.")
+    overwrite_output_dir: bool = option(
         False, "Replace the rows of other settings in output_dir. Its ledger is kept and used."
     )
-    output_format: str = _option("jsonl", "File format of the rows.", FORMATS)
+    output_format: str = option("jsonl", "File format of the rows.", FORMATS)
     # Pairs
-    num_generations: int = _option(4, "Completions per prompt; for pairs 2 or more.")
-    pairing: str = _option(
+    num_generations: int = option(4, "Completions per prompt; for pairs 2 or more.")
+    pairing: str = option(
         "all",
         "Which completions of a prompt are compared. all: every pair; best_worst: the highest with the lowest rated"
         " (the judge first rates each alone); random: pairs_per_prompt pairs.",
         PAIRINGS,
     )
-    pairs_per_prompt: int | None = _option(None, "With pairing random: pairs per prompt.")
-    both_orders: bool = _option(True, "Show each pair in both orders: a preference for a position cancels out.")
-    keep_ties: bool = _option(False, "Also write pairs with a label of exactly 0.5, with an arbitrary choice.")
-    max_failed_fraction: float = _option(
+    pairs_per_prompt: int | None = option(None, "With pairing random: pairs per prompt.")
+    both_orders: bool = option(True, "Show each pair in both orders: a preference for a position cancels out.")
+    keep_ties: bool = option(False, "Also write pairs with a label of exactly 0.5, with an arbitrary choice.")
+    max_failed_fraction: float = option(
         0.1,
         "Stop when more than this fraction of the questions, or 50 in a row, get no answer. Questions that the judge"
         " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
     )
     # Revisions
-    num_revisions: int = _option(1, "With mode revise: revisions per completion, each by another principle.")
-    critic_model: str | None = _option(None, "With mode revise: the model that criticises; None: the policy.")
-    max_critique_length: int = _option(256, "With mode revise: longest critique, in tokens.")
+    num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
+    critic_model: str | None = option(None, "With mode revise: the model that criticises; None: the policy.")
+    max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
     # Sampling
-    seed: int = _option(42, "Seed of completions, pairs and principles.")
-    max_prompt_length: int | None = _option(None, "Longest prompt, in tokens; None: the model's limit.")
-    overlong_prompts: str = _option(
+    seed: int = option(42, "Seed of completions, pairs and principles.")
+    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; None: the model's limit.")
+    overlong_prompts: str = option(
         "error", "What to do with a longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
     )
-    max_completion_length: int = _option(256, "Longest completion, in tokens.")
-    temperature: float = _option(1.0, "Sampling temperature; above 0.")
-    stop_tokens: list[str] | None = _option(None, "Tokens that end a completion besides the model's EOS, as text.")
-    chat_template_kwargs: dict[str, Any] | None = _option(
+    max_completion_length: int = option(256, "Longest completion, in tokens.")
+    temperature: float = option(1.0, "Sampling temperature; above 0.")
+    stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
+    chat_template_kwargs: dict[str, Any] | None = option(
         None, "Keywords for the tokenizer's chat template; as JSON on the command line."
     )
-    max_rollout_rows: int | None = _option(None, "Largest number of rows decoded together; None: all of a chunk.")
-    use_cpu: bool = _option(False, "Use the CPU even if there is an accelerator.")
+    max_rollout_rows: int | None = option(None, "Largest number of rows decoded together; None: all of a chunk.")
+    use_cpu: bool = option(False, "Use the CPU even if there is an accelerator.")
     # The run
-    engine: str = _option(
+    engine: str = option(
         "local",
         "ray: workers on Ray Data (pip install onetrunk[ray]) sample the completions; each holds the model."
         " RAY_ADDRESS names a cluster, otherwise Ray starts on this machine.",
         ENGINES,
     )
-    ray_workers: int = _option(1, "With engine ray: workers, each with a CPU core and, if there is one, a GPU.")
-    prompts_per_chunk: int = _option(16, "Prompts that are sampled together and judged together.")
-    max_waiting_chunks: int = _option(4, "Chunks that may be sampled ahead of the judge.")
-    streaming: bool = _option(False, "Read the rows only as needed, for inputs that do not fit on the disk.")
-    shard: str | None = _option(
+    ray_workers: int = option(1, "With engine ray: workers, each with a CPU core and, if there is one, a GPU.")
+    prompts_per_chunk: int = option(16, "Prompts that are sampled together and judged together.")
+    max_waiting_chunks: int = option(4, "Chunks that may be sampled ahead of the judge.")
+    streaming: bool = option(False, "Read the rows only as needed, for inputs that do not fit on the disk.")
+    shard: str | None = option(
         None, "i/n: only the prompts of part i (0 to n-1) of n, divided by content; one job per part, same output_dir."
     )
-    merge_shards: int | None = _option(
+    merge_shards: int | None = option(
         None, "Sample nothing: merge the statistics of this number of finished shards, and write the dataset card."
     )
-    num_samples_to_print: int = _option(3, "Rows printed at the end; 0: none.")
+    num_samples_to_print: int = option(3, "Rows printed at the end; 0: none.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
