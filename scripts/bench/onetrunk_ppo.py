@@ -94,7 +94,8 @@ class Marks(TrainerCallback):
             self._count(args[1]["minibatch"].experiences)
             return step(*args, **kwargs)
 
-        sampler.generate, trainer.training_step = generate, training_step
+        object.__setattr__(sampler, "generate", generate)  # The record is frozen.
+        trainer.training_step = training_step
 
     def _count(self, experiences: Sequence[Experience]) -> None:
         self.forwards += len(experiences)

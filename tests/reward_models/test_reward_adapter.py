@@ -187,7 +187,7 @@ def test_a_policy_continued_on_all_layers_has_its_reward_adapter_run_whole(tmp_p
     model.get_base_model().load_state_dict(renamed(AutoModelForCausalLM.from_pretrained(base()), model))
     model.get_base_model().config.name_or_path = base()
     trainer = run(tmp_path, model=model, trains=False, adapter_layers="top-1")
-    assert "at work below the cut" in trainer.trunk_plan.report
+    assert "active below the cut" in trainer.trunk_plan.report
     scored = first_rollout(trainer)
     torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
 
