@@ -12,9 +12,25 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    spread_sampled_cases(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def spread_sampled_cases(items: list[pytest.Item]) -> None:
+    """Mark all but N evenly spaced cases of a test with `sampled(N)` as slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("slow", "soak"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test in cases.values():
+        count = test[0].get_closest_marker("sampled").args[0]
+        fast = {i * len(test) // count for i in range(count)}
+        for i, item in enumerate(test):
+            if i not in fast:
+                item.add_marker(pytest.mark.slow)

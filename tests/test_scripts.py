@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -18,6 +20,7 @@ def bench_ops(*options: str) -> subprocess.CompletedProcess:
 SMALL = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1".split()
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_the_parts_prints_a_ratio_for_each_and_the_memory_of_the_logprobs():
     done = bench_ops(*SMALL)
     assert done.returncode == 0, done.stderr
@@ -27,6 +30,7 @@ def test_the_benchmark_of_the_parts_prints_a_ratio_for_each_and_the_memory_of_th
     assert len(re.findall(r"logprobs, (?:forward and backward|scoring), vocabulary 32 ", done.stdout)) == 2
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_its_curves_into_a_folder(tmp_path):
     folder = tmp_path / "new" / "folder"
     done = bench_ops(*SMALL, "--only", "gae", "--output_dir", str(folder), "--growth_sizes", "16")

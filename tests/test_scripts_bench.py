@@ -18,6 +18,7 @@ def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("row", ["mixed-reward-adapter", "mixed-value-adapter"])
+@pytest.mark.slow
 def test_a_branch_with_layers_of_its_own_is_timed(row, tmp_path):
     done = run("bench.py", "--quick", "--rounds", "1", "--rows", row, "--output_dir", str(tmp_path), cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,6 +41,7 @@ def test_the_benchmark_writes_medians_commands_and_the_machine_without_a_baselin
     assert str(ROOT) not in readme + json.dumps(results)
 
 
+@pytest.mark.slow
 def test_the_reward_model_of_the_benchmark_reads_the_tokens_that_were_sampled(tmp_path):
     """Text between the two tokenizers loses the special tokens alone, so ours is not timed on less than TRL."""
     program = """

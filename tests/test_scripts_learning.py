@@ -16,6 +16,7 @@ def bench(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_two_arms_are_tuned_run_and_compared_in_a_table(tmp_path, bench, capsys, monkeypatch):
     # The process sets it for itself; here it goes back afterwards.
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")

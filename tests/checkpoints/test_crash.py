@@ -83,6 +83,7 @@ def test_the_failpoints_are_every_kind_of_event():
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_killed_before_any_write_of_its_result_leaves_all_of_it_or_says_that_it_is_none(tmp_path, every):
     events = file_events("ppo")
     begins = max(i for i, event in enumerate(events) if event == "os.mkdir .saving")
@@ -112,6 +113,7 @@ def kill_once(kind: str, folder: Path, seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sampled(3)
 def test_a_run_killed_at_a_random_moment_resumes_exactly(tmp_path, seed):
     kind = KINDS[seed % len(KINDS)]
     kill_once(kind, tmp_path, seed)
@@ -155,6 +157,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("kind", "place", "count"), PLACES)
 @pytest.mark.parametrize("number", [signal.SIGTERM])
+@pytest.mark.sampled(4)
 def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, kind, place, count, number):
     assert exit_code(crash_runs.signalled, kind, tmp_path, place, count, number) == 0
     assert not (tmp_path / "digest.json").exists(), "the run was not stopped"

@@ -77,6 +77,7 @@ def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_
 
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 @pytest.mark.parametrize("how", ["missing", "half", "of another step"])
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, kind, how, caplog):
     folder = copied(run_of(kind), tmp_path / "run")
     first, last = checkpoint_folders(folder)
@@ -139,6 +140,7 @@ class Bomb:
 
 @pytest.mark.parametrize("fits_manifest", [False, True])
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.sampled(1)
 def test_no_file_of_a_checkpoint_can_run_code(tmp_path, kind, fits_manifest):
     exploded = tmp_path / "exploded"
     pickle.loads(pickle.dumps(Bomb(exploded)))

@@ -25,6 +25,7 @@ from tests.stages.small_runs import make_material, words_of
 
 @pytest.mark.parametrize("kind", ["ppo", "reward"])
 @pytest.mark.parametrize("most", [0, 100, 5_000, 40_000])
+@pytest.mark.sampled(2)
 def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path, kind, most):
     step = {"ppo": 9, "reward": 6}[kind]
     assert exit_code(crash_runs.finish_limited, kind, tmp_path, step, most) == 0

@@ -42,6 +42,7 @@ CASES = [(kind, step) for kind, steps in PLACES.items() for step in steps]
 
 
 @pytest.mark.parametrize(("kind", "step"), CASES)
+@pytest.mark.sampled(7)
 def test_killed_after_any_step_and_resumed_equals_never_killed(tmp_path, kind, step):
     assert exit_code(crash_runs.killed_after, kind, tmp_path, step) == -signal.SIGKILL
     assert checkpoint_folders(tmp_path)[-1].name == f"checkpoint-{step}"

@@ -46,6 +46,7 @@ def push(hub, folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_push_carries_all_branches_and_no_base(tmp_path, hub, strategy):
     push(hub, tmp_path, strategy)
     for name in (*BRANCHES, *VALUE, "README.md"):

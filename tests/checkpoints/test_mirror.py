@@ -226,6 +226,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.sampled(3)
 def test_a_damaged_checkpoint_is_passed_over_and_said(url, tmp_path, kind):
     file, edit, sentence = DAMAGE[kind]
     mirror, told = mirror_at(url)

@@ -66,6 +66,7 @@ def flat_optimizer(trainer):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STOPS)
+@pytest.mark.sampled(4)
 def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
     whole = uninterrupted(variant)
     resumed = run(tmp_path, variant, resume=str(checkpoint(variant, step)))

@@ -47,6 +47,7 @@ def goes_on_to_the_same_end(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["token", *(pytest.param(how, marks=pytest.mark.slow) for how in ("score", "update"))])
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_both_at_the_same_step(tmp_path, how):
     done = launched(tmp_path / "run", how)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,6 +59,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(tmp_path, how):
     goes_on_to_the_same_end(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_takes_no_checkpoint_along(tmp_path):
     done = launched(tmp_path / "run", "dies")
     assert done.returncode != 0

@@ -102,6 +102,7 @@ def test_null_switches_an_alarm_off(tmp_path, caplog):
         ("explained_variance", {"alarm_explained_variance": 0.0, "value_learning_rate": 0.3, "num_ppo_epochs": 4}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_figure_of_the_update_beyond_its_limit_raises_its_alarm(tmp_path, caplog, name, settings):
     trainer = trained(tmp_path, num_rollouts=6, alarm_patience=2, **settings)
     assert 1.0 in logged(trainer, f"alarm/{name}")
@@ -205,6 +206,7 @@ def test_an_alarm_that_is_not_among_those_that_stop_only_warns(tmp_path, caplog)
     assert said(caplog)[-1].endswith("Training goes on (stop_on_alarm [repeated_ngrams] would end it)")
 
 
+@pytest.mark.slow
 def test_from_the_last_good_checkpoint_the_run_goes_on_as_it_was(tmp_path):
     stopping(tmp_path / "a", stop_on_alarm=["true"]).train()
     well = stopping(tmp_path / "b", backend=ByRollout(lambda number: LONG))
@@ -246,6 +248,7 @@ def test_continued_where_an_alarm_ended_it_the_run_ends_again_after_the_patience
 
 
 @pytest.mark.parametrize("step", [3, 4, 9, 10, 13])
+@pytest.mark.sampled(1)
 def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
     """Stopped while the first rollouts are added up, in a rollout, while conditions hold, while the alarm lasts."""
     settings = {"num_rollouts": 9, "alarm_length_collapse": 0.5, "alarm_entropy": 10.0, "logging_steps": 3}
@@ -291,6 +294,7 @@ def test_so_many_checkpoints_reach_back_before_a_bad_rollout_and_no_fewer():
 
 
 @pytest.mark.parametrize(("save_steps", "limit"), [(2, 2), (1, 4), (4, 2)])
+@pytest.mark.sampled(1)
 def test_the_checkpoint_that_an_alarm_names_is_not_deleted_before(tmp_path, caplog, save_steps, limit):
     settings = {"stop_on_alarm": ["all"], "save_steps": save_steps, "save_total_limit": limit}
     trainer = stopping(tmp_path, **settings)

@@ -67,6 +67,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_on_an_error_keeps_its_exit_code_while_the_thread_is_at_work():
     run = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (3, "")

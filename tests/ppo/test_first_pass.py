@@ -54,6 +54,7 @@ def test_the_first_of_several_minibatches_sees_the_logprobs_of_the_rollout_bit_b
 
 @pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.sampled(3)
 def test_a_fresh_adapter_starts_at_kl_zero(tmp_path, value_head, bf16):
     trainer = trained(tmp_path, num_rollouts=2, value_head=value_head, bf16=bf16)
     kl = logged(trainer, "kl/ref")

@@ -204,6 +204,7 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
         assert logged(resumed, f"judge/{name}") == logged(whole, f"judge/{name}")
 
 
+@pytest.mark.slow
 def test_a_run_whose_judge_has_not_answered_yet_resumes_as_if_never_stopped(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
     # Down before training and after rollouts 1 to 3; the run is cut after two calls, in the third rollout.

@@ -125,6 +125,7 @@ def test_one_token_reaches_the_optimum(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+@pytest.mark.slow
 def test_four_tokens_reach_the_optimum(seed, tmp_path):
     assert objective_reached(TASK_B, seed, tmp_path) >= 1 - MISSING_AT_MOST
 

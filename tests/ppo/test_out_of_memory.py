@@ -49,6 +49,7 @@ def run(folder, most=None, when=None, **settings):
     "settings", [{}, {"adapter_layers": "top-1", "trunk_cache": "cpu"}, {"value_head": "adapter"}]
 )
 @pytest.mark.parametrize(("when", "most"), [(in_update, 1), (in_update, 3), (in_scoring, 2)])
+@pytest.mark.sampled(3)
 def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, when, most):
     whole = run(tmp_path / "whole", **settings)
     halved = run(tmp_path / "halved", most, when, **settings)

@@ -106,6 +106,7 @@ def steady(log: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])])
+@pytest.mark.slow
 def test_killed_in_mid_rollout_and_resumed_equals_uninterrupted(kind, tmp_path):
     whole = result(run(kind, tmp_path / "whole"))
     killed = run(kind, tmp_path / "killed", kill_at=3)

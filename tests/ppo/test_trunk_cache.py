@@ -43,6 +43,7 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
 
 @pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
 @pytest.mark.parametrize("place", ["device", "cpu", "disk", "auto"])
+@pytest.mark.sampled(5)
 def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
     runs = []
     for name, trunk_cache in (("kept", place), ("off", "off")):
@@ -59,6 +60,7 @@ def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, p
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2"])
 @pytest.mark.parametrize("precision", [{"bf16": True}, {"activation_checkpointing": True}, {}])
+@pytest.mark.sampled(4)
 def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_path, family, precision):
     ends = [
         trained_weights(
@@ -89,6 +91,7 @@ def test_the_lower_layers_run_once_a_rollout(tmp_path):
 
 @pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.sampled(1)
 def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, place, captures):
     settings = {**TOP, "trunk_cache": place, "capture_trunk_states": captures}
     whole = trained(tmp_path / "whole", **settings)
@@ -135,6 +138,7 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
 @pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
 @pytest.mark.parametrize("value_head", ["shared", "adapter"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+@pytest.mark.sampled(6)
 def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, value_head, truncated):
     recorders = []
     for captures in (True, False):

@@ -15,6 +15,7 @@ SCRIPT = str(Path(__file__).with_name("two_process_alarm.py"))
 
 
 @pytest.mark.multi_process
+@pytest.mark.slow
 def test_an_alarm_ends_two_processes_at_the_same_step_with_a_checkpoint(tmp_path):
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])

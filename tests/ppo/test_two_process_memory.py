@@ -12,6 +12,7 @@ SCRIPT = str(Path(__file__).with_name("two_process_memory.py"))
 
 
 @pytest.mark.multi_process
+@pytest.mark.slow
 def test_one_of_two_processes_without_memory_ends_both_with_a_sentence(tmp_path):
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])

@@ -230,6 +230,7 @@ JUDGED = {
 
 
 @pytest.mark.parametrize("kind", JUDGED)
+@pytest.mark.sampled(1)
 def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_path, capsys, kind):
     verb = kind.split(",")[0]
     words = words_of(verb, "--model_name_or_path", "unloadable", "--output_dir", tmp_path / "out", *JUDGED[kind])

@@ -93,6 +93,7 @@ def test_so_is_that_of_a_pipeline(tmp_path, capsys, kind):
 
 @pytest.mark.parametrize("name", ["two words", "Füße-日本", "new\nline", "-dash", "a'quote\"", "%s{}"])
 @pytest.mark.parametrize("verb", ["sft", "ppo", "eval", "prefs"])
+@pytest.mark.sampled(3)
 def test_a_folder_may_have_any_name_that_the_file_system_takes(tmp_path, verb, name):
     assert run(verb, f"--output_dir={tmp_path / name}") == 0
     assert any((tmp_path / name).iterdir())

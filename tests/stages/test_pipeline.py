@@ -383,6 +383,7 @@ def dry_run(capfd, *words):
     return "".join("".join(row[1].strip() + row[2].strip() for row in rows)).replace(" ", "")
 
 
+@pytest.mark.slow
 def test_a_changed_free_setting_leaves_a_finished_training_done_and_as_it_is(training, capfd):
     before = bytes_of()
     Path("mirror").mkdir()
@@ -422,6 +423,7 @@ def test_a_longer_training_and_a_change_that_is_meant_go_on_from_the_checkpoint(
     assert "resumechanged:learning_rate:notset->0.5(allow_config_changeisset)" in dry_run(capfd)
 
 
+@pytest.mark.slow
 def test_a_damaged_result_is_no_result_and_is_written_again_from_the_last_checkpoint(training, capfd):
     weights = Path("out/adapter_model.safetensors")
     whole = weights.read_bytes()

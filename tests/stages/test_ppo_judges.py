@@ -117,6 +117,7 @@ def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
 
 
 @pytest.mark.multi_process
+@pytest.mark.slow
 def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_asks_for_the_monitor(there):
     options = ["--reward_funcs", "pairwise", *JUDGE, *MONITOR]
     assert ppo("one", *options) == 0

@@ -130,6 +130,7 @@ AT_THE_END = [("/commit/", 401), ("/commit/", 403), ("/commit/", 409), ("/commit
 
 @pytest.mark.parametrize(("path", "status"), AT_THE_END)
 @pytest.mark.parametrize("verb", ["sft", "ppo"])
+@pytest.mark.sampled(3)
 def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
     hub, tmp_path, capsys, monkeypatch, verb, path, status
 ):
@@ -156,6 +157,7 @@ def test_a_reward_model_that_is_not_pushed_is_measured_all_the_same(hub, tmp_pat
 
 
 @pytest.mark.parametrize("verb", TRAINING)
+@pytest.mark.sampled(1)
 def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog, verb):
     hub.refusals["/commit/"] = 403
     saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save"]

@@ -185,6 +185,7 @@ def test_resuming_ends_where_the_uninterrupted_run_did_and_then_there_is_nothing
 
 
 @pytest.mark.multi_process
+@pytest.mark.slow
 def test_two_processes_with_half_the_rows_each_end_where_one_does(there):
     """Rows that are all pairs: the same sums in another order. A score of the teacher is bought once for both."""
     data = ["--dataset_name", "train.jsonl", "--eval_dataset_name", "held_out.jsonl", *TRAIN, "--teacher", "rm"]

@@ -114,6 +114,7 @@ sys.exit(run_stage("eval", lambda argv: (), work, []))
 
 
 @pytest.mark.parametrize(("error", "trace"), [("KeyError", "0"), ("OSError", "1"), ("RuntimeError", "0")])
+@pytest.mark.sampled(1)
 def test_a_stack_trace_that_ends_a_process_is_redacted(error, trace):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": trace}
     run = subprocess.run([sys.executable, "-c", FAILING.format(error=error)], env=env, capture_output=True, text=True)
@@ -149,6 +150,7 @@ sys.exit(run_stage("ppo", lambda argv: (), work, []))
 
 
 @pytest.mark.parametrize("name", ["bare", "chained", "context", "group", "deleted"])
+@pytest.mark.sampled(1)
 def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     code = OWN_CLASSES.replace("{name}", name)

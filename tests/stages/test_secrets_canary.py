@@ -182,6 +182,7 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
 
 
 @pytest.mark.parametrize("trace", ["0", "1"])
+@pytest.mark.slow
 def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place, trace):
     words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
     words += [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:failing"]

@@ -216,6 +216,7 @@ def test_evaluating_a_quantised_base_during_sft_on_a_cpu_is_refused(there, capsy
 
 
 @pytest.mark.multi_process
+@pytest.mark.slow
 def test_the_script_runs_on_two_processes_and_starts_from_the_same_figures(there):
     config = [str(ROOT / "scripts/ppo.py"), "--config", str(recipe_without_a_judge("ppo", there)), *PPO]
     options = [
