@@ -45,6 +45,7 @@ def test_the_benchmark_writes_its_curves_into_a_folder(tmp_path):
         assert (folder / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_fused_logprobs_take_a_small_part_of_the_memory_of_the_naive_ones():
     # Naive: several [512, 20000] float32 tensors of 39 MiB; fused: tiles of 4 MiB
     done = bench_ops("--tokens", "512", "--hidden", "32", "--vocab", "20000", "--only", "memory")

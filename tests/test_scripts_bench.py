@@ -25,6 +25,7 @@ def test_a_branch_with_layers_of_its_own_is_timed(row, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["rows"][row]["ours"]["seconds"]["total"] > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_medians_commands_and_the_machine_without_a_baseline(tmp_path):
     options = ["--quick", "--rounds", "1", "--rows", "mixed-top"]
     done = run("bench.py", *options, "--output_dir", str(tmp_path), cache=tmp_path)

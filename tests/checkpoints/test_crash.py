@@ -58,10 +58,8 @@ def of_one_save(events: list[str]) -> int:
     return begins[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "part"),
-    [pytest.param(*case, marks=pytest.mark.slow) if case != ("ppo", 0) else case for case in SAVES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "part"), SAVES)
 def test_a_run_killed_before_any_write_of_a_save_resumes_exactly(tmp_path, kind, part):
     events = file_events(kind)
     last = of_one_save(events)

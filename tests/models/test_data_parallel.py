@@ -7,7 +7,7 @@ import torch.multiprocessing
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, gradients, loss_of, same
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,7 @@ def test_from_the_last_good_checkpoint_the_run_goes_on_as_it_was(tmp_path):
     assert_same(trained_weights(resumed.model), trained_weights(well.model))
 
 
+@pytest.mark.slow
 def test_from_the_last_good_checkpoint_a_run_has_its_own_checkpoints_and_not_those_after_it(tmp_path):
     """Rotation would take them for the newest, and `--resume auto` for the last."""
     stopping(tmp_path, stop_on_alarm=["true"]).train()

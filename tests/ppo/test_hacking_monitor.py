@@ -188,6 +188,7 @@ def test_every_second_rollout_costs_half_the_ratings(tmp_path):
     assert judge.num_ratings <= 3 * 10
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
     whole, monitor = watched(tmp_path / "whole", **settings)
@@ -247,6 +248,7 @@ def test_another_judge_after_resuming_begins_anew(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.sampled(1)
 def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog, raises):
     judge = BrevityJudge(is_down=lambda number: number in (1, 3, 4), raises=raises)
     trainer, monitor = watched(tmp_path, judge, **SHORT, num_rollouts=5)

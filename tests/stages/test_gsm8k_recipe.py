@@ -96,6 +96,7 @@ def test_the_real_solutions_have_the_last_line_and_mostly_right_annotations():
     assert sum(scores) / len(scores) > 0.95
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_recipe_lead_from_a_file_to_figures_before_and_after(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
