@@ -185,13 +185,20 @@ def trunk_reward(
     return TrunkReward(ScoreAdapter(**vars(adapter) | {"pad_token_id": pad_token_id}))
 
 
+def tokenizer_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
+    """Return an example of what two tokenizers treat differently; None if vocabularies and sample texts agree."""
+    tokens = sorted(set(one.get_vocab().items()) ^ set(other.get_vocab().items()))
+    if tokens:
+        return f"token {tokens[0][0]!r} is in one of them alone"
+    texts = [text for text in SAMPLE_TEXTS if one(text)["input_ids"] != other(text)["input_ids"]]
+    return f"{texts[0]!r} differs" if texts else None
+
+
 def _check_tokens(name: str, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    tokens = sorted(set(tokenizer.get_vocab().items()) ^ set(policy.get_vocab().items()))
-    texts = [text for text in SAMPLE_TEXTS if tokenizer(text)["input_ids"] != policy(text)["input_ids"]]
-    if tokens or texts:
-        example = f"token {tokens[0][0]!r} is in one of them alone" if tokens else f"{texts[0]!r} differs"
+    difference = tokenizer_difference(tokenizer, policy)
+    if difference is not None:
         raise ValueError(
-            f"the tokenizer of reward adapter {name} is not the policy's ({example}), whose tokens it would read;"
+            f"the tokenizer of reward adapter {name} is not the policy's ({difference}), whose tokens it would read;"
             " merge it into its base model and give that folder, which then runs with a tokenizer of its own"
         )
     if tokenizer.chat_template != policy.chat_template:

@@ -21,7 +21,7 @@ from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.ppo.setup import base_name, policy_tokenizer
 from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import SAMPLE_TEXTS, TrunkReward
+from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval.arguments import EvalArguments
@@ -92,12 +92,10 @@ def check_tokenizers(
     name: str, tokenizer: PreTrainedTokenizerBase, opponent: str, other: PreTrainedTokenizerBase
 ) -> None:
     """Raise ValueError for an opponent with another tokenizer: limits in tokens would not mean the same for both."""
-    differing = sorted(set(tokenizer.get_vocab().items()) ^ set(other.get_vocab().items()))
-    texts = [text for text in SAMPLE_TEXTS if tokenizer(text)["input_ids"] != other(text)["input_ids"]]
-    if differing or texts:
-        example = f"token {differing[0][0]!r} is in one of them alone" if differing else f"{texts[0]!r} differs"
+    difference = tokenizer_difference(tokenizer, other)
+    if difference is not None:
         raise ValueError(
-            f"the tokenizer of opponent {opponent} is not that of {name} ({example}), so that max_completion_length"
+            f"the tokenizer of opponent {opponent} is not that of {name} ({difference}), so that max_completion_length"
             " would give them unequal room; name an opponent with the same tokenizer"
         )
     if tokenizer.chat_template != other.chat_template:
