@@ -9,15 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from onetrunk.ops import (
-    fused_token_logprobs,
-    gae,
-    gae_reference,
-    length_mask,
-    make_pack,
-    ppo_loss,
-    token_logprobs,
-)
+from onetrunk.ops import fused_token_logprobs, gae, token_logprobs
+from onetrunk.ops.advantages import gae_reference
+from onetrunk.ops.losses import ppo_loss
+from onetrunk.ops.masking import length_mask
+from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 Run = Callable[[], object]

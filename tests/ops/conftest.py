@@ -9,14 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.ops import length_mask, pad_rows
+from onetrunk.ops.masking import length_mask
 
 PADDED_INPUTS = ("old_logprobs", "ref_logprobs", "old_values", "logprobs_minus_old", "values_minus_old")
 
 
 def padded(rows):
-    return pad_rows([torch.tensor(row, dtype=torch.float64) for row in rows])
+    return pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import fused_token_logprobs, ppo_loss
+from onetrunk.ops import fused_token_logprobs
 from onetrunk.ops.kernels import SWITCH
 from onetrunk.ops.kernels import logprob as logprob_kernel
+from onetrunk.ops.losses import ppo_loss
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 naive_ppo_loss = partial(ppo_loss, use_kernel=False)

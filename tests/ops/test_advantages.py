@@ -6,15 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from onetrunk.ops import (
-    AdaptiveKLController,
-    FixedKLController,
-    gae,
-    gae_reference,
-    kl_estimate,
-    length_adaptive_lam,
-    token_rewards,
-)
+from onetrunk.ops import AdaptiveKLController, gae, kl_estimate, token_rewards
+from onetrunk.ops.advantages import KLController, gae_reference, length_adaptive_lam
 
 ORACLE = {"rtol": 0, "atol": 1e-6}  # the oracle is printed with six digits
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
@@ -243,10 +236,10 @@ def test_a_controller_restored_through_json_goes_on_as_if_never_stopped():
 
 
 def test_a_fixed_controller_stays_at_what_the_config_says():
-    controller = FixedKLController(0.3)
+    controller = KLController(0.3)
     controller.update(100, 64)
     assert controller.value == 0.3
-    other = FixedKLController(0.1)
+    other = KLController(0.1)
     other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
     assert other.value == 0.1
 
@@ -257,4 +250,4 @@ def test_controllers_refuse_what_they_cannot_follow():
     with pytest.raises(ValueError, match="set both above 0"):
         AdaptiveKLController(0.2, target=0, horizon=100)
     with pytest.raises(ValueError, match="beta is -1"):
-        FixedKLController(-1)
+        KLController(-1)

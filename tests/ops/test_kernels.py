@@ -102,7 +102,8 @@ def test_kernels_run_where_the_switch_says_and_otherwise_on_a_gpu(monkeypatch):
 
 def test_the_room_needs_no_triton_where_no_kernel_runs():
     code = "import sys; sys.modules['triton'] = None\n"
-    code += "import torch; from onetrunk.ops import fused_token_logprobs, ppo_loss\n"
+    code += "import torch; from onetrunk.ops import fused_token_logprobs\n"
+    code += "from onetrunk.ops.losses import ppo_loss\n"
     code += "from onetrunk.types import Experience, LossCoefficients, PackOutput\n"
     code += "x = torch.zeros(2, 1); y = torch.zeros(2, dtype=torch.int64)\n"
     code += "case = Experience(None, x == 0, x, x, x, x), PackOutput(values=x), LossCoefficients()\n"

@@ -350,8 +350,6 @@ def test_a_head_that_trains_is_refused():
     [
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"softcap": 0.0}, "softcap is 0.0"),
-        ({"chunk_size": 0}, "chunk_size is 0"),
-        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(options, sentence):

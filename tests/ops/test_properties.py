@@ -16,13 +16,13 @@ from onetrunk.ops import (
     bradley_terry_loss,
     fused_token_logprobs,
     kl_estimate,
-    masked_moments,
     masked_whiten,
     policy_loss,
     token_logprobs,
     token_rewards,
     value_loss,
 )
+from onetrunk.ops.masking import masked_moments
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # only the order of a few dozen additions differs
 SEEDS = st.integers(0, 2**31)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onetrunk.ops.masking import at_least_float32
+from onetrunk.ops.masking import at_least_float32, widest_dtype
 
 KL_ERROR_LIMIT = 0.2
 # Tokens of a block in `gae`: small enough that its matrix stays in the cache.
@@ -99,7 +99,7 @@ def gae(
 
     Source: Schulman et al. 2016, equations 11 to 16.
     """
-    dtype, work = rewards.dtype, _work_dtype(rewards)
+    dtype, work = rewards.dtype, widest_dtype(rewards.device)
     rows, width = mask.shape
     rewards, values = (torch.where(mask, x.to(work), 0.0) for x in (rewards, values))
     before = F.pad(mask, (1, 0)).cumsum(1)  # counted tokens before each, and the count of all in the last column
@@ -156,24 +156,26 @@ def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * lengths.float())).clamp(min=0)
 
 
-class FixedKLController:
-    """A constant KL coefficient, at least 0."""
+class KLController:
+    """The KL coefficient, at least 0; this one stays constant."""
 
     def __init__(self, beta: float) -> None:
-        self.value = _checked_beta(beta)
+        if not beta >= 0:
+            raise ValueError(f"beta is {beta}; the KL coefficient must be 0 or above")
+        self.value = float(beta)
 
     def update(self, kl: float, n: int) -> None:
         """Change nothing; see `AdaptiveKLController.update`."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the coefficient, ready for JSON."""
+        """Return the coefficient, ready for JSON; everything else belongs to the config."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Change nothing: a fixed coefficient is the config's."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(KLController):
     """A KL coefficient that follows a target KL.
 
     Args:
@@ -187,9 +189,8 @@ class AdaptiveKLController:
     def __init__(self, init: float, target: float, horizon: float) -> None:
         if not (target > 0 and horizon > 0):
             raise ValueError(f"kl_target is {target} and kl_horizon {horizon}; set both above 0")
-        self.value = _checked_beta(init)
-        self.target = target
-        self.horizon = horizon
+        super().__init__(init)
+        self.target, self.horizon = target, horizon
 
     def update(self, kl: float, n: int) -> None:
         """Move the coefficient by 1 + clip(kl / target - 1, +-.2) * n / horizon.
@@ -207,24 +208,9 @@ class AdaptiveKLController:
         error = max(-KL_ERROR_LIMIT, min(KL_ERROR_LIMIT, kl / self.target - 1))
         self.value *= 1 + error * n / self.horizon
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficient, ready for JSON; target and horizon belong to the config."""
-        return {"value": self.value}
-
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take the coefficient from a `state_dict`."""
         self.value = float(state["value"])
-
-
-def _checked_beta(beta: float) -> float:
-    if not beta >= 0:
-        raise ValueError(f"beta is {beta}; the KL coefficient must be 0 or above")
-    return float(beta)
-
-
-def _work_dtype(x: Tensor) -> torch.dtype:
-    # Apple's backend has no float64.
-    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:

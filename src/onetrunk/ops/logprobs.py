@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onetrunk.ops.logprob_tiles import Chunk
+from onetrunk.ops.logprob_tiles import Chunk, Head
 from onetrunk.ops.masking import at_least_float32
-from onetrunk.ops.running_softmax import Head
 
 # Measured on CPU: products run at full speed if the tiles stay in the cache. A GPU needs larger products.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -94,11 +93,9 @@ def fused_token_logprobs(
         hidden: [N, H]; the gradient flows here only. N may be 0.
         weight: [V, H], frozen, in the dtype of hidden.
         targets: [N] int64 in 0..V-1.
-        temperature: as in `token_logprobs`.
+        temperature, softcap, logit_scale: as in `token_logprobs`.
         bias: [V], frozen, or None.
-        softcap: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        chunk_size: most tokens of a tile; None: chosen by the device. Every chunk reads the head from memory once.
+        chunk_size: most tokens of a tile, at least 1; None: chosen by the device. Every chunk reads the head once.
         chunk_bytes: most bytes of a tile's logits in float32 (float64 for float64 input), which sets its number of
             columns; None: chosen by the device.
         entropy_grad: make the entropy differentiable.
@@ -107,22 +104,18 @@ def fused_token_logprobs(
         logprobs [N] and entropy [N] in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: weight or bias requires grad, a shape does not fit, a number is out of its range, or a target is
-            (checked on a CPU only; elsewhere its logprob is NaN).
+        ValueError: weight or bias requires grad, a shape does not fit, temperature or softcap is not above 0, or a
+            target is outside the vocabulary (checked on a CPU only; elsewhere its logprob is NaN).
 
     Source: gradient of the log-softmax; forming it in the forward: Liger Kernel (2410.10989).
     """
     _check(hidden, weight, targets, bias)
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    chunk_size = CHUNK_TOKENS[device] if chunk_size is None else chunk_size
-    chunk_bytes = CHUNK_BYTES[device] if chunk_bytes is None else chunk_bytes
-    for name, number in (("chunk_size", chunk_size), ("chunk_bytes", chunk_bytes)):
-        if number < 1:
-            raise ValueError(f"{name} is {number}; set it to 1 or more, or None to let the device choose it")
     head = Head(_autocast_once(weight), _autocast_once(bias), temperature, softcap, logit_scale)
     # Decided here: inside the forward of a Function grad mode is off, and needs_input_grad ignores torch.no_grad().
     wants_grad = torch.is_grad_enabled() and hidden.requires_grad
-    tiling = _Tiling(chunk_size, chunk_bytes, wants_grad, wants_grad and entropy_grad)
+    sizes = (chunk_size or CHUNK_TOKENS[device], chunk_bytes or CHUNK_BYTES[device])
+    tiling = _Tiling(*sizes, wants_grad, wants_grad and entropy_grad)
     return _FusedTokenLogprobs.apply(hidden, targets, head, tiling)
 
 
@@ -152,13 +145,14 @@ class _FusedTokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Head, tiling: _Tiling) -> tuple[Tensor, Tensor]:
         ctx.hidden_dtype = hidden.dtype
         hidden = _autocast_once(hidden)
-        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=_math_dtype(hidden)) for _ in range(2))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         wanted = (tiling.wants_grad, tiling.entropy_grad)
-        grads = [torch.empty_like(hidden, dtype=logprobs.dtype) if is_wanted else None for is_wanted in wanted]
+        grads = [torch.empty_like(hidden, dtype=dtype) if is_wanted else None for is_wanted in wanted]
         # The operands have their dtypes already; autocast would cast the sums of a tile.
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in tiling.chunks(len(hidden)):
-                width = tiling.width(rows.stop - rows.start, logprobs.dtype)
+                width = tiling.width(rows.stop - rows.start, dtype)
                 chunk = Chunk(hidden[rows], targets[rows], head, width, *wanted)
                 logprobs[rows], entropy[rows], *chunk_grads = chunk.run()
                 for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
@@ -202,7 +196,3 @@ def _autocast_once(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-
-def _math_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32

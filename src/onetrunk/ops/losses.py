@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.kernels import runs_kernels
-from onetrunk.ops.masking import at_least_float32, masked_mean, masked_variance, widest_dtype
+from onetrunk.ops.masking import at_least_float32, masked_mean, widest_dtype
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 LOG_RATIO_LIMIT = 20.0
@@ -45,10 +45,11 @@ def ppo_loss(
         in `value_loss`; "kl" with `loss`, the KL.
 
     Raises:
-        ValueError: there is nothing to train, or a number is out of its range.
+        ValueError: there is nothing to train.
     """
     c, mask = coefficients, experience.loss_mask
-    _check_terms(experience, output, c)
+    if output.logprobs is None and (output.values is None or output.entropy is not None):
+        raise ValueError("the PPO loss got neither logprobs nor values, or entropy without logprobs; pass logprobs")
     if runs_kernels(mask) if use_kernel is None else use_kernel:
         return _kernel_loss(experience, output, c, num_tokens)
     loss, stats = 0.0, {}
@@ -75,18 +76,6 @@ def ppo_loss(
         stats["kl"] = {"loss": kl.detach()}
         loss = loss + c.beta * kl
     return loss, stats
-
-
-def _check_terms(experience: Experience, output: PackOutput, coefficients: LossCoefficients) -> None:
-    if output.logprobs is None and output.values is None:
-        raise ValueError("the PPO loss got neither logprobs nor values; pass at least one of them")
-    if output.entropy is not None and output.logprobs is None:
-        raise ValueError("the PPO loss got entropy without logprobs; pass them too")
-    if coefficients.kl_estimator not in ("k1", "k2", "k3"):
-        raise ValueError(f"kl_estimator is {coefficients.kl_estimator!r}; expected k1, k2 or k3")
-    _check_dual_clip(coefficients.dual_clip)
-    if output.values is not None:
-        _check_value_clip(coefficients.value_clip, experience.old_values)
 
 
 def _kernel_loss(
@@ -134,7 +123,8 @@ def policy_loss(
 
     Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020 (1912.09729).
     """
-    _check_dual_clip(dual_clip)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
     log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio, advantages = torch.exp(log_ratio), _kept(mask, advantages)
@@ -191,11 +181,12 @@ def value_loss(
 
     Source: Schulman et al.'s baselines, ppo2; Huang et al. 2023, "value function loss clipping".
     """
-    _check_value_clip(clip, old_values)
     values, returns = _kept(mask, values), _kept(mask, returns)
     losses = (values - returns) ** 2
     is_clipped = torch.zeros_like(mask)
     if clip is not None:
+        if old_values is None:
+            raise ValueError(f"value_clip is {clip} but old_values is None; pass the values at rollout time")
         old_values = _kept(mask, old_values)
         # Not V_old + clip(V - V_old), which is not quite V where nothing is clipped.
         clipped = (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
@@ -221,30 +212,16 @@ def value_moments(values: Tensor, returns: Tensor, mask: Tensor, num_tokens: flo
     return {name: masked_mean(x, mask, num_tokens=num_tokens) for name, x in moments.items()}
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Return 1 - Var(R - V) / Var(R) over the counted tokens; 0 where the returns do not vary.
-
-    Args:
-        values: [R, C].
-        returns: [R, C].
-        mask: [R, C] bool.
-
-    Returns:
-        Scalar: 1 for perfect values, 0 for values no better than a constant, below 0 for worse.
-    """
-    values, returns = _kept(mask, values), _kept(mask, returns)
-    return _explained(masked_variance(returns - values, mask), masked_variance(returns, mask))
-
-
 def explained_variance_from_stats(stats: Stats) -> Tensor:
-    """Return the explained variance of an optimizer step from the stats of `value_loss`, added over its packs.
+    """Return 1 - Var(R - V) / Var(R): 1 for perfect values, 0 for a constant or returns that do not vary.
 
     Args:
-        stats: the added stats, divided by the step's true token count.
+        stats: those of `value_loss`, added over the packs of a step and divided by its true token count.
     """
     error = stats["error_square_mean"] - stats["error_mean"] ** 2
     spread = stats["return_square_mean"] - stats["return_mean"] ** 2
-    return _explained(error, spread)
+    varies = spread > 0
+    return torch.where(varies, 1 - error / torch.where(varies, spread, 1.0), 0.0)
 
 
 def bradley_terry_loss(
@@ -272,20 +249,5 @@ def bradley_terry_loss(
     return (probability * won - (1 - probability) * F.logsigmoid(-lead - margin)).mean()
 
 
-def _check_dual_clip(dual_clip: float | None) -> None:
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
-
-
-def _check_value_clip(value_clip: float | None, old_values: Tensor | None) -> None:
-    if value_clip is not None and old_values is None:
-        raise ValueError(f"value_clip is {value_clip} but old_values is None; pass the values at rollout time")
-
-
 def _kept(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, at_least_float32(x), 0.0)
-
-
-def _explained(error_variance: Tensor, return_variance: Tensor) -> Tensor:
-    varies = return_variance > 0
-    return torch.where(varies, 1 - error_variance / torch.where(varies, return_variance, 1.0), 0.0)

@@ -1,8 +1,9 @@
 """Masks built from lengths, and reductions over the entries that a mask keeps (True = counts).
 
-Every reduction selects with the mask before it adds, so entries outside the mask (padding, NaN, inf) never touch a
-result or a gradient. Math in float32 at least, dtype in = dtype out. Moments of parts merge by the pairwise update of
-Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+In every reduction x has any shape, and mask is a bool tensor of that shape. Each selects before it adds, so entries
+outside the mask (padding, NaN, inf) never touch a result or a gradient. Math in float32 at least, dtype in = dtype
+out. Moments of parts merge by the pairwise update of Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise
+algorithm for computing sample variances".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Moments = tuple[Tensor, Tensor, Tensor]
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32, or as it is where it is float64 already."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
@@ -26,57 +27,31 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Return the mask that is True at the first lengths[i] entries of row i.
-
-    Args:
-        lengths: [R] int64, entries that count.
-        width: entries of a row; a length above it counts the whole row.
-
-    Returns:
-        [R, width] bool.
-    """
+    """Return the mask [R, width] that is True at the first lengths[i] entries of row i, for lengths [R] int64."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of the counted entries.
-
-    Args:
-        x: any shape; bool and integer tensors are summed in float32.
-        mask: bool, the shape of x.
-        dim: the dimension to sum over; all where None.
-    """
+    """Return the sum of the counted entries, over all dimensions or one; bool and integer tensors become float32."""
     kept = torch.where(mask, at_least_float32(x), 0.0)
     return _in_dtype_of(kept.sum() if dim is None else kept.sum(dim), x)
 
 
-def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, num_tokens: float | Tensor | None = None) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, num_tokens: float | Tensor | None = None) -> Tensor:
     """Return the sum of the counted entries divided by their count, or by `num_tokens`.
 
     With num_tokens = the count of a whole optimizer step, the results of its packs add up to the mean over the step.
-    Every loss and metric of this room is normalised in this way.
-
-    Args:
-        x: any shape.
-        mask: bool, the shape of x.
-        dim: the dimension to reduce; all where None.
-        num_tokens: denominator; where None, the counted entries, at least 1, so that an empty mask gives 0.
+    Every loss and metric of this room is normalised in this way. The count is at least 1: an empty mask gives 0.
     """
-    if num_tokens is None:
-        num_tokens = (mask.sum() if dim is None else mask.sum(dim)).clamp(min=1)
-    return _in_dtype_of(masked_sum(at_least_float32(x), mask, dim) / num_tokens, x)
+    denominator = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    return _in_dtype_of(masked_sum(at_least_float32(x), mask) / denominator, x)
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Return the count, the mean and the sum of squared deviations of the counted entries.
+    """Return the count, the mean and the sum m2 of squared deviations of the counted entries.
 
-    Args:
-        x: any shape.
-        mask: bool, the shape of x.
-
-    Returns:
-        (count, mean, m2): scalars in float32 at least; all 0 for an empty mask. The unbiased variance is
-        m2 / (count - 1). Moments of parts (packs, ranks) merge with `merge_moments`.
+    They are scalars in float32 at least, and all 0 for an empty mask. The unbiased variance is m2 / (count - 1).
+    Moments of parts (packs, ranks) merge with `merge_moments`.
     """
     x = at_least_float32(x)
     count = masked_sum(torch.ones_like(x), mask)
@@ -87,63 +62,31 @@ def masked_moments(x: Tensor, mask: Tensor) -> Moments:
 
 
 def merge_moments(moments: Sequence[Moments]) -> Moments:
-    """Return the moments of the union of parts from the moments of the parts.
+    """Return the moments of the union of at least one part from the moments of the parts.
 
-    Args:
-        moments: (count, mean, m2) of every part; a part of count 0 adds nothing.
-
-    Returns:
-        (count, mean, m2) of all parts together.
-
-    Raises:
-        ValueError: there is no part.
-
-    Source: Chan, Golub and LeVeque 1979, for any number of parts.
+    Source: Chan, Golub and LeVeque 1979, for any number of parts; one of count 0 adds nothing.
     """
-    if not moments:
-        raise ValueError("merge_moments got no moments; pass those of at least one part (a pack or a rank)")
     counts, means, m2s = (torch.stack(column) for column in zip(*moments, strict=True))
     count = counts.sum()
     mean = (counts * means).sum() / count.clamp(min=1)
     return count, mean, m2s.sum() + (counts * (means - mean) ** 2).sum()
 
 
-def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the unbiased variance of the counted entries; 0 where fewer than two count.
-
-    Args:
-        x: any shape.
-        mask: bool, the shape of x.
-    """
-    return _in_dtype_of(_variance(masked_moments(x, mask)), x)
-
-
 def masked_whiten(
     x: Tensor, mask: Tensor, shift_mean: bool = True, moments: Moments | None = None, eps: float = 1e-8
 ) -> Tensor:
-    """Return the counted entries divided by their standard deviation, around 0 or around their mean.
+    """Return the counted entries divided by their standard deviation, around 0 or around their mean; 0 elsewhere.
 
     Args:
-        x: any shape.
-        mask: bool, the shape of x.
         shift_mean: True moves the mean to 0; False keeps it (rewards, whose sign has a meaning).
         moments: (count, mean, m2) of the GLOBAL batch that x is a part of; those of x itself where None.
         eps: added to the unbiased variance.
 
-    Returns:
-        The shape of x; 0 outside the mask.
-
     Source: Huang et al. 2023, "The N Implementation Details of RLHF with PPO", reward and advantage whitening.
     """
-    moments = masked_moments(x, mask) if moments is None else moments
-    mean = moments[1]
-    white = (at_least_float32(x) - mean) * torch.rsqrt(_variance(moments) + eps)
+    count, mean, m2 = masked_moments(x, mask) if moments is None else moments
+    white = (at_least_float32(x) - mean) * torch.rsqrt(m2 / (count - 1).clamp(min=1) + eps)
     return _in_dtype_of(torch.where(mask, white if shift_mean else white + mean, 0.0), x)
-
-
-def _variance(moments: Moments) -> Tensor:
-    count, _, m2 = moments
-    return m2 / (count - 1).clamp(min=1)
 
 
 def _in_dtype_of(result: Tensor, x: Tensor) -> Tensor:

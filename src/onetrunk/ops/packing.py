@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.ops.masking import length_mask
 from onetrunk.types import Pack
@@ -83,7 +84,7 @@ def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) ->
 def make_pack(
     prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], pad_id: int, minibatch: int = 0
 ) -> Pack:
-    """Return the pack of some prompts and their completions, padded on the right.
+    """Return the pack of one or more prompts and their completions, padded on the right.
 
     Args:
         prompt_ids: R lists of token ids, none empty: the first completion token is predicted by a prompt token.
@@ -92,12 +93,8 @@ def make_pack(
         minibatch: that the rows belong to.
 
     Raises:
-        ValueError: there is no row, the lists differ in length, or a prompt is empty.
+        ValueError: a prompt is empty.
     """
-    if not prompt_ids or len(prompt_ids) != len(completion_ids):
-        raise ValueError(
-            f"a pack got {len(prompt_ids)} prompts and {len(completion_ids)} completions; expected as many, at least 1"
-        )
     if not all(prompt_ids):
         row = [len(ids) for ids in prompt_ids].index(0)
         raise ValueError(f"the prompt of row {row} is empty; give it at least one token, such as the BOS token")
@@ -113,29 +110,6 @@ def make_pack(
     )
 
 
-def pad_rows(rows: Sequence[Tensor], width: int | None = None) -> Tensor:
-    """Return R rows of different lengths as one tensor [R, width], padded with 0 on the right.
-
-    Args:
-        rows: R tensors [length], of one dtype and device.
-        width: None: the longest length.
-
-    Raises:
-        ValueError: there is no row, or one is longer than width.
-    """
-    if not rows:
-        raise ValueError("pad_rows got no rows; pass at least one")
-    longest = max(len(row) for row in rows)
-    width = longest if width is None else width
-    if longest > width:
-        raise ValueError(f"a row of {longest} entries does not fit into width {width}; pass a width of {longest}")
-    padded = rows[0].new_zeros(len(rows), width)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
-
-
 def _padded(ids: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    width = max(len(row) for row in ids)
-    padded = torch.tensor([row + [pad_id] * (width - len(row)) for row in ids], dtype=torch.int64)
-    return padded.reshape(len(ids), width), torch.tensor([len(row) for row in ids])
+    rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
+    return pad_sequence(rows, batch_first=True, padding_value=pad_id), torch.tensor([len(row) for row in rows])

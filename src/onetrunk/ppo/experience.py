@@ -23,7 +23,7 @@ from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.models.cache import TrunkCache
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController, gae, length_adaptive_lam, token_rewards
+from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
@@ -92,7 +92,7 @@ class ExperienceStream:
         self.plan = plan_batches(config, accelerator.num_processes)
         self.order = PromptOrder.from_config(config, len(dataset))
         self.kl_controller = (
-            FixedKLController(config.beta)
+            KLController(config.beta)
             if config.kl_target is None
             else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )

@@ -20,11 +20,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
-from onetrunk.ops.packing import pad_rows
 from onetrunk.ppo.sampling import RolloutPack, ScoredRollout
 
 STEP_NAMES = {
@@ -290,9 +290,10 @@ def rollout_metrics(
     has_policy = bool(packs) and packs[0].output.logprobs is not None
     policy_columns = torch.zeros(4, len(lengths), device=device)
     for item in packs if has_policy else ():
-        sampled = pad_rows([scored.rollout.sampler_logprobs[row].double().cpu() for row in item.rows]).to(device)
+        sampled = [scored.rollout.sampler_logprobs[row].double().cpu() for row in item.rows]
+        sampled = pad_sequence(sampled, batch_first=True).to(device)
         policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
-    ids = pad_rows([torch.tensor(ids) for ids in scored.rollout.completion_ids])
+    ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.completion_ids], batch_first=True)
     ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
     columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *scored.scores.by_function.values()]
     rows = accelerator.gather(torch.stack([column.to(device) for column in columns], dim=1))

@@ -26,7 +26,7 @@ from onetrunk.checkpoints.settings import (
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController
+from onetrunk.ops.advantages import KLController
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet
@@ -77,7 +77,7 @@ def save_state(
     folder: str | Path,
     state: StreamState,
     settings: dict[str, Any],
-    kl_controller: FixedKLController | AdaptiveKLController,
+    kl_controller: KLController,
     score_moments: RunningMoments,
 ) -> None:
     """Write `experience_stream.json`; `settings` are the `run_settings` of the run."""
@@ -93,7 +93,7 @@ def save_state(
 def load_state(
     folder: str | Path,
     settings: dict[str, Any],
-    kl_controller: FixedKLController | AdaptiveKLController,
+    kl_controller: KLController,
     score_moments: RunningMoments,
     allow_changes: bool = False,
 ) -> StreamState:
