@@ -20,18 +20,17 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.data.preferences import stopped_column
+from onetrunk.data.preferences import SIDES
+from onetrunk.data.rows import require_rows
 from onetrunk.models.scorer import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer
-from onetrunk.rewards.model import encode_rows
+from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer, optional_column
 from onetrunk.utils.options import option
 
 logger = logging.getLogger(__name__)
 
 NAN = float("nan")
 LABELS = ("chosen_score", "rejected_score", "probability")
-NO_SCORES = ScoreScale(0.0, 1.0)
 
 
 @dataclass(repr=False)
@@ -104,6 +103,7 @@ class RewardDistillationTrainer(RewardModelTrainer):
     """
 
     args: RewardDistillationConfig
+    collator = DistillationCollator
 
     def __init__(self, model: Any, args: RewardDistillationConfig, train_dataset: Dataset, *others: Any, **trl: Any):
         scores = [s for name in LABELS[:2] if name in train_dataset.column_names for s in train_dataset[name]]
@@ -115,34 +115,15 @@ class RewardDistillationTrainer(RewardModelTrainer):
                 f"regression_weight is {args.regression_weight} and the rows have no teacher scores, only"
                 " probabilities; set it to 0, or give a reward model as the teacher"
             )
-        self.scale = ScoreScale.of(known) if len(known) else NO_SCORES
+        self.scale = ScoreScale.of(known) if len(known) else ScoreScale(0.0, 1.0)
         self.unit = self.scale.std
         super().__init__(model, args, train_dataset, *others, **trl)
-
-    def make_collator(self, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> PairCollator:
-        """Return the collator of encoded rows."""
-        return DistillationCollator(tokenizer.pad_token_id, args.pad_to_multiple_of)
 
     def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
         """Return token ids and labels, after a check that a loss uses every row. No rejected completion: no ids."""
         check_labels(dataset, args.regression_weight, args.pairwise_weight)
-        prompts, rejected = dataset["prompt"], [[] for _ in range(len(dataset))]
-        stopped = {name: stopped_column(dataset, f"{name}_stopped") for name in ("chosen", "rejected")}
-        settings = (None, self.reads_end, "to train")
-        chosen, _ = encode_rows(tokenizer, prompts, dataset["chosen"], *settings, stopped["chosen"])
-        completions = dataset["rejected"] if "rejected" in dataset.column_names else [None] * len(dataset)
-        pairs = [index for index, completion in enumerate(completions) if completion is not None]
-        second, _ = encode_rows(
-            tokenizer,
-            [prompts[index] for index in pairs],
-            [completions[index] for index in pairs],
-            *settings,
-            [stopped["rejected"][index] for index in pairs],
-        )
-        for index, ids in zip(pairs, second, strict=True):
-            rejected[index] = ids
-        labels = {name: dataset[name] if name in dataset.column_names else [None] * len(dataset) for name in LABELS}
-        return Dataset.from_dict({"chosen_ids": chosen, "rejected_ids": rejected, **labels})
+        ids = {f"{side}_ids": self.encode_side(dataset, side, tokenizer) for side in SIDES}
+        return Dataset.from_dict(ids | {name: optional_column(dataset, name) for name in LABELS})
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -182,17 +163,14 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
             f"the rows have columns {', '.join(sorted(names))}; expected prompt, chosen, and one of"
             f" {', '.join(LABELS)}: let a teacher label them (reward_models/teacher.py)"
         )
-    if len(rows) == 0:
-        raise ValueError("the dataset has no labelled rows; give at least one")
-    columns = {name: rows[name] if name in names else [None] * len(rows) for name in (*LABELS, "rejected")}
-    idle = [
-        index
-        for index in range(len(rows))
-        if not (regression_weight and columns["chosen_score"][index] is not None)
-        and not (
-            pairwise_weight and columns["rejected"][index] is not None and columns["probability"][index] is not None
-        )
+    require_rows(rows)
+    columns = zip(*(optional_column(rows, name) for name in ("chosen_score", "rejected", "probability")), strict=True)
+    teaches = [
+        (regression_weight and score is not None)
+        or (pairwise_weight and rejected is not None and probability is not None)
+        for score, rejected, probability in columns
     ]
+    idle = [index for index, is_used in enumerate(teaches) if not is_used]
     if idle:
         raise ValueError(
             f"{len(idle)} of {len(rows)} rows teach nothing (the first is row {idle[0]}): with regression_weight"
@@ -201,15 +179,11 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
         )
 
 
-def warn_if_larger(student: Any, num_teacher_parameters: int) -> bool:
-    """Warn of a student with more weights than its teacher, which would not be cheaper; return whether it has more."""
+def warn_if_larger(student: Any, num_teacher_parameters: int) -> None:
+    """Warn of a student with more weights than its teacher, which would not be cheaper."""
     size = sum(p.numel() for p in student.parameters())
-    if size <= num_teacher_parameters:
-        return False
-    logger.warning(
-        "the student has %s weights, more than the teacher's %s: it will cost more than the teacher; use a smaller"
-        " one",
-        f"{size:,}",
-        f"{num_teacher_parameters:,}",
-    )
-    return True
+    if size > num_teacher_parameters:
+        logger.warning(
+            f"the student has {size:,} weights, more than the teacher's {num_teacher_parameters:,}: it will cost more"
+            " than the teacher; use a smaller one"
+        )

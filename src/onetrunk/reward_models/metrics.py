@@ -7,7 +7,7 @@ the score of `chosen` minus the score of `rejected`; a label is the probability 
 from __future__ import annotations
 
 import json
-import time
+import timeit
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
+from onetrunk.data.preferences import SIDES
 from onetrunk.models.speedups.memory import peak_bytes
 from onetrunk.reward_models.teacher import Teacher
 from onetrunk.rewards.base import Completion
@@ -74,10 +75,6 @@ class Bin:
     predicted: float
     observed: float
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 def labels_of(rows: Dataset, column: str = "probability") -> Tensor:
     """Return the labels [n] of preference rows: that column, or 1 if there is none."""
@@ -99,8 +96,8 @@ def true_labels(rows: Dataset, has_teacher: bool) -> Tensor | None:
 
 def score_pairs(reward: ModelReward, rows: Dataset, labels: Tensor) -> ScoredPairs:
     """Score both sides of preference rows."""
-    sides = [torch.tensor(reward(prompts=rows["prompt"], completions=rows[name])) for name in ("chosen", "rejected")]
-    return ScoredPairs(*sides, labels, _lengths(reward, rows), [json.dumps(prompt) for prompt in rows["prompt"]])
+    sides = [reward(prompts=rows["prompt"], completions=rows[name]) for name in SIDES]
+    return _scored_pairs(sides, labels, reward, rows)
 
 
 def teacher_labels(teacher: Teacher | None, reward: ModelReward, rows: Dataset) -> tuple[Tensor, ScoredPairs | None]:
@@ -109,19 +106,32 @@ def teacher_labels(teacher: Teacher | None, reward: ModelReward, rows: Dataset) 
     if teacher is None:
         return labels_of(rows), None
     labelled = teacher.label_pairs(rows)
-    chosen, rejected = (torch.tensor(labelled[f"{name}_score"]) for name in ("chosen", "rejected"))
     probabilities = labels_of(labelled)
-    prompts = [json.dumps(prompt) for prompt in rows["prompt"]]
-    return probabilities, ScoredPairs(chosen, rejected, probabilities, _lengths(reward, rows), prompts)
+    sides = [labelled[f"{name}_score"] for name in SIDES]
+    return probabilities, _scored_pairs(sides, probabilities, reward, rows)
 
 
-def _lengths(reward: ModelReward, rows: Dataset) -> Tensor:
-    """Return the tokens [2, n] of each completion alone, counted by the reward model's tokenizer."""
-    counts = []
-    for name in ("chosen", "rejected"):
+def _scored_pairs(sides: Sequence[list[float]], labels: Tensor, reward: ModelReward, rows: Dataset) -> ScoredPairs:
+    """Return the scores of both sides with what the metrics need; the reward model's tokenizer counts the tokens."""
+    lengths = []
+    for name in SIDES:
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in rows[name]]
-        counts.append([len(ids) for ids in reward.tokenizer(texts, add_special_tokens=False)["input_ids"]])
-    return torch.tensor(counts)
+        lengths.append([len(ids) for ids in reward.tokenizer(texts, add_special_tokens=False)["input_ids"]])
+    prompts = [json.dumps(prompt) for prompt in rows["prompt"]]
+    return ScoredPairs(*map(torch.tensor, sides), labels, torch.tensor(lengths), prompts)
+
+
+def _agreement_metrics(name: str, leads: Tensor, labels: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
+    """Return how well leads agree with labels; `name` is that of the accuracy."""
+    bins = reliability(leads, labels)
+    return {
+        "pairs": len(leads),
+        name: accuracy(leads, labels),
+        f"{name}_interval": list(accuracy_interval(leads, labels, prompts)),
+        "loss": preference_loss(leads, labels),
+        "calibration_error": expected_calibration_error(bins),
+        "reliability": [asdict(b) for b in bins],
+    }
 
 
 def preference_metrics(pairs: ScoredPairs) -> dict[str, Any]:
@@ -132,27 +142,20 @@ def preference_metrics(pairs: ScoredPairs) -> dict[str, Any]:
     `length/accuracy_chosen_shorter` is the accuracy on pairs whose better completion is the shorter one.
     """
     leads, labels = pairs.leads, pairs.labels
-    bins = reliability(leads, labels)
     differences = (pairs.lengths[0] - pairs.lengths[1]).double()
     shorter = torch.where(labels >= 0.5, differences, -differences) < 0
-    metrics = {
-        "pairs": len(leads),
-        "accuracy": accuracy(leads, labels),
-        "accuracy_interval": list(accuracy_interval(leads, labels, pairs.prompts)),
-        "loss": preference_loss(leads, labels),
-        "calibration_error": expected_calibration_error(bins),
+    metrics = _agreement_metrics("accuracy", leads, labels, pairs.prompts) | {
         "score_mean": float(pairs.scores.double().mean()),
         "score_std": float(pairs.scores.double().std()),
         "length/score_correlation": pearson(pairs.scores, torch.cat(list(pairs.lengths))),
         "length/lead_correlation": pearson(leads, differences),
         "length/label_correlation": pearson(labels - 0.5, differences),
         "length/accuracy_chosen_shorter": accuracy(leads[shorter], labels[shorter]),
-        "accuracy_by_margin": [b.as_dict() for b in by_margin(leads, labels)],
-        "reliability": [b.as_dict() for b in bins],
+        "accuracy_by_margin": [asdict(b) for b in by_margin(leads, labels)],
     }
     if labels.unique().numel() > 1:
         certainty = (labels - 0.5).abs()
-        metrics["accuracy_by_label_certainty"] = [b.as_dict() for b in by_margin(leads, labels, certainty)]
+        metrics["accuracy_by_label_certainty"] = [asdict(b) for b in by_margin(leads, labels, certainty)]
     return metrics
 
 
@@ -169,16 +172,7 @@ def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: Score
         a teacher with scores also `spearman` and `pearson` over all completions, `lead` (the teacher's mean |lead|),
         and `disagreement_lead` (the same over the pairs on which the student disagrees).
     """
-    probabilities = probabilities.double()
-    bins = reliability(student.leads, probabilities)
-    metrics: dict[str, Any] = {
-        "pairs": len(probabilities),
-        "agreement": accuracy(student.leads, probabilities),
-        "agreement_interval": list(accuracy_interval(student.leads, probabilities, student.prompts)),
-        "loss": preference_loss(student.leads, probabilities),
-        "calibration_error": expected_calibration_error(bins),
-        "reliability": [b.as_dict() for b in bins],
-    }
+    metrics = _agreement_metrics("agreement", student.leads, probabilities.double(), student.prompts)
     if teacher is not None:
         leads = teacher.leads.double()
         disagree = torch.sign(leads) != torch.sign(student.leads.double())
@@ -210,17 +204,12 @@ def cost_metrics(
     parameters = [p for reward in rewards for p in reward.model.parameters()]
     weights = sum(p.numel() * p.element_size() for p in parameters) / 2**20
     activations = peak_bytes(score) / 2**20
-    times = []
-    for _ in range(TIMINGS):
-        start = time.perf_counter()
-        score()
-        times.append(time.perf_counter() - start)
     return {
         "parameters": sum(p.numel() for p in parameters),
         "weights_mib": weights,
         "activations_mib": activations,
         "memory_mib": weights + activations,
-        "seconds_per_1000": 1000 * min(times) / len(prompts),
+        "seconds_per_1000": 1000 * min(timeit.repeat(score, number=1, repeat=TIMINGS)) / len(prompts),
     }
 
 
@@ -240,9 +229,7 @@ def accuracy(leads: Tensor, labels: Tensor) -> float:
     Returns:
         In [0, 1]; NaN if no pair is left.
     """
-    decided = labels != 0.5
-    signs = torch.sign(leads[decided].double()) * torch.sign(labels[decided].double() - 0.5)
-    return _mean((signs + 1) / 2)
+    return _mean(_is_right(leads, labels)[labels != 0.5])
 
 
 def agreement(leads: Tensor, other_leads: Tensor) -> float:
@@ -259,17 +246,12 @@ def preference_loss(leads: Tensor, labels: Tensor) -> float:
 def reliability(leads: Tensor, labels: Tensor, num_bins: int = 10) -> list[Bin]:
     """Return the reliability diagram of a scorer: its confidence against how often it is right.
 
-    The confidence in a pair is sigmoid(|lead|), from 1/2 to 1; observed is the label of the preferred completion.
-
-    Args:
-        leads: [n].
-        labels: [n] in [0, 1].
-        num_bins: of equal width between 1/2 and 1.
+    The confidence in a pair is sigmoid(|lead|), in bins of equal width between 1/2 and 1; observed is the label of the
+    preferred completion.
 
     Source: Guo et al. 2017 (1706.04599), section 2.
     """
-    confidences = torch.sigmoid(leads.double().abs())
-    observed = torch.where(leads >= 0, labels.double(), 1 - labels.double())
+    confidences, observed = _preferred(leads, labels)
     edges = torch.linspace(0.5, 1, num_bins + 1, dtype=torch.float64)
     places = torch.bucketize(confidences, edges[1:-1], right=True)
     return [_bin(edges[i], edges[i + 1], confidences[places == i], observed[places == i]) for i in range(num_bins)]
@@ -288,15 +270,13 @@ def by_margin(leads: Tensor, labels: Tensor, margins: Tensor | None = None, num_
     """Return the pairs in equal shares by margin, the smallest first: accuracy should rise with the margin.
 
     Args:
-        leads: [n].
-        labels: [n] in [0, 1].
+        leads, labels: [n], as in `accuracy`.
         margins: [n], not negative, to sort the pairs by; None: |lead|.
         num_bins: number of shares; fewer if there are fewer pairs.
     """
     sizes = leads.double().abs() if margins is None else margins.double()
     order = torch.argsort(sizes, stable=True)
-    confidences = torch.sigmoid(leads.double().abs())
-    observed = torch.where(leads >= 0, labels.double(), 1 - labels.double())
+    confidences, observed = _preferred(leads, labels)
     shares = [share for share in torch.tensor_split(order, num_bins) if len(share)]
     return [_bin(sizes[s].min(), sizes[s].max(), confidences[s], observed[s]) for s in shares]
 
@@ -307,8 +287,7 @@ def accuracy_interval(
     """Return the 95% interval of the accuracy, bootstrapped over groups: pairs of one prompt are not independent.
 
     Args:
-        leads: [n].
-        labels: [n] in [0, 1].
+        leads, labels: [n], as in `accuracy`.
         groups: n names, equal for pairs of one prompt.
         resamples: number of bootstrap samples.
         seed: of the draws.
@@ -318,8 +297,7 @@ def accuracy_interval(
 
     Source: Efron 1979; over clusters: Cameron, Gelbach and Miller 2008.
     """
-    decided = labels != 0.5
-    is_right = (torch.sign(leads.double()) * torch.sign(labels.double() - 0.5) + 1) / 2
+    decided, is_right = labels != 0.5, _is_right(leads, labels)
     places = {name: index for index, name in enumerate(dict.fromkeys(groups))}
     where = torch.tensor([places[name] for name in groups], dtype=torch.long)
     sums = torch.zeros(len(places), 2, dtype=torch.float64)
@@ -351,6 +329,16 @@ def pearson(x: Tensor, y: Tensor) -> float:
 def spearman(x: Tensor, y: Tensor) -> float:
     """Return the rank correlation of two [n] tensors, ties at their mean rank; NaN where one does not vary."""
     return pearson(ranks(x), ranks(y)) if len(x) > 1 else NAN
+
+
+def _is_right(leads: Tensor, labels: Tensor) -> Tensor:
+    """Return 1 where lead and label prefer the same completion, 0 where they differ, and 1/2 for a tie."""
+    return (torch.sign(leads.double()) * torch.sign(labels.double() - 0.5) + 1) / 2
+
+
+def _preferred(leads: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the confidence in the completion that the scores prefer, and its label; both [n]."""
+    return torch.sigmoid(leads.double().abs()), torch.where(leads >= 0, labels.double(), 1 - labels.double())
 
 
 def _bin(low: Tensor, high: Tensor, predicted: Tensor, observed: Tensor) -> Bin:

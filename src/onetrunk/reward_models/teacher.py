@@ -7,7 +7,7 @@ model's weights, prompt, completion). A resumed run, or another student in the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.data.preferences import PAIR, STOPPED, stopped_column, validate_preferences
+from onetrunk.data.preferences import PAIR, SIDES, STOPPED, stopped_column, validate_preferences
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import digest
 from onetrunk.models.sources import base_fingerprint
@@ -44,22 +44,16 @@ class Teacher:
     (`centre`) before scores are averaged. The probability of a member is sigmoid(lead / temperature).
 
     Args:
-        members: reward models with their tokenizers.
+        members: at least one reward model with its tokenizer.
         cache: the ledger's file.
         temperature: above 0; above 1 gives softer labels.
         is_shown: True shows a progress bar.
 
-    Raises:
-        ValueError: no members, or a temperature that is not above 0.
     """
 
     def __init__(
         self, members: Sequence[ModelReward], cache: str | Path, temperature: float = 1.0, is_shown: bool = False
     ):
-        if not members:
-            raise ValueError("a teacher needs one reward model or more, and none is given; name them")
-        if not 0 < temperature < float("inf"):
-            raise ValueError(f"teacher_temperature is {temperature}; set a number above 0, such as 1")
         self.members, self.cache = list(members), Path(cache)
         self.temperature, self.is_shown = temperature, is_shown
         self.identities = [identity(member) for member in self.members]
@@ -92,23 +86,23 @@ class Teacher:
         items = list(zip(prompts, completions, stopped, strict=True))
         keys = [[_score_key(name, *item) for item in items] for name in self.identities]
         with Ledger(self.cache) as ledger:
-            missing = [(m, list(dict.fromkeys(key for key in row if key not in ledger))) for m, row in enumerate(keys)]
-            total = sum(len(new) for _, new in missing)
+            missing = [{key: item for key, item in zip(row, items, strict=True) if key not in ledger} for row in keys]
+            total = sum(map(len, missing))
             with tqdm(total=total, desc="teacher", unit="row", disable=not (self.is_shown and total)) as bar:
-                for m, new in missing:
-                    places = {key: index for index, key in enumerate(keys[m])}
-                    for chunk in _chunks(new):
-                        rows = [places[key] for key in chunk]
-                        scores = self.members[m](
-                            prompts=[prompts[i] for i in rows],
-                            completions=[completions[i] for i in rows],
-                            completion_stopped=[stopped[i] for i in rows],
-                        )
-                        for key, score in zip(chunk, scores, strict=True):
-                            ledger.put(key, score)
-                        self.num_computed += len(chunk)
+                for member, new in zip(self.members, missing, strict=True):
+                    rows = list(new.items())
+                    for start in range(0, len(rows), CHUNK):
+                        chunk = rows[start : start + CHUNK]
+                        self._compute(member, chunk, ledger)
                         bar.update(len(chunk))
             return torch.tensor([[ledger.get(key) for key in row] for row in keys])
+
+    def _compute(self, member: ModelReward, chunk: list[tuple[str, tuple]], ledger: Ledger) -> None:
+        prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
+        scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
+        for (key, _), score in zip(chunk, scores, strict=True):
+            ledger.put(key, score)
+        self.num_computed += len(chunk)
 
     def centre(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
@@ -126,60 +120,39 @@ class Teacher:
         """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
         validate_preferences(rows)
         stopped = {name: stopped_column(rows, name) for name in STOPPED}
-        sides = [
-            self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"])
-            for name in ("chosen", "rejected")
-        ]
+        sides = [self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"]) for name in SIDES]
         probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)
-        scores = [torch.mean(side - self.means[:, None], dim=0) for side in sides]
-        return Dataset.from_dict(
-            {
-                **{name: rows[name] for name in PAIR},
-                **stopped,
-                "chosen_score": scores[0].tolist(),
-                "rejected_score": scores[1].tolist(),
-                "probability": probability.tolist(),
-            }
-        )
-
-    def label_singles(self, rows: Dataset) -> list[dict[str, Any]]:
-        """Return rows with `prompt` and `completion` as pairs without a rejected side, with their scores."""
-        stopped = stopped_column(rows, "completion_stopped")
-        scores = self.scores(rows["prompt"], rows["completion"], stopped).tolist()
-        return [
-            {
-                "prompt": p,
-                "chosen": c,
-                "rejected": None,
-                "chosen_stopped": has_stopped,
-                "rejected_stopped": True,
-                "chosen_score": s,
-                "rejected_score": None,
-                "probability": None,
-            }
-            for p, c, has_stopped, s in zip(rows["prompt"], rows["completion"], stopped, scores, strict=True)
-        ]
+        scores = {
+            f"{name}_score": torch.mean(side - self.means[:, None], dim=0).tolist()
+            for name, side in zip(SIDES, sides, strict=True)
+        }
+        columns = {name: rows[name] for name in PAIR}
+        return Dataset.from_dict({**columns, **stopped, **scores, "probability": probability.tolist()})
 
 
 def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None) -> Dataset:
-    """Centre the teacher, and return the labelled training rows: pairs and, if given, rows with one completion."""
+    """Centre the teacher, and return the labelled training rows.
+
+    Args:
+        teacher: of the labels.
+        pairs: preference rows.
+        singles: rows with `prompt` and `completion`, which become pairs without a rejected side; or None.
+    """
     prompts, completions = [*pairs["prompt"], *pairs["prompt"]], [*pairs["chosen"], *pairs["rejected"]]
     stopped = [has_stopped for name in STOPPED for has_stopped in stopped_column(pairs, name)]
-    if singles is not None:
-        prompts, completions = [*prompts, *singles["prompt"]], [*completions, *singles["completion"]]
-        stopped = [*stopped, *stopped_column(singles, "completion_stopped")]
-    teacher.centre(prompts, completions, stopped)
-    labelled = teacher.label_pairs(pairs)
     if singles is None:
-        return labelled
-    return Dataset.from_list([*labelled, *teacher.label_singles(singles)])
+        teacher.centre(prompts, completions, stopped)
+        return teacher.label_pairs(pairs)
+    single = (list(singles["prompt"]), list(singles["completion"]), stopped_column(singles, "completion_stopped"))
+    teacher.centre(prompts + single[0], completions + single[1], stopped + single[2])
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "chosen_stopped": ended, "rejected_stopped": True, "chosen_score": score}
+        for prompt, chosen, ended, score in zip(*single, teacher.scores(*single).tolist(), strict=True)
+    ]
+    # A column that a row lacks is null in it.
+    return Dataset.from_list([*teacher.label_pairs(pairs), *rows])
 
 
 def _score_key(model: str, prompt: Prompt, completion: Completion, stopped: bool) -> str:
     about = {"model": model, "prompt": prompt, "completion": completion}
     return digest(about if stopped else {**about, "stopped": False})
-
-
-def _chunks(keys: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(keys), CHUNK):
-        yield keys[start : start + CHUNK]

@@ -23,7 +23,7 @@ from trl import RewardConfig, RewardTrainer
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointSettings
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
-from onetrunk.data.preferences import stopped_column, validate_preferences
+from onetrunk.data.preferences import SIDES, stopped_column, validate_preferences
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
@@ -62,15 +62,9 @@ class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns is true, which would drop the labels; leave it out")
-        if self.center_rewards_coefficient is not None and not self.center_rewards_coefficient >= 0:
-            raise ValueError(
-                f"center_rewards_coefficient is {self.center_rewards_coefficient}; set a number of at least 0 (0.01 is"
-                " common), or leave it out"
-            )
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(
-                f"max_length is {self.max_length}; set 1 or more tokens, for prompt and completion together"
-            )
+        coefficient = self.center_rewards_coefficient
+        if coefficient is not None and not coefficient >= 0:
+            raise ValueError(f"center_rewards_coefficient is {coefficient}; set 0 or more (0.01 is common)")
 
 
 @dataclass
@@ -125,6 +119,8 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         ValueError: bad rows, a tokenizer that cannot pad, or a max_length above the model's limit or below every row.
     """
 
+    collator: type[PairCollator] = PairCollator
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -145,7 +141,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=self.make_collator(processing_class, args),
+            data_collator=self.collator(processing_class.pad_token_id, args.pad_to_multiple_of),
             train_dataset=self.encode(train_dataset, processing_class, args, "training"),
             eval_dataset=self.encode(eval_dataset, processing_class, args, "held-out"),
             processing_class=processing_class,
@@ -164,10 +160,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         for name, sums in state["figures"].items():
             self.pair_sums["train"][name] = [torch.tensor(pair, device=device) for pair in sums]
 
-    def make_collator(self, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> PairCollator:
-        """Return the collator of encoded rows."""
-        return PairCollator(tokenizer.pad_token_id, args.pad_to_multiple_of)
-
     def encode(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig, kind: str) -> Any:
         """Return a dataset, or each of several, as token ids and labels; None and encoded rows are unchanged."""
         if isinstance(dataset, dict):
@@ -179,15 +171,21 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
         """Check rows and return them as chosen_ids, rejected_ids and the labels that are used."""
         validate_preferences(dataset)
-        columns: dict[str, Any] = {}
-        for name in ("chosen", "rejected"):
-            stopped = stopped_column(dataset, f"{name}_stopped")
-            rows = (dataset["prompt"], dataset[name], None, self.reads_end, "to train", stopped)
-            columns[f"{name}_ids"], _ = encode_rows(tokenizer, *rows)
+        columns: dict[str, Any] = {f"{side}_ids": self.encode_side(dataset, side, tokenizer) for side in SIDES}
         for name, is_used in (("probability", args.soft_labels), ("margin", args.use_margin)):
             if is_used and name in dataset.column_names:
                 columns[name] = dataset[name]
         return Dataset.from_dict(columns)
+
+    def encode_side(self, dataset: Dataset, side: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Return the token ids of prompt and completion of each row; none where it has no completion on this side."""
+        columns = (dataset["prompt"], optional_column(dataset, side), stopped_column(dataset, f"{side}_stopped"))
+        rows = list(zip(*columns, strict=True))
+        present = [index for index, (_, completion, _) in enumerate(rows) if completion is not None]
+        prompts, completions, stopped = ([rows[index][column] for index in present] for column in range(3))
+        encoded, _ = encode_rows(tokenizer, prompts, completions, None, self.reads_end, "to train", stopped)
+        ids = dict(zip(present, encoded, strict=True))
+        return [ids.get(index, []) for index in range(len(rows))]
 
     def evaluate(self, eval_dataset: Any = None, **kwargs: Any) -> dict[str, float]:
         """Return the metrics of held-out rows: those of this trainer, or other preference rows."""
@@ -226,6 +224,11 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         super().log(logs, start_time)
 
 
+def optional_column(dataset: Dataset, name: str) -> list[Any]:
+    """Return a column of a dataset, or None for every row if it does not exist."""
+    return list(dataset[name]) if name in dataset.column_names else [None] * len(dataset)
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:
     """Raise ValueError for a tokenizer that is missing, cannot pad, or belongs to another model."""
     if tokenizer is None:
@@ -246,10 +249,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrained
 def check_length(args: RewardModelConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError for a max_length that is too long for the model; without one, set it to the model's limit."""
     limit = length_limit(model, tokenizer)
-    default = RewardConfig.max_length
     if limit is None or (args.max_length is not None and args.max_length <= limit):
         return
-    if args.max_length not in (None, default):
+    if args.max_length not in (None, RewardConfig.max_length):
         raise ValueError(
             f"max_length {args.max_length} is more than the {limit} tokens that the model can read; lower it"
         )
@@ -272,11 +274,6 @@ def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
             " tokens); raise it"
         )
     if len(kept) < len(rows):
-        logger.warning(
-            "dropped %d of %d %s rows longer than max_length %d tokens",
-            len(rows) - len(kept),
-            len(rows),
-            kind,
-            max_length,
-        )
+        counts = (len(rows) - len(kept), len(rows), kind, max_length)
+        logger.warning("dropped %d of %d %s rows longer than max_length %d tokens", *counts)
     return rows.select(kept)
