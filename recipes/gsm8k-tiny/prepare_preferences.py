@@ -32,7 +32,7 @@ SHAPES = {
 # Questions that no model learns from: of 900, and of GSM8K's training file.
 HELD_OUT = {"solutions": 150, "arithmetic": 500}
 COPIES = 2
-# "<<48/2=24>>24": a calculation and, behind it, its result once more.
+# "<<48/2=24>>24": a calculation, followed by its result.
 STEP = re.compile(r"<<([^<>=]*)=(-?[\d,]*\.?\d+)>>(-?[\d,]*\.?\d+)?")
 
 
@@ -47,8 +47,8 @@ def wrong_number(number: str, rng: random.Random) -> str:
 def corrupted(answer: str, rng: random.Random, share: float = 1.0) -> str:
     """Return the answer with a wrong result in each of its calculations, or in about that share of them.
 
-    The number behind `>>` follows suit, and so does the last line where it repeats the last result: neither betrays
-    a copy by differing from the annotation.
+    The number after `>>` changes too, and so does the last line if it repeats the last result. So a copy cannot be
+    recognised by a difference from its annotations.
     """
     results: list[tuple[str, str]] = []
 
@@ -81,7 +81,7 @@ def unlabelled(rows: Dataset, rng: random.Random) -> Iterator[Row]:
 
 
 def solution_pairs(rows: Dataset) -> Iterator[Row]:
-    """Yield every correct solution beside every wrong one to the same question."""
+    """Yield every correct solution with every wrong one to the same question."""
     models = [name for name in rows.column_names if name not in ("question", "ground_truth")]
     for row in rows:
         right, wrong = (

@@ -1,7 +1,7 @@
 """Rewards that read the calculator annotations of a GSM8K solution, `<<48/2=24>>`, and its last line, `#### 72`.
 
 Plain functions with TRL's signature. `annotation_score` and `final_line` are what PPO maximises; `answer_accuracy` is
-logged beside them with weight 0: it tells real progress from annotations that are merely right.
+logged with weight 0: it tells real progress from annotations that are merely right.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def results() -> tuple[Table, list[str]]:
         ("policy", "win rate at equal length", f"{wins['length_controlled_win_rate']:.1%}"),
     ]
     table = Table(title="what the chain reached, on requests that no stage has seen")
-    for column in ("what", "figure", "value"):
+    for column in ("model", "metric", "value"):
         table.add_column(column)
     for row in rows:
         table.add_row(*row)
@@ -94,8 +94,8 @@ def main() -> int:
     plots = sorted(str(path) for path in RUNS.glob("*/*.png"))
     print(f"demo: plots are in {', '.join(plots)}")
     print(f"demo: took {time.perf_counter() - start:.0f} s; a second `make demo` skips what is done")
-    for sentence in short:
-        print(f"demo: FAILED, {sentence}", file=sys.stderr)
+    for shortfall in short:
+        print(f"demo: FAILED, {shortfall}", file=sys.stderr)
     return int(bool(short))
 
 

@@ -1,7 +1,4 @@
-"""How seconds and memory grow with completion length, rollout size, vocabulary, depth and PPO epochs; curves as a PNG.
-
-Knows options of the processes and matplotlib.
-"""
+"""How seconds and memory grow with completion length, rollout size, vocabulary, depth and PPO epochs, as curves."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def grow(axis: str, baseline: Path | None, is_quick: bool, timed: Timed) -> tupl
     for value in known[axis]:
         sizes = {**base, axis: value}
         shared = (*fixed, *(part for name, size in sizes.items() for part in (f"--{name}", str(size))))
-        figures = {}
+        values = {}
         for kind, divisor in kinds(baseline is not None).items():
             if divisor:
                 top = "all" if divisor == 1 else f"top-{sizes['layers'] // divisor}"
@@ -60,9 +57,9 @@ def grow(axis: str, baseline: Path | None, is_quick: bool, timed: Timed) -> tupl
             else:
                 result = timed(baseline, BASELINE, shared)
             printed.append(result)
-            figures[kind] = {"seconds": result["seconds"]["total"], "peak_mb": result["peak_mb"]}
-        cells = [f"{f['seconds']:.2f} s, {f['peak_mb']} MB" for f in figures.values()]
-        points.append({"value": value, "figures": figures, "cells": cells})
+            values[kind] = {"seconds": result["seconds"]["total"], "peak_mb": result["peak_mb"]}
+        cells = [f"{f['seconds']:.2f} s, {f['peak_mb']} MB" for f in values.values()]
+        points.append({"value": value, "values": values, "cells": cells})
     return points, printed
 
 
@@ -86,7 +83,7 @@ def draw(growth: dict[str, Any], path: Path) -> None:
         for line, (name, label) in enumerate((("seconds", "seconds of an iteration"), ("peak_mb", "peak memory, MB"))):
             plot = grid[line][column]
             for kind in growth["columns"]:
-                plot.plot(sizes, [point["figures"][kind][name] for point in points], marker="o", label=kind)
+                plot.plot(sizes, [point["values"][kind][name] for point in points], marker="o", label=kind)
             plot.set(xscale="log", xlabel=AXIS_LABELS[axis], ylabel=label, xticks=sizes)
             plot.set_ylim(bottom=0)
             plot.set_xticklabels([f"{size:,}" for size in sizes], rotation=30)

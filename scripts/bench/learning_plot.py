@@ -2,7 +2,7 @@
 
     python scripts/bench/learning_plot.py
 
-It prints a Markdown table per task and writes <task>.png beside the runs; the curves need matplotlib.
+It prints a Markdown table per task and writes <task>.png next to the runs; the curves need matplotlib.
 """
 
 from __future__ import annotations

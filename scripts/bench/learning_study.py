@@ -1,4 +1,4 @@
-"""Which runs the study of learning is made of, and where their curves are kept; knows neither implementation.
+"""Which runs the study of learning is made of, and where their curves are kept.
 
 A run is one JSON line: its arm, settings and seed, and per rollout mean score, mean KL (k1, nats per completion) and
 CPU seconds of this process since training began. Runs that a file already holds are not run again.
@@ -57,7 +57,7 @@ class Curve:
         return {"score": score, "kl": kl, "objective": score - beta * kl}
 
 
-# A run: task, arm's settings with the tuned ones, seed, number of rollouts; its curve and further figures.
+# A run: takes task, settings of the arm, seed and number of rollouts; returns its curve and further values.
 Run = Callable[[Any, dict[str, Any], int, int], tuple[Curve, dict[str, Any]]]
 
 
@@ -127,9 +127,9 @@ def _run_once(
     which = {"arm": arm.name, "seed": seed, "rates": rates, "rollouts": rollouts}
     if results.find(**which):
         return
-    curve, figures = run(task, {**arm.settings, **rates}, seed, rollouts)
+    curve, values = run(task, {**arm.settings, **rates}, seed, rollouts)
     if len(curve.score) != rollouts:
         raise RuntimeError(f"{len(curve.score)} rollouts were logged, expected {rollouts}")
     last = {name: round(value, 5) for name, value in curve.last(task.beta).items()}
-    print(f"{task.name} {which} {last} {curve.cpu_s[-1]:.0f} CPU s {figures}", flush=True)
-    results.add({"task": task.name, **which, "beta": task.beta, "last": last, **figures, **vars(curve)})
+    print(f"{task.name} {which} {last} {curve.cpu_s[-1]:.0f} CPU s {values}", flush=True)
+    results.add({"task": task.name, **which, "beta": task.beta, "last": last, **values, **vars(curve)})

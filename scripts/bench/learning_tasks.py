@@ -1,8 +1,8 @@
 """The two tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
 
 `four_tokens` is task B of tests/learning.py, whose best attainable objective is known. `sums` is addition of numbers
-with two digits by a small Qwen2 that plain cross-entropy has taught half of it. Knows no trainer of its own: the
-environment of TRL 1.12 imports it too.
+with two digits by a small Qwen2 that plain cross-entropy has taught half of it. It
+imports no trainer, because the environment of TRL 1.12 imports it too.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Sums:
         return pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(SPLIT_SEED))]
 
     def _teach(self) -> PreTrainedModel:
-        """Return a model taught by cross-entropy on the answers until it is right as often as asked."""
+        """Return a model taught by cross-entropy on the answers until it is right with probability `taught_enough`."""
         torch.manual_seed(BASE_SEED)
         model = Qwen2ForCausalLM(self._config())
         prompts = self.prompts(BASE_SEED)
@@ -172,7 +172,7 @@ def right_answer(prompt_ids: list[int]) -> list[int]:
 
 
 def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
-    """Return the logprobs of the right answers' tokens [prompts, LONGEST_SUM]; 0 behind their ends."""
+    """Return the logprobs of the right answers' tokens [prompts, LONGEST_SUM]; 0 after their ends."""
     answers = [right_answer(row) for row in prompts.tolist()]
     ids = torch.tensor([row + [PAD] * (LONGEST_SUM - len(row)) for row in answers])
     logits = model(input_ids=torch.cat([prompts, ids], 1)).logits[:, prompts.shape[1] - 1 : -1]
@@ -181,5 +181,5 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
 
 
 def make_task(name: str, folder: str | Path) -> Any:
-    """Return a task by name; a taught model lies in `folder`."""
+    """Return a task by name; a taught model is kept in `folder`."""
     return FourTokens() if name == FourTokens.name else Sums(Path(folder) / "base-sums")

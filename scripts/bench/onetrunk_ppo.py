@@ -21,8 +21,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 if "cuda" not in sys.argv and "--nf4" not in sys.argv:
-    # Of the development tools, PEFT and transformers import these wherever they find them: 120 MB that a plain
-    # installation, such as TRL's here, has not.
+    # PEFT and transformers import these development tools wherever they are installed: 120 MB that a plain
+    # installation, such as TRL's here, does not have.
     sys.modules.update(dict.fromkeys(("bitsandbytes", "scipy", "triton")))
 
 import torch
@@ -75,7 +75,7 @@ class Marks(TrainerCallback):
         self.tokens = self.padded_tokens = self.forwards = 0
 
     def attach(self, trainer: PPOTrainer) -> None:
-        """Stand around the sampler and the training step of a trainer."""
+        """Wrap the sampler and the training step of a trainer."""
         sample, step, sampler = trainer.sampler.generate, trainer.training_step, trainer.sampler
 
         def generate(batch: Any, **kwargs: Any) -> Rollout:
@@ -218,7 +218,7 @@ def roofline(work: Workload, given: argparse.Namespace, marks: Marks) -> dict[st
         )
         for rollout in counted
     ]
-    measured = marks.meter.figures()["seconds"]
+    measured = marks.meter.results()["seconds"]
     fractions = {
         phase: round(sum(row[phase] for row in least) / len(least) / measured[phase], 3)
         for phase in least[0]
@@ -243,7 +243,7 @@ def main() -> None:
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    result = {"implementation": f"onetrunk {__version__}", **meter.figures(), "trained": trained, **versions}
+    result = {"implementation": f"onetrunk {__version__}", **meter.results(), "trained": trained, **versions}
     tokens = [sum(map(len, r.prompt_ids)) + sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
     result |= {"tokens": tokens, "update_packs": marks.update_packs}
     print(json.dumps({**result, "roofline": roofline(work, given, marks)}))

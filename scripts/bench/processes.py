@@ -62,7 +62,7 @@ def make_baseline(say: Callable[[str], None]) -> None:
     folder = python.parents[1]
     lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
     torch = next(line for line in lines if line.startswith("torch"))
-    # It gets its name last: an environment that was left half made is made again.
+    # It gets its name last, so that an incomplete environment is created again.
     partial = folder.with_name(folder.name + ".partial")
     pip = [str(partial / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     steps = {
@@ -117,7 +117,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures were measured on."""
+    """Return the machine of the measurements."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

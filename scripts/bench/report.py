@@ -1,7 +1,4 @@
-"""From what the processes printed to medians, ratios, a table and a README.
-
-Knows figures; starts nothing.
-"""
+"""Medians, ratios, tables and the README of what the processes of a benchmark printed."""
 
 from __future__ import annotations
 
@@ -19,15 +16,16 @@ from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 PHASES = ("generate", "score", "update", "total")
 COLUMNS = ("row", "", *(f"{phase} s" for phase in PHASES), "peak MB")
 NOTES = """\
-Seconds are CPU seconds of the process for one iteration, at one thread; on CUDA wall seconds. Medians over the
-iterations of all rounds, the first iteration of each process left out. Ours and TRL run in turn, in processes and
-environments of their own, on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs
-and budget of padded tokens per forward. `generate` ends with the last token, `score` is everything up to the first
-optimizer step (reward model, old and reference logprobs, values, advantages), `update` the rest. TRL trains a full
-value model beside its LoRA policy; ours has a value head on the policy's last hidden state: most of the ratio with
-adapters on all layers is that. With mixed lengths TRL computes padding. In the row with a distilled reward model TRL
-keeps the full one. Peaks are resident memory with all imports, without the optional packages bitsandbytes, scipy and
-triton, which TRL's environment has not either. Differences under 10% mean nothing.
+Seconds are CPU seconds of the process for one iteration with one thread; on CUDA they are wall seconds. The table
+shows medians over the iterations of all rounds, without the first iteration of each process. Our process and TRL's run
+in turn, each in an environment of its own, on the same weights, prompts and forced completion lengths, with the same
+LoRA rank, epochs and limit on padded tokens per forward. `generate` ends with the last token, `score` lasts until the
+first optimizer step (reward model, old and reference logprobs, values, advantages), and `update` is the rest.
+
+TRL trains a full value model next to its LoRA policy; our value head reads the policy's last hidden state. With
+adapters on all layers, this is most of the ratio. With mixed lengths TRL also computes padding. In the row with a
+distilled reward model TRL keeps the full one. Peaks are resident memory with all imports, without the optional
+packages bitsandbytes, scipy and triton, which TRL's environment does not have either. Differences under 10% are noise.
 """
 
 
@@ -39,15 +37,15 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(row: Row, ours: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row's medians, ratios and whether what is required is met."""
+    """Return a row's medians and ratios, and whether they meet the floor and the target."""
     own = summary(ours)
-    figures: dict[str, Any] = {"label": row.label, "ours": own, "floor": row.floor, "target": row.target}
-    figures["roofline"] = {
+    values: dict[str, Any] = {"label": row.label, "ours": own, "floor": row.floor, "target": row.target}
+    values["roofline"] = {
         name: round(statistics.median(result["roofline"][name] for result in ours), 3)
         for name in ours[0].get("roofline", {})
     }
     if not baseline:
-        return figures
+        return values
     other = summary(baseline)
     ratio = {phase: round(other["seconds"][phase] / max(own["seconds"][phase], 1e-3), 2) for phase in PHASES}
     memory = round(own["peak_mb"] / other["peak_mb"], 3)
@@ -57,31 +55,31 @@ def compare(row: Row, ours: Sequence[dict[str, Any]], baseline: Sequence[dict[st
     reaches = row.target is not None and ratio["total"] >= row.target
     reaches = reaches and (not row.limits_memory or memory <= MEMORY_TARGET)
     verdict = {"meets_floor": meets, "reaches_target": reaches}
-    return {**figures, "baseline": other, "ratio": ratio, "memory_share": memory, **verdict}
+    return {**values, "baseline": other, "ratio": ratio, "memory_share": memory, **verdict}
 
 
-def lines_of(figures: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the lines of the table that a row makes: TRL, ours, ratios."""
+def lines_of(values: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of a row in the table: TRL, ours, ratios."""
 
     def line(label: str, who: str, part: dict[str, Any]) -> tuple[str, ...]:
         return (label, who, *(f"{part['seconds'][phase]:.2f}" for phase in PHASES), f"{part['peak_mb']}")
 
-    if "baseline" not in figures:
-        return [line(figures["label"], "ours", figures["ours"])]
-    required = "" if figures["floor"] is None else f"floor {figures['floor']}x, aim {figures['target']}x"
-    ratios = (*(f"{figures['ratio'][phase]:.2f}x" for phase in PHASES), f"{figures['memory_share']:.0%}")
+    if "baseline" not in values:
+        return [line(values["label"], "ours", values["ours"])]
+    required = "" if values["floor"] is None else f"floor {values['floor']}x, aim {values['target']}x"
+    ratios = (*(f"{values['ratio'][phase]:.2f}x" for phase in PHASES), f"{values['memory_share']:.0%}")
     return [
-        line(figures["label"], "TRL 1.12", figures["baseline"]),
-        line(required, "ours", figures["ours"]),
+        line(values["label"], "TRL 1.12", values["baseline"]),
+        line(required, "ours", values["ours"]),
         ("", "ratio", *ratios),
     ]
 
 
 def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
-    """Return the table for a terminal, where rows go by their short names."""
+    """Return the table for a terminal, with the short names of the rows."""
     drawn = Table(*COLUMNS, title=title)
-    for name, figures in rows.items():
-        for line in lines_of({**figures, "label": name}):
+    for name, values in rows.items():
+        for line in lines_of({**values, "label": name}):
             drawn.add_row(*line)
         drawn.add_section()
     return drawn
@@ -101,7 +99,7 @@ def commands(row: Row) -> list[str]:
 
 def write_readme(folder: Path) -> None:
     """Write the README of a folder of results from the JSON files in it."""
-    parts = ["# Results\n", "Written by `scripts/bench.py`; the figures are in the JSON files beside.\n"]
+    parts = ["# Results\n", "Written by `scripts/bench.py`; the JSON files next to this page hold all values.\n"]
     for name, chapter in (("results.json", _results_chapter), ("growth.json", _growth_chapter)):
         if (folder / name).exists():
             parts.append(chapter(json.loads((folder / name).read_text())))
@@ -109,21 +107,21 @@ def write_readme(folder: Path) -> None:
 
 
 def _results_chapter(results: dict[str, Any]) -> str:
-    lines = [line for figures in results["rows"].values() for line in lines_of(figures)]
+    lines = [line for values in results["rows"].values() for line in lines_of(values)]
     fractions = [
-        (figures["label"], *(f"{figures['roofline'][phase]:.0%}" for phase in PHASES[:3]))
-        for figures in results["rows"].values()
-        if figures["roofline"]
+        (values["label"], *(f"{values['roofline'][phase]:.0%}" for phase in PHASES[:3]))
+        for values in results["rows"].values()
+        if values["roofline"]
     ]
     runs = "\n".join(dict.fromkeys(command for row in results["commands"].values() for command in row))
     return "\n".join(
         [
             f"## One iteration\n\n{_machine_line(results)}\n\n{NOTES}",
             markdown(COLUMNS, lines),
-            "Share of the roofline (least seconds by arithmetic, at the matrix products and copies measured on the"
-            " machine, over the measured ones), ours:\n",
+            "Our share of the roofline: the fewest seconds that the arithmetic allows, at the measured speed of matrix"
+            " products and copies on this machine, divided by the measured seconds.\n",
             markdown(("row", *PHASES[:3]), fractions),
-            f"`{results['command']}` starts these, in turn:\n\n```\n{runs}\n```\n",
+            f"`{results['command']}` runs these commands in turn:\n\n```\n{runs}\n```\n",
         ]
     )
 

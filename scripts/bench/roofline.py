@@ -1,7 +1,7 @@
 """What an iteration must cost at least on this machine: its FLOPs and bytes over the measured ceilings.
 
 The arithmetic counts real tokens alone (no padding), frozen weights without gradient and, below the cut, nothing after
-sampling; LoRA's own products, some 3%, are left out. Knows configs, lengths and ceilings; no trainer.
+sampling; LoRA's own products, some 3%, are left out.
 """
 
 from __future__ import annotations

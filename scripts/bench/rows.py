@@ -1,7 +1,4 @@
-"""Which runs a comparison is made of: the rows of a table, what ours and TRL run for each, and what is required.
-
-Knows options of the processes; runs nothing.
-"""
+"""Which runs a comparison is made of: the rows of a table, what ours and TRL run for each, and what is required."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class Row:
     """One row of the table.
 
     Args:
-        label: what stands in the table.
+        label: in the table.
         shared: options of both processes.
         own: options of ours alone.
         floor, target: how many times less CPU time than TRL is required, and aimed at; None: nothing is.

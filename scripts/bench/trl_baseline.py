@@ -92,7 +92,7 @@ def main() -> None:
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    print(json.dumps({"implementation": f"trl {trl.__version__}", **meter.figures(), "trained": trained} | versions))
+    print(json.dumps({"implementation": f"trl {trl.__version__}", **meter.results(), "trained": trained} | versions))
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ class Meter(threading.Thread):
     def _note_memory(self, num_bytes: int) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), num_bytes)
 
-    def figures(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """Return medians over all iterations but the first, and peaks in MB."""
         kept = self.iterations[1:]
         kept = [{**row, "total": sum(row[phase] for phase in PHASES)} for row in kept]
