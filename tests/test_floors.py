@@ -166,7 +166,7 @@ GOOD = '"""One room."""\n'
         ("onetrunk.stages.ppo", "import onetrunk"),
     ],
 )
-def test_an_import_from_above_or_beside_is_caught(module, line):
+def test_an_import_from_a_floor_above_or_the_same_floor_is_caught(module, line):
     assert len(problems(GOOD + line, module)) == 1
 
 

@@ -134,7 +134,7 @@ def test_the_rule_on_remote_code_tells_both_apart():
 # --- tried ----------------------------------------------------------------------------------------------------------
 
 
-def test_yaml_that_makes_objects_is_refused_wherever_it_is_read(tmp_path, monkeypatch):
+def test_yaml_that_makes_objects_is_rejected_wherever_it_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hostile = f"output_dir: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n"
     (tmp_path / "x.yaml").write_text(hostile)
@@ -234,7 +234,7 @@ NESTED = ["--model_init_kwargs", '{"trust_remote_code": true}']
         ("ppo", NESTED),
     ],
 )
-def test_a_stage_refuses_remote_code_without_a_pinned_commit(remote, capsys, verb, options):
+def test_a_stage_rejects_remote_code_without_a_pinned_commit(remote, capsys, verb, options):
     more = ["--reward_funcs", f"{remote}/short.py:short"] if verb == "ppo" else []
     (remote / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
     assert stage(remote, verb, *options, *more) == 1
@@ -243,7 +243,7 @@ def test_a_stage_refuses_remote_code_without_a_pinned_commit(remote, capsys, ver
 
 
 @pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
-def test_a_stage_without_the_option_knows_none(remote, capsys, verb):
+def test_a_stage_without_the_option_rejects_it(remote, capsys, verb):
     assert stage(remote, verb, *TRUST) == 2
     assert "trust_remote_code" in capsys.readouterr().err
 
@@ -277,7 +277,7 @@ ADAPTER_LOADERS = {
 
 
 @pytest.mark.parametrize("loader", ADAPTER_LOADERS)
-def test_an_adapter_with_pickled_weights_is_refused_before_they_are_read(pickled, loader):
+def test_an_adapter_with_pickled_weights_is_rejected_before_they_are_read(pickled, loader):
     name = str(pickled / ("CAUSAL_LM" if loader in ("trainer", "judge") else "SEQ_CLS"))
     with pytest.raises(
         ValueError, match=r"no adapter_model\.safetensors: its weights are pickled \(adapter_model\.bin"
@@ -287,7 +287,7 @@ def test_an_adapter_with_pickled_weights_is_refused_before_they_are_read(pickled
 
 
 @pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
-def test_a_stage_refuses_an_adapter_with_pickled_weights(pickled, capsys, verb):
+def test_a_stage_rejects_an_adapter_with_pickled_weights(pickled, capsys, verb):
     words = ["--reward_funcs", f"{pickled}/short.py:short"]
     (pickled / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
     if verb == "prefs":
@@ -299,7 +299,7 @@ def test_a_stage_refuses_an_adapter_with_pickled_weights(pickled, capsys, verb):
     assert not (pickled / "ran").exists()
 
 
-def test_a_reference_with_pickled_weights_is_refused(pickled):
+def test_a_reference_with_pickled_weights_is_rejected(pickled):
     whole = pickled / "whole"
     shutil.copytree(pickled / "CAUSAL_LM", whole / "reference")
     with pytest.raises(ValueError, match="its weights are pickled"):

@@ -54,7 +54,7 @@ def test_the_fused_logprobs_take_a_small_part_of_the_memory_of_the_naive_ones():
     assert len(shares) == 2 and max(shares) < 25, done.stdout
 
 
-def test_a_size_of_zero_is_refused_by_the_benchmark():
+def test_the_benchmark_rejects_a_size_of_zero():
     done = bench_ops("--vocab", "0")
     assert done.returncode == 2
     assert "every number must be 1 or more" in done.stderr

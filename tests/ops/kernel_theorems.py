@@ -149,7 +149,7 @@ def test_the_kernel_of_the_loss_works_in_float32(monkeypatch, dtype):
     assert_close(ours[2], theirs[2], rtol=tolerance, atol=1e-6)
 
 
-def test_rows_that_do_not_lie_side_by_side_give_the_same_loss(monkeypatch):
+def test_tensors_that_are_not_contiguous_give_the_same_loss(monkeypatch):
     monkeypatch.setenv(SWITCH, "on")
     tensors = loss_case(torch.float64)
     turned = {name: x.T.contiguous().T for name, x in tensors.items()}

@@ -73,14 +73,14 @@ def test_every_estimator_has_its_sign_and_its_size():
         assert kl_estimate(policy, reference, estimator).item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_an_unknown_estimator_is_refused():
+def test_an_unknown_estimator_is_rejected():
     with pytest.raises(ValueError, match="expected k1, k2 or k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
 @many
 @given(episode=episodes())
-def test_the_score_lands_once_on_the_last_counted_token(episode):
+def test_the_score_is_added_once_on_the_last_counted_token(episode):
     logprobs, ref_logprobs, mask, scores = episode
     rewards = token_rewards(scores, logprobs, ref_logprobs, mask, beta=0.0)
     for row in range(len(mask)):
@@ -225,7 +225,7 @@ def test_one_update_moves_the_coefficient_by_at_most_a_fifth_of_n_over_horizon(k
     assert (controller.value > 1) == (kl > 2) or kl == pytest.approx(2)
 
 
-def test_a_controller_restored_through_json_goes_on_as_if_never_stopped():
+def test_a_controller_restored_from_json_equals_one_that_never_stopped():
     first, second = (AdaptiveKLController(0.2, target=6, horizon=100) for _ in range(2))
     first.update(9, 64)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -244,7 +244,7 @@ def test_a_fixed_controller_stays_at_what_the_config_says():
     assert other.value == 0.1
 
 
-def test_controllers_refuse_what_they_cannot_follow():
+def test_controllers_reject_a_kl_or_settings_they_cannot_use():
     with pytest.raises(RuntimeError, match="is nan"):
         AdaptiveKLController(0.2, target=6, horizon=100).update(float("nan"), 1)
     with pytest.raises(ValueError, match="set both above 0"):

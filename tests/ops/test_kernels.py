@@ -84,7 +84,7 @@ for capability in (80, 90):
 
 @needs_triton
 @pytest.mark.slow
-def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+def test_the_kernels_compile_for_gpus_without_one(tmp_path):
     done = run("-W", "ignore", "-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -141,7 +141,7 @@ def test_the_gradient_agrees_with_finite_differences(options, entropy_grad):
     assert torch.autograd.gradcheck(differentiable, (hidden,))
 
 
-def test_no_operation_puts_out_more_than_one_tile_of_logits():
+def test_no_operation_returns_more_than_one_tile_of_logits():
     n, vocab, chunk_size = 40, 50, 4
     hidden, weight, targets, _ = case(n, 3, vocab)
     for chunk_bytes, columns in ((10**6, 50), (8 * chunk_size * 20, 20)):
@@ -252,7 +252,7 @@ def test_the_forward_is_bitwise_the_same_with_and_without_grad(dtype, entropy_gr
     assert trained[0].requires_grad and not scored[0].requires_grad and not frozen[0].requires_grad
 
 
-def test_no_gradient_vectors_are_formed_where_nobody_asks_for_them():
+def test_no_gradient_vectors_are_computed_if_no_gradient_is_needed():
     hidden, weight, targets, _ = case(8, 3, 50)
 
     def products(states):
@@ -276,7 +276,7 @@ def test_float32_gradients_are_those_of_the_naive_twin_at_a_vocabulary_of_many_t
     assert_close(ours, naive, rtol=1e-5, atol=1e-5)
 
 
-def test_entropy_is_a_metric_without_gradient_unless_asked_for():
+def test_entropy_has_no_gradient_by_default():
     hidden, weight, targets, _ = case()
     assert not fused_token_logprobs(hidden, weight, targets)[1].requires_grad
     assert fused_token_logprobs(hidden, weight, targets, entropy_grad=True)[1].requires_grad
@@ -337,7 +337,7 @@ def test_no_tokens_give_no_logprobs_and_an_empty_gradient(function):
     assert hidden.grad.shape == (0, 5)
 
 
-def test_a_head_that_trains_is_refused():
+def test_a_head_that_trains_is_rejected():
     hidden, weight, targets, options = case(bias=True)
     with pytest.raises(ValueError, match="the weight of the head requires grad.*freeze the head"):
         fused_token_logprobs(hidden, weight.requires_grad_(), targets)
@@ -352,7 +352,7 @@ def test_a_head_that_trains_is_refused():
         ({"softcap": 0.0}, "softcap is 0.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(options, sentence):
+def test_settings_out_of_range_are_rejected(options, sentence):
     hidden, weight, targets, _ = case()
     with pytest.raises(ValueError, match=sentence):
         fused_token_logprobs(hidden, weight, targets, **options)
@@ -365,7 +365,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("outside", [-100, 11])
-def test_a_target_outside_the_vocabulary_is_refused(outside):
+def test_a_target_outside_the_vocabulary_is_rejected(outside):
     hidden, weight, targets, _ = case()
     targets[3] = outside
     with pytest.raises(ValueError, match=rf"targets go from .*{outside}.*0 to 10"):

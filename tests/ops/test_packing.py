@@ -34,7 +34,7 @@ def test_packs_hold_every_row_once_within_both_budgets(lengths, max_rows, spare)
             assert len(pack) == max_rows or (len(pack) + 1) * longest > max_tokens
 
 
-def test_a_row_that_no_pack_can_hold_is_refused_with_the_fix():
+def test_a_row_that_no_pack_can_hold_is_rejected_with_the_fix():
     with pytest.raises(ValueError, match="row of 12 tokens does not fit into microbatch_tokens 10; raise"):
         plan_packs([3, 12], max_rows=4, max_tokens=10)
     with pytest.raises(ValueError, match="per_device_train_batch_size"):

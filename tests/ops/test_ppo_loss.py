@@ -93,7 +93,7 @@ def test_what_is_not_given_is_left_out():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_what_stands_where_nothing_counts_touches_neither_loss_nor_gradient(estimator):
+def test_values_outside_the_mask_change_neither_loss_nor_gradient(estimator):
     t, coefs = random_tensors(), replace(COEFS, kl_estimator=estimator)
     loss, stats = loss_of(vars(t), coefs)
     junk = {name: torch.where(t.mask, x.detach(), torch.nan) for name, x in vars(t).items() if name != "mask"}

@@ -68,7 +68,7 @@ def test_at_the_start_the_ratio_is_exactly_one_and_the_gradient_is_that_of_the_p
 
 @many
 @given(step=steps(), clip_low=CLIPS, clip_high=CLIPS, dual_clip=st.sampled_from([None, 1.5, 3.0]))
-def test_the_gradient_is_zero_where_moving_on_is_clipped_and_that_of_the_ratio_elsewhere(
+def test_the_gradient_is_zero_where_the_ratio_is_clipped_and_that_of_the_ratio_elsewhere(
     step, clip_low, clip_high, dual_clip
 ):
     logprobs, old_logprobs, advantages, mask = step
@@ -88,7 +88,7 @@ def test_the_gradient_is_zero_where_moving_on_is_clipped_and_that_of_the_ratio_e
 
 @many
 @given(step=steps(), clip=CLIPS)
-def test_a_value_that_left_the_range_for_the_better_gets_no_gradient(step, clip):
+def test_a_value_that_left_the_clip_range_toward_its_return_gets_no_gradient(step, clip):
     values, old_values, returns, mask = step
     leaf = values.clone().requires_grad_()
     value_loss(leaf, old_values, returns, mask, clip=clip)[0].backward()
@@ -126,7 +126,7 @@ def test_the_gradient_of_k2_is_on_average_that_of_the_kl(seed, vocab):
 
 @many
 @given(step=steps(), beta=st.floats(0, 2), estimator=st.sampled_from(["k1", "k2", "k3"]))
-def test_the_score_lands_once_whatever_the_kl_takes(step, beta, estimator):
+def test_the_score_is_added_once_for_any_kl(step, beta, estimator):
     logprobs, ref_logprobs, scores, mask = step
     scores = scores[:, 0]
     rewards = token_rewards(scores, logprobs, ref_logprobs, mask, beta, estimator)
@@ -162,7 +162,7 @@ def test_moments_and_whitening_do_not_see_padding_or_order(step, padding, seed):
     cut=st.integers(0, 8),
     n=st.integers(1, 100),
 )
-def test_the_adaptive_coefficient_moves_within_its_clamp_and_goes_on_through_json_bit_for_bit(
+def test_the_adaptive_coefficient_moves_within_its_clamp_and_resumes_from_json_bit_for_bit(
     start, target, horizon, kls, cut, n
 ):
     controller, first = (AdaptiveKLController(start, target, horizon) for _ in range(2))

@@ -85,7 +85,7 @@ def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base
     assert [row[-1] == 1 for row in trainer.train_dataset["rejected_ids"][:8]] == stopped[::-1]
 
 
-def test_scores_are_computed_once_and_a_killed_labelling_goes_on(tmp_path):
+def test_scores_are_computed_once_and_a_killed_labelling_resumes(tmp_path):
     first = a_teacher(tmp_path)
     expected = first.scores(PROMPTS[:3], GOOD[:3])
     assert first.num_computed == 3
@@ -227,7 +227,7 @@ def test_a_batch_keeps_places_of_pairs_and_marks_what_is_missing():
     assert [math.isnan(s) for s in batch["scores"].tolist()] == [False, False, True, False, True]
 
 
-def test_a_student_larger_than_its_teacher_is_warned_of(base, caplog):
+def test_a_student_larger_than_its_teacher_gets_a_warning(base, caplog):
     student = load_with_new_head(str(base))
     warn_if_larger(student, 10**9)
     assert not caplog.records
@@ -235,7 +235,7 @@ def test_a_student_larger_than_its_teacher_is_warned_of(base, caplog):
     assert "more than the teacher's 10: it will cost more" in caplog.text
 
 
-def test_settings_and_rows_that_teach_nothing_are_refused(base, tmp_path):
+def test_settings_and_rows_that_teach_nothing_are_rejected(base, tmp_path):
     pairs = pair_rows(probability=[0.9] * 8)
     with pytest.raises(ValueError, match="both 0, so nothing is learnt"):
         a_trainer(base, tmp_path, pairs, regression_weight=0.0, pairwise_weight=0.0)

@@ -129,7 +129,7 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
     assert trainer.trunk_plan.captures_last
 
 
-def test_an_adapter_below_the_cut_runs_whole_and_says_so(tmp_path):
+def test_an_adapter_below_the_cut_runs_whole_and_is_reported(tmp_path):
     trainer = run(tmp_path, adapter(0), adapter_layers="top-1")
     line = trainer.trunk_plan.report.splitlines()[-1]
     assert line.endswith("judge runs through all layers: it changes layer 0 and the cut is at 1")
@@ -163,7 +163,7 @@ def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
 @pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}])
 @pytest.mark.parametrize("step", [3, 6])
 @pytest.mark.sampled(1)
-def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, step, settings):
+def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path, step, settings):
     whole = run(tmp_path / "whole", **SHAPE, **settings)
     run(tmp_path / "cut", callbacks=[StopAt(step)], **SHAPE, **settings)
     saved = {str(f.relative_to(tmp_path / "cut")) for f in (tmp_path / "cut" / f"checkpoint-{step}").rglob("*")}
@@ -173,7 +173,7 @@ def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tm
     assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
 
 
-def test_a_saved_policy_holds_no_reward_adapter_and_goes_on_training_with_it(tmp_path):
+def test_a_saved_policy_holds_no_reward_adapter_and_resumes_with_it(tmp_path):
     trainer = run(tmp_path / "one", adapter_layers="top-1", value_head="adapter")
     trainer.save_model()
     assert not [f for f in (tmp_path / "one").rglob("*") if "reward" in f.name or f.name == "score"]
@@ -200,7 +200,7 @@ def renamed(plain, adapted):
     return {name: theirs.get(name.replace(".base_layer.", "."), tensor) for name, tensor in own.items()}
 
 
-def test_conversations_are_read_as_the_policy_has_them(tmp_path, caplog):
+def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird")]})
     settings = {"rollout_batch_size": 3, "per_device_train_batch_size": 3}
@@ -216,7 +216,7 @@ def test_conversations_are_read_as_the_policy_has_them(tmp_path, caplog):
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_on_another_base_is_refused_with_both_names(tmp_path):
+def test_an_adapter_on_another_base_is_rejected_with_both_names(tmp_path):
     other = saved_base(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(ValueError, match=f"on the base model {base()}, and the policy's is {other}.* merge it into"):
         run(tmp_path / "out", model=str(other), trains=False)
@@ -233,7 +233,7 @@ def test_ways_to_the_same_folder_are_the_same_base(tmp_path, monkeypatch):
         assert run(tmp_path / "out", model=name, trains=False).model.reward_branch is not None
 
 
-def test_a_tokenizer_with_other_tokens_is_refused(tmp_path):
+def test_a_tokenizer_with_other_tokens_is_rejected(tmp_path):
     folder = saved_reward_adapter(tmp_path / "judge", base(), tokenizer=tiny_tokenizer(vocab_size=60))
     with pytest.raises(ValueError, match=r"tokenizer of reward adapter .*judge is not the policy's \(token '!' is in"):
         run(tmp_path / "out", str(folder), trains=False)
@@ -254,6 +254,6 @@ def test_the_pad_token_comes_from_the_tokenizer_and_without_one_from_the_base(tm
         assert trainer.model.reward_branch.pad_token_id == expected
 
 
-def test_two_reward_adapters_are_refused(tmp_path):
+def test_two_reward_adapters_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="2 reward adapters for one trunk .*one can be a branch of it"):
         run(tmp_path, [adapter(), adapter(0)], trains=False)

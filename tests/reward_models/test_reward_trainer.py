@@ -119,7 +119,7 @@ def test_margins_and_centring_change_the_loss_as_their_formulas_say(base, tmp_pa
     torch.testing.assert_close(loss, expected + 0.1 * (chosen + rejected).square().mean())
 
 
-def test_hard_labels_may_be_asked_for_where_there_are_soft_ones(base, tmp_path):
+def test_hard_labels_can_be_chosen_where_there_are_soft_ones(base, tmp_path):
     trainer = a_trainer(base, tmp_path, rows(probability=[0.6] * 8), soft_labels=False)
     assert trainer.train_dataset.column_names == ["chosen_ids", "rejected_ids"]
 
@@ -216,7 +216,7 @@ def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path
     assert trainer.state.log_history[-1]["eval_pairs/accuracy"] == 1.0
 
 
-def test_rows_that_are_too_long_are_dropped_and_said_and_none_left_is_refused(base, tmp_path, caplog):
+def test_rows_that_are_too_long_are_dropped_with_a_warning_and_an_empty_rest_is_rejected(base, tmp_path, caplog):
     trainer = a_trainer(base, tmp_path, max_length=6)
     assert len(trainer.train_dataset) < 8
     assert "training rows longer than max_length 6 tokens" in caplog.text
@@ -226,7 +226,7 @@ def test_rows_that_are_too_long_are_dropped_and_said_and_none_left_is_refused(ba
         a_trainer(base, tmp_path, max_length=999)
 
 
-def test_bad_settings_tokenizers_and_rows_are_refused_with_a_sentence(base, tmp_path):
+def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path):
     with pytest.raises(ValueError, match="no padding token"):
         a_trainer(base, tmp_path, tokenizer=tiny_tokenizer(pad=False))
     with pytest.raises(ValueError, match="pass processing_class"):
