@@ -1,4 +1,4 @@
-"""Damaged model folders for the tests: a whole tiny model, and ways in which a file of another's can be broken."""
+"""Damaged model folders for the tests: a whole tiny model, and ways in which a downloaded file can be damaged."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def removed(name: str) -> Damage:
 
 
 def both(*damages: Damage) -> Damage:
-    """Do several in turn."""
+    """Apply several changes in turn."""
 
     def damage(folder: Path) -> None:
         for each in damages:

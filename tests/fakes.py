@@ -1,4 +1,4 @@
-"""Real classes that stand in for slow or distant parts: a rollout backend whose completions are known beforehand."""
+"""Real classes in place of slow or remote parts: a rollout backend whose completions are known in advance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onetrunk.types import Rollout, RowKey
 
 
 class CannedBackend:
-    """Answers with given completions, one after the other, or each key with tokens drawn from that key alone.
+    """Returns given completions, one after the other, or each key with tokens drawn from that key alone.
 
     Args:
         completions: token ids; None: drawn, whatever the policy, with lengths that differ from row to row.

@@ -62,7 +62,7 @@ SETTINGS: dict[str, Any] = {
 class Task:
     """Write `length` tokens; the score of a completion is its share of good tokens.
 
-    Ids 0 and 1 are PAD and EOS; the next `num_good` are the good tokens, and prompts are made of those behind them.
+    Ids 0 and 1 are PAD and EOS; the next `num_good` are the good tokens, and prompts consist of the tokens after them.
 
     Args:
         num_tokens: ordinary tokens of the vocabulary.
@@ -91,7 +91,7 @@ TASK_B = Task(num_tokens=8, num_good=2, length=4, beta=0.1)
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the best policy attains.
+    """The results of the best policy.
 
     Args:
         objective: J*.
@@ -110,7 +110,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run attained over its last MEASURED_ROLLOUTS rollouts, as it was logged; and what it cost."""
+    """The logged results of a run over its last MEASURED_ROLLOUTS rollouts, and its cost."""
 
     score: float
     kl: float
@@ -194,7 +194,7 @@ def all_scores(task: Task) -> Tensor:
 
 
 def optimum(ref_logprobs: Tensor, scores: Tensor, beta: float) -> Optimum:
-    """Return what the best policy attains against a reference given as logprobs [prompts, outcomes]."""
+    """Return the results of the best policy against a reference given as logprobs [prompts, outcomes]."""
     log_partition = (ref_logprobs + scores / beta).logsumexp(1)
     log_ratio = scores / beta - log_partition[:, None]
     best = (ref_logprobs + log_ratio).exp()

@@ -1,4 +1,4 @@
-"""The house keeps its shape: floors, sizes, docstrings, no private imports, `print` only where a person reads it.
+"""The rules of the house: floors, sizes, docstrings, no private imports, `print` only where a person reads it.
 
 `problems` judges one source text, so that the tests below can also show that it catches what it should.
 """
@@ -35,7 +35,7 @@ FLOORS = {
     "cli": 12,
 }
 HUGGING_FACE = set("transformers peft trl accelerate datasets huggingface_hub tokenizers safetensors".split())
-# Unstable by their authors' own word.
+# Their authors call these unstable.
 UNSTABLE = ("trl.trainer.utils", "trl.experimental", "trl.kernels", "trl.generation")
 MAY_PRINT = {"cli", "stages"}
 MAX_FUNCTION_LINES = 60
@@ -118,11 +118,11 @@ def shape_problems(tree: ast.Module, source: str, room: str) -> Iterator[str]:
 
 
 def problems(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Return what is wrong with a source text that stands at `module`, such as "onetrunk.ops.losses"."""
+    """Return what is wrong with the source text of `module`, such as "onetrunk.ops.losses"."""
     tree = ast.parse(source)
     room = room_of(module)
     found = list(shape_problems(tree, source, room))
-    # The package's own __init__ is the roof: it names everything, and imports nothing until asked.
+    # The package's __init__ may name everything: it imports a name when it is first used.
     return found + (list(import_problems(tree, module, is_package)) if room else [])
 
 

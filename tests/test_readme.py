@@ -158,9 +158,9 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
             assert value_head in row
         if row in ("adapter_layers top-k", "trunk cache"):
             assert adapter_layers.startswith("top-")
-    # The states that a run keeps: a whole training of two processes.
+    # The states that a run keeps, in a training of two processes.
     assert two_processes.CASES["kept"]["trunk_cache"] == "disk"
-    # With a reward adapter beside a function: such a training too.
+    # A training whose rewards are a reward adapter and a function.
     assert "judged" in two_processes.CASES
 
 
@@ -174,16 +174,16 @@ def test_what_the_readme_says_is_rejected_is_rejected(kind, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("column", "settings", "sentence"),
+    ("column", "settings", "message"),
     [
         ("TP", {"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs has tp_plan; it may have"),
         ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
         ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
     ],
 )
-def test_what_is_not_built_is_rejected_by_its_name(column, settings, sentence, tmp_path):
+def test_what_is_not_built_is_rejected_by_its_name(column, settings, message, tmp_path):
     assert all(cell == "rejected" for (_, named), cell in CELLS.items() if named == column)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **settings)
 
 

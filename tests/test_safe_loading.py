@@ -1,5 +1,5 @@
-"""What a file of others may do when it is read: nothing. YAML makes plain values, no pickle runs, no remote code is
-loaded unasked or unpinned. The rules are read off the source; what they mean is tried on real files."""
+"""Reading a file runs no code of its author: YAML gives plain values, no pickle is loaded, and remote code runs only
+if it is enabled and pinned. The rules are checked in the source, and their effect on real files."""
 
 import ast
 import json
@@ -131,7 +131,7 @@ def test_the_rule_on_remote_code_tells_both_apart():
     assert not unsaid_trust("AutoConfig.from_pretrained(name, trust_remote_code=False)")
 
 
-# --- tried ----------------------------------------------------------------------------------------------------------
+# --- on files -------------------------------------------------------------------------------------------------------
 
 
 def test_yaml_that_makes_objects_is_rejected_wherever_it_is_read(tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_yaml_that_makes_objects_is_rejected_wherever_it_is_read(tmp_path, monke
     with pytest.raises(ValueError, match="not YAML"):
         load_constitution("x.yaml")
     assert not (tmp_path / "ran").exists()
-    # It is hostile indeed: another loader runs it.
+    # The file is really hostile: another loader runs it.
     yaml.load(hostile, yaml.UnsafeLoader)
     assert (tmp_path / "ran").exists()
 

@@ -1,4 +1,4 @@
-"""The scripts that are no stage: they run, and say what is wrong with what they were given."""
+"""The scripts that are not stages: they run, and reject bad options with a message."""
 
 import json
 import re

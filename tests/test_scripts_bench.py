@@ -1,4 +1,4 @@
-"""scripts/bench.py end to end on a tiny shape; and that what it times is the work that it says."""
+"""scripts/bench.py from start to end on a tiny shape, and whether it times the work that it names."""
 
 import json
 import os
@@ -32,10 +32,10 @@ def test_the_benchmark_writes_medians_commands_and_the_machine_without_a_baselin
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ours is timed alone" in done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    figures = results["rows"]["mixed-top"]["ours"]
-    assert set(figures["seconds"]) == {"generate", "score", "update", "total"}
-    assert all(seconds > 0 for seconds in figures["seconds"].values())
-    assert figures["peak_mb"] > 100
+    ours = results["rows"]["mixed-top"]["ours"]
+    assert set(ours["seconds"]) == {"generate", "score", "update", "total"}
+    assert all(seconds > 0 for seconds in ours["seconds"].values())
+    assert ours["peak_mb"] > 100
     readme = (tmp_path / "README.md").read_text()
     assert "python scripts/bench/onetrunk_ppo.py --shape tiny" in readme
     assert f"{results['machine']['cores']} cores" in readme

@@ -18,12 +18,12 @@ def bench(monkeypatch):
 
 @pytest.mark.slow
 def test_two_arms_are_tuned_run_and_compared_in_a_table(tmp_path, bench, capsys, monkeypatch):
-    # The process sets it for itself; here it goes back afterwards.
+    # The script sets it for its process; here it is restored afterwards.
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     options = ["--arms", "shared", "top-1", "--rollouts", "5", "--tuning_rollouts", "1", "--seeds", "0"]
     bench("learning").main([*options, "--out", str(tmp_path)])
     runs = [json.loads(line) for line in (tmp_path / "four_tokens.jsonl").read_text().splitlines()]
-    # Four settings of each arm on the preliminary seed, then the best of them on the seed asked for.
+    # Four settings of each arm on the preliminary seed, then the best of them on the chosen seed.
     assert [run["seed"] for run in runs] == [100] * 8 + [0, 0]
     assert all(len(run[key]) == 5 for run in runs[8:] for key in ("score", "kl", "cpu_s"))
     assert all(run["kl"][0] == pytest.approx(0, abs=1e-5) for run in runs)

@@ -1,4 +1,4 @@
-"""What the Triton kernels must do: the same as their naive twins. Run by test_kernels.py in a process of its own.
+"""The Triton kernels do the same as their naive twins. Run by test_kernels.py in a process of its own.
 
 That process sets TRITON_INTERPRET=1 before anything imports Triton, or runs on a GPU; small shapes, since the
 interpreter takes some milliseconds a program.
@@ -18,7 +18,7 @@ from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 naive_ppo_loss = partial(ppo_loss, use_kernel=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# exp and tanh of a GPU round otherwise than those of a CPU, and so do sums in another order.
+# exp and tanh round differently on a GPU than on a CPU, and so do sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 TILE = {
     "chunk_size": 3,
@@ -41,7 +41,7 @@ def head_case(dtype, seed=0, **options):
 
 
 def both_ways(monkeypatch, function):
-    """Return what the kernels give and what plain torch gives."""
+    """Return the result of the kernels and that of plain torch."""
     results = []
     for setting in ("on", "off"):
         monkeypatch.setenv(SWITCH, setting)
@@ -88,7 +88,7 @@ def test_the_kernel_gives_logprobs_bitwise_the_same_with_and_without_gradients(m
 
 
 def loss_case(dtype, rows=37, width=31, seed=0):
-    """Return tensors by name, of more tokens than one block of the kernel, with NaN wherever nothing counts."""
+    """Return tensors by name, of more tokens than one block of the kernel, with NaN outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < 0.7
     names = "values returns old_values logprobs old_logprobs advantages weights ref_logprobs entropy".split()

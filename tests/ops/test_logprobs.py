@@ -37,7 +37,7 @@ def gradient(function, hidden, *args, upstream, entropy_upstream=None, **options
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remember the most elements that any operation put out."""
+    """Remember the number of elements of the largest result of any operation."""
 
     numel = 0
 
@@ -228,7 +228,7 @@ def test_a_tile_of_forbidden_tokens_leaves_the_logprobs_as_they_are():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_nearly_certain_token_keeps_its_digits(dtype):
-    # Logits 0 and 12: 1 - p = 6e-6, which 1 - p in bfloat16, or W_y - sum p W in float32, would not tell from 0
+    # Logits 0 and 12: 1 - p = 6e-6, which 1 - p in bfloat16, or W_y - sum p W in float32, would round to 0
     weight, hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype), torch.tensor([[0.0, 12.0]], dtype=dtype)
     ours = gradient(fused_token_logprobs, hidden.requires_grad_(), weight, torch.tensor([1]), upstream=torch.ones(1))
     exact = torch.tensor([[-1.0, 1.0]], dtype=torch.float64) / (1 + torch.tensor(12.0, dtype=torch.float64).exp())
@@ -346,15 +346,15 @@ def test_a_head_that_trains_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"softcap": 0.0}, "softcap is 0.0"),
     ],
 )
-def test_settings_out_of_range_are_rejected(options, sentence):
+def test_settings_out_of_range_are_rejected(options, message):
     hidden, weight, targets, _ = case()
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         fused_token_logprobs(hidden, weight, targets, **options)
 
 

@@ -108,7 +108,8 @@ def test_the_expected_weight_of_a_token_does_not_depend_on_the_length_of_its_row
     shortest, longest = lengths.argsort()[:16], lengths.argsort()[-16:]
     ratio = (weights[shortest].mean() / weights[longest].mean()).item()
     # A row counts in its own minibatch's total, so a long one meets slightly larger totals: by its surplus of about
-    # 100 tokens over the shortest, in a minibatch of about 1,000. Groups of like lengths gave a ratio above 4.
+    # 100 tokens over the shortest, in a minibatch of about 1,000. Minibatches of rows of similar length gave a ratio
+    # above 4.
     surplus = (lengths[longest].float().mean() - lengths[shortest].float().mean()) / lengths.sum() * num_minibatches
     assert 1 < ratio < 1 + 1.2 * surplus.item() < 1.15
 

@@ -1,6 +1,6 @@
-"""Properties that hold for any input: 200 examples each, in float64 but where rounding is the point.
+"""Properties that hold for any input: 200 examples each, in float64 unless rounding is the point.
 
-Those that belong to one function stand in its own file; here are those of a step as a whole, and the limits.
+Properties of one function are in the test file of its module; here are those of a step as a whole, and limits.
 """
 
 import json
@@ -119,7 +119,7 @@ def test_the_gradient_of_k2_is_on_average_that_of_the_kl(seed, vocab):
     logits.requires_grad_()
     policy, reference = logits.log_softmax(-1), other.log_softmax(-1)
     expected = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
-    # Sampled tokens: the probability of a token is no part of the graph.
+    # Sampled tokens: the probability of a token is not part of the graph.
     k2 = (policy.exp().detach() * kl_estimate(policy, reference, "k2")).sum()
     assert_close(torch.autograd.grad(k2, logits)[0], expected, **EXACT)
 

@@ -1,4 +1,4 @@
-"""Figures of preferences, by hand; the rank correlation against numbers of another implementation."""
+"""Metrics of preferences, by hand; the rank correlation against numbers of another implementation."""
 
 import math
 

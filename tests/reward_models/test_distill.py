@@ -1,4 +1,4 @@
-"""Distillation: both losses by their formulas, rows of every kind, the teacher's scale, and scores bought once."""
+"""Distillation: both losses by their formulas, rows of every kind, the teacher's scale, and scores computed once."""
 
 import math
 
@@ -91,7 +91,7 @@ def test_scores_are_computed_once_and_a_killed_labelling_resumes(tmp_path):
     assert first.num_computed == 3
     again = a_teacher(tmp_path)
     assert torch.equal(again.scores(PROMPTS[:4], GOOD[:4])[:3], expected) and again.num_computed == 1
-    # Equal rows are one; another model is another teacher.
+    # Equal rows are computed once; another model is another teacher.
     assert again.scores(PROMPTS, GOOD).shape == (8,) and again.num_computed == 1
     other = a_teacher(tmp_path, 9)
     other.scores(PROMPTS[:2], GOOD[:2])
@@ -126,7 +126,7 @@ def test_the_loss_is_half_the_squared_error_plus_the_soft_label_loss(base, tmp_p
 
 
 def test_the_teachers_own_scores_have_no_gradient(base, tmp_path):
-    """Both losses are least at the teacher's scores: there the gradient of the scores is 0."""
+    """Both losses have their minimum at the teacher's scores: there the gradient of the scores is 0."""
     labelled = label_rows(a_teacher(tmp_path), pair_rows())
     trainer = a_trainer(base, tmp_path, labelled)
     batch = first_batch(trainer)

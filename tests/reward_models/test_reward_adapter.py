@@ -1,4 +1,4 @@
-"""Runs whose reward is an adapter on the policy's own trunk: scores, figures, files, resuming, refusals."""
+"""Runs whose reward is an adapter on the policy's own trunk: scores, metrics, files, resuming, errors."""
 
 import math
 from functools import cache
@@ -58,7 +58,7 @@ def run(folder, reward=None, *, model=None, trains=True, resume=None, callbacks=
 
 
 def expected_scores(scored, first=1):
-    """Return what a separate model says of the rows that were scored."""
+    """Return the scores of a separate model for the rows that were scored."""
     pack = make_pack(list(scored.rollout.prompt_ids), list(scored.rollout.completion_ids), 0)
     return scores_of_a_separate_model(adapter(first), base(), pack)
 
@@ -78,7 +78,7 @@ def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, 
     trunk = trainer.model
     assert trunk.reward_branch.from_states == (first == 1 and trunk.cut == 1)
     scored = first_rollout(trainer)
-    # Packs of other widths round otherwise.
+    # Packs of other widths round differently.
     torch.testing.assert_close(scored.scores.total, expected_scores(scored, first), atol=1e-5, rtol=1e-5)
     assert scored.scores.by_function.keys() == {"judge"} and scored.scores.total.std() > 1e-2
 
@@ -147,7 +147,7 @@ def test_an_adapter_at_the_cut_scores_captured_states_as_it_scores_those_of_a_pa
     settings = {"adapter_layers": "top-1", "trains": False}
     captured = first_rollout(run(tmp_path / "a", **settings))
     made = first_rollout(run(tmp_path / "b", capture_trunk_states=False, **settings))
-    # float32 rounds a token alone otherwise than within a row.
+    # float32 rounds a token alone differently than within a row.
     torch.testing.assert_close(captured.scores.total, made.scores.total, atol=2e-5, rtol=2e-5)
 
 
@@ -213,7 +213,7 @@ def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
     torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_on_another_base_is_rejected_with_both_names(tmp_path):

@@ -211,8 +211,8 @@ def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "pairs/accuracy" in entry]
     assert logged[-1]["pairs/accuracy"] == 1.0 and {"loss", "pairs/lead", "score/mean"} <= set(logged[-1])
-    figures = trainer.evaluate(rows(probability=[1.0, 0.0, 0.5, 1.0] * 2))
-    assert figures["eval_loss"] < 0.5
+    metrics = trainer.evaluate(rows(probability=[1.0, 0.0, 0.5, 1.0] * 2))
+    assert metrics["eval_loss"] < 0.5
     assert trainer.state.log_history[-1]["eval_pairs/accuracy"] == 1.0
 
 
