@@ -97,7 +97,7 @@ def about(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, 
 
 
 def run_comparison(args: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
-    """Run the comparison, print its table and write results.json, anew after every round."""
+    """Run the comparison, print its table and rewrite results.json after every round."""
     rows = choose_rows(args.rows, args.device, args.quick)
     for number, printed in enumerate(run_rounds(rows, baseline, args), 1):
         metrics = write_results(rows, printed, number, args, folder)
@@ -105,7 +105,7 @@ def run_comparison(args: argparse.Namespace, baseline: Path | None, folder: Path
     CONSOLE.print(table(metrics, f"{title}; rounds: {args.rounds}"))
     short = [name for name, row in metrics.items() if row.get("meets_floor") is False]
     if short:
-        say(f"below what is required: {', '.join(short)}")
+        say(f"below the floor: {', '.join(short)}")
 
 
 def write_results(

@@ -4,7 +4,7 @@
 
 Two tasks, both split by question. `solutions`: a model's correct solution over a wrong one to the same question, all
 pairs. `arithmetic`: an answer over a copy in which the results of its calculations are wrong. The files are those of
-https://github.com/openai/grade-school-math (MIT); what is made of them lies below `runs/gsm8k-tiny`.
+https://github.com/openai/grade-school-math (MIT); the output is in `runs/gsm8k-tiny`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def solution_pairs(rows: Dataset) -> Iterator[Row]:
 
 
 def read(path: str, columns: set[str], held_out: int) -> tuple[Dataset, Dataset]:
-    """Return the rows of a file, all but the last `held_out` and those."""
+    """Return the rows of a file without the last `held_out` ones, and those."""
     rows = load_rows(path)
     if columns - set(rows.column_names):
         raise ValueError(f"{path} has no column {', '.join(sorted(columns - set(rows.column_names)))}")

@@ -61,7 +61,7 @@ def _evaluate(node: ast.expr) -> Fraction:
         return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand)
-    raise ValueError(f"{ast.dump(node)} is no arithmetic of numbers")
+    raise ValueError(f"{ast.dump(node)} is not arithmetic of numbers")
 
 
 def _final_number(text: str) -> Fraction | None:

@@ -54,7 +54,7 @@ class ForceLengthOfRunningRows(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.running is None:
-            # Prompts are random words, so each is one of a kind; padding is no word.
+            # Prompts are random words, so each is unique; padding is not a word.
             rows = [tuple(i for i in row if i != PAD) for row in input_ids.tolist()]
             self.running = ForceLength([self.length_of[row] for row in rows], self.longest)
         running = self.running

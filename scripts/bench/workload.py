@@ -259,7 +259,7 @@ class Meter(threading.Thread):
         kept = [{**row, "total": sum(row[phase] for phase in PHASES)} for row in kept]
         unit = 1024 if sys.platform == "linux" else 1
         whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        # On CUDA what building the models took does not count: a quantised base is made from a larger one.
+        # On CUDA the peak of building the models does not count: a quantised base is made from a larger one.
         peak = whole if self.device == "cpu" else max(self.peaks[phase] for phase in PHASES)
         return {
             "seconds": {name: round(statistics.median(row[name] for row in kept), 3) for name in kept[0]},
