@@ -98,8 +98,8 @@ def make_pack(
     if not all(prompt_ids):
         row = [len(ids) for ids in prompt_ids].index(0)
         raise ValueError(f"the prompt of row {row} is empty; give it at least one token, such as the BOS token")
-    input_ids, lengths = _padded([p + c for p, c in zip(prompt_ids, completion_ids, strict=True)], pad_id)
-    completions, completion_lengths = _padded(completion_ids, pad_id)
+    input_ids, lengths = pad_ids([p + c for p, c in zip(prompt_ids, completion_ids, strict=True)], pad_id)
+    completions, completion_lengths = pad_ids(completion_ids, pad_id)
     return Pack(
         input_ids=input_ids,
         attention_mask=length_mask(lengths, input_ids.shape[1]).long(),
@@ -110,6 +110,7 @@ def make_pack(
     )
 
 
-def _padded(ids: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+def pad_ids(ids: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return n lists of token ids as one tensor [n, longest], padded on the right, and their lengths [n]."""
     rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
     return pad_sequence(rows, batch_first=True, padding_value=pad_id), torch.tensor([len(row) for row in rows])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +28,8 @@ from onetrunk.data.preferences import SIDES, stopped_column, validate_preference
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.ops.masking import length_mask
+from onetrunk.ops.packing import pad_ids
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
@@ -89,14 +92,12 @@ class PairCollator:
         }
         return {**self.pad(rows), **labels}
 
-    def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def pad(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """Return input_ids and attention_mask [n, T] of n lists of token ids."""
-        width = max(map(len, rows))
+        ids, lengths = pad_ids(rows, self.pad_token_id)
         if self.pad_to_multiple_of:
-            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        ids = torch.tensor([[*row, *[self.pad_token_id] * (width - len(row))] for row in rows])
-        lengths = torch.tensor([len(row) for row in rows])
-        return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
+            ids = F.pad(ids, (0, -ids.shape[1] % self.pad_to_multiple_of), value=self.pad_token_id)
+        return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
 
 
 class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):

@@ -7,6 +7,7 @@ yet run on hardware.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -41,12 +42,7 @@ def fused_loss(
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
     """Return the loss and the detached stats of `losses.ppo_loss`, without the moments of the values.
 
-    Args:
-        experience: as in `losses.ppo_loss`.
-        output: as in `losses.ppo_loss`; the gradient flows to logprobs, entropy and values.
-        coefficients: the numbers.
-        num_tokens: denominator; the counted tokens, at least 1, where None.
-        log_ratio_limit: the log ratio is clamped to plus and minus this.
+    The arguments are those of `losses.ppo_loss`; the log ratio is clamped to plus and minus `log_ratio_limit`.
     """
     mask = experience.loss_mask
     tensors = {name: getattr(output if name in TRAINED else experience, name) for name in INPUTS}
@@ -54,8 +50,7 @@ def fused_loss(
         tensors["ref_logprobs"] = None
     constants = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     trained = [constants.pop(name, None) for name in TRAINED]
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in trained)
-    dtype = torch.float64 if is_double else torch.float32
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in trained if tensor is not None), torch.float32)
     denominator = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=mask.device)
