@@ -10,12 +10,14 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.new_scorer import load_with_new_head
+from onetrunk.models.scorer import READS_END
 from onetrunk.reward_models.distill import (
     DistillationCollator,
     RewardDistillationConfig,
     RewardDistillationTrainer,
     warn_if_larger,
 )
+from onetrunk.reward_models.metrics import score_pairs
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import ModelReward
 from onetrunk.stages.distill import DistillDataArguments
@@ -83,6 +85,17 @@ def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base
     trainer = a_trainer(base, tmp_path / "run", label_rows(a_teacher(tmp_path), pairs, singles))
     assert [row[-1] == 1 for row in trainer.train_dataset["chosen_ids"]] == [*stopped, False, True]
     assert [row[-1] == 1 for row in trainer.train_dataset["rejected_ids"][:8]] == stopped[::-1]
+
+
+def test_held_out_completions_that_were_cut_off_are_scored_as_the_teacher_scores_them(tmp_path):
+    stopped = [True, False] * 4
+    rows = pair_rows(chosen_stopped=stopped, rejected_stopped=stopped[::-1])
+    member = a_teacher(tmp_path).members[0]
+    member.model.config.update({READS_END: True})
+    pairs = score_pairs(ModelReward(member.model, tiny_tokenizer()), rows, torch.ones(8))
+    labelled = Teacher([ModelReward(member.model, tiny_tokenizer())], tmp_path / "cut.jsonl").label_pairs(rows)
+    for ours, expected in ((pairs.chosen, "chosen_score"), (pairs.rejected, "rejected_score")):
+        torch.testing.assert_close(ours, torch.tensor(labelled[expected]))
 
 
 def test_scores_are_computed_once_and_a_killed_labelling_resumes(tmp_path):

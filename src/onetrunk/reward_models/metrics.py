@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from onetrunk.data.preferences import SIDES
+from onetrunk.data.preferences import SIDES, stopped_column
 from onetrunk.models.speedups.memory import peak_bytes
 from onetrunk.reward_models.teacher import Teacher
 from onetrunk.rewards.base import Completion
@@ -95,8 +95,9 @@ def true_labels(rows: Dataset, has_teacher: bool) -> Tensor | None:
 
 
 def score_pairs(reward: ModelReward, rows: Dataset, labels: Tensor) -> ScoredPairs:
-    """Score both sides of preference rows."""
-    sides = [reward(prompts=rows["prompt"], completions=rows[name]) for name in SIDES]
+    """Score both sides of preference rows; a completion that was cut off is read without an end token."""
+    stopped = {name: stopped_column(rows, f"{name}_stopped") for name in SIDES}
+    sides = [reward(rows["prompt"], rows[name], completion_stopped=stopped[name]) for name in SIDES]
     return _scored_pairs(sides, labels, reward, rows)
 
 
