@@ -12,10 +12,6 @@ class ModelShape:
     """The numbers of a decoder that its costs depend on.
 
     Args:
-        vocab_size: size of the vocabulary.
-        hidden_size: of the residual stream.
-        num_layers: number of decoder layers.
-        intermediate_size: of the feed-forward block.
         num_heads: query heads.
         num_kv_heads: key and value heads.
         head_dim: size of one head.

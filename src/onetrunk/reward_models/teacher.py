@@ -48,7 +48,6 @@ class Teacher:
         cache: the ledger's file.
         temperature: above 0; above 1 gives softer labels.
         is_shown: True shows a progress bar.
-
     """
 
     def __init__(
@@ -114,7 +113,10 @@ class Teacher:
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
     ) -> Tensor:
         """Return scores [n]: the mean over the members, each minus its zero."""
-        return torch.mean(self.member_scores(prompts, completions, stopped) - self.means[:, None], dim=0)
+        return self._centred(self.member_scores(prompts, completions, stopped))
+
+    def _centred(self, member_scores: Tensor) -> Tensor:
+        return torch.mean(member_scores - self.means[:, None], dim=0)
 
     def label_pairs(self, rows: Dataset) -> Dataset:
         """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
@@ -122,10 +124,7 @@ class Teacher:
         stopped = {name: stopped_column(rows, name) for name in STOPPED}
         sides = [self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"]) for name in SIDES]
         probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)
-        scores = {
-            f"{name}_score": torch.mean(side - self.means[:, None], dim=0).tolist()
-            for name, side in zip(SIDES, sides, strict=True)
-        }
+        scores = {f"{name}_score": self._centred(side).tolist() for name, side in zip(SIDES, sides, strict=True)}
         columns = {name: rows[name] for name in PAIR}
         return Dataset.from_dict({**columns, **stopped, **scores, "probability": probability.tolist()})
 
