@@ -1,7 +1,7 @@
 """Metrics of a reward model on preference rows, and of a student next to its teacher.
 
-First what is measured on which rows, then the arithmetic: accuracy, calibration, intervals and correlations. A lead is
-the score of `chosen` minus the score of `rejected`; a label is the probability that `chosen` is better.
+First the scores and labels of the rows, then the arithmetic: accuracy, calibration, intervals and correlations. A
+lead is the score of `chosen` minus the score of `rejected`; a label is the probability that `chosen` is better.
 """
 
 from __future__ import annotations

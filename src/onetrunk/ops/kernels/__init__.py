@@ -1,7 +1,7 @@
 """Whether the Triton kernels of this room run: on CUDA tensors, wherever Triton is installed.
 
-The environment variable ONETRUNK_KERNELS=off takes the plain torch path on a GPU too, and ONETRUNK_KERNELS=on runs the
-kernels on any tensor: with TRITON_INTERPRET=1, also on a CPU, slowly. Triton comes with the CUDA builds of torch.
+The environment variable ONETRUNK_KERNELS=off selects plain torch on a GPU too, and ONETRUNK_KERNELS=on runs the
+kernels on any tensor: with TRITON_INTERPRET=1 also on a CPU, slowly. Triton comes with the CUDA builds of torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ SWITCH = "ONETRUNK_KERNELS"
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Return whether what is done to this tensor is done by a kernel.
+    """Return whether operations on this tensor run as kernels.
 
     Raises:
-        ValueError: ONETRUNK_KERNELS is set to something else than on and off.
+        ValueError: ONETRUNK_KERNELS is neither on nor off.
     """
     setting = os.environ.get(SWITCH, "")
     if setting not in ("", "on", "off"):
