@@ -4,8 +4,8 @@ Every `from_pretrained` of onetrunk is called here. A file that is damaged, or t
 weights explain, becomes one LoadError that names the file. transformers, PEFT and safetensors still do the reading:
 this module checks file headers and JSON before they do, and translates what they raise.
 
-In every signature `kind`, for the message, is "model", "reward model" or "adapter" or begins with "tokenizer"; `name` is
-a folder or a name on the Hub; `revision` is a branch, tag or commit there; `source` is what `pinned_source` returns.
+In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer"; `name` is
+a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.
 """
 
 from __future__ import annotations
@@ -124,6 +124,12 @@ def check_source(name: str, kind: str = "model") -> None:
         inside = sorted(config.parent.name for pattern in CONFIGS for config in path.glob(f"*/{pattern}"))
         hint = f", but its folder {inside[-1]} does: name that" if inside else ""
         raise not_loadable(kind, name, f"the folder holds neither {' nor '.join(CONFIGS)}{hint}")
+
+
+def expand(name: str | Path) -> str:
+    """Return a folder's path with `~` expanded; any other name unchanged."""
+    folder = Path(name).expanduser()
+    return str(folder if folder.exists() else name)
 
 
 def can_be_on_hub(name: str) -> bool:

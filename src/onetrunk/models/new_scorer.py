@@ -25,12 +25,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from onetrunk.models.base import repair_padding
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer
 from onetrunk.models.scorer import not_scalar, score_layer
 from onetrunk.models.sources import pinned_source
 from onetrunk.utils.files import require_output_dir
-
-logger = logging.getLogger(__name__)
 
 # Modules of transformers that report weights which are missing, left over, or on one device.
 REPORTING = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
@@ -98,15 +97,7 @@ def load_reward_tokenizer(
         ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
     """
     tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"the tokenizer {name} has neither a padding token nor an end token, so rows of a batch can't be told"
-                " from their padding; set pad_token in its tokenizer_config.json"
-            )
-        logger.info("the tokenizer %s has no padding token: padding with %r instead", name, tokenizer.eos_token)
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer if tokenizer.pad_token_id is not None else repair_padding(tokenizer)
 
 
 def scorer_from_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -146,7 +137,7 @@ class BaseShape:
 
     Args:
         vocab_size: most tokens: 256 bytes, the special tokens, and the merges learned from the texts.
-        hidden_size: width; a multiple of num_heads.
+        hidden_size: width; an even multiple of num_heads.
         num_layers: decoder layers.
         num_heads: attention heads.
         max_positions: most tokens of a prompt with its completion.
@@ -157,17 +148,6 @@ class BaseShape:
     num_layers: int = 2
     num_heads: int = 4
     max_positions: int = 128
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more")
-        head_size, rest = divmod(self.hidden_size, self.num_heads)
-        if rest or head_size % 2:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} over {self.num_heads} heads must give an even whole number; set"
-                f" hidden_size to {max(1, round(head_size / 2)) * 2 * self.num_heads}"
-            )
 
 
 def make_base(

@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
 from onetrunk.models.adapters import (
     POLICY,
@@ -31,10 +29,11 @@ from onetrunk.models.adapters import (
 from onetrunk.models.base import decoder_layers, output_head
 from onetrunk.models.loading import (
     adding_adapter,
-    can_be_on_hub,
+    expand,
     put_adapter_on,
     read_adapter_config,
     read_adapter_weights,
+    source_file,
 )
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
@@ -72,13 +71,7 @@ class ScoreAdapter:
 
 def is_adapter_name(name: str) -> bool:
     """Return whether `name` leads to an adapter; False also if it leads nowhere."""
-    folder = Path(name).expanduser()
-    if folder.exists():
-        return (folder / "adapter_config.json").is_file()
-    try:
-        return can_be_on_hub(name) and find_adapter_config_file(name) is not None
-    except OSError:
-        return False
+    return source_file(expand(name), "adapter_config.json") is not None
 
 
 def read_score_adapter(name: str) -> ScoreAdapter:
@@ -88,9 +81,8 @@ def read_score_adapter(name: str) -> ScoreAdapter:
         ValueError: not LoRA, a variant that the trunk can't carry, no score head, or one with several labels.
         RuntimeError: its base model is missing.
     """
-    source = _source(name)
-    base, config = adapter_base(source), read_adapter_config(source)
-    config = _checked_config(name, config)
+    source = expand(name)
+    base, config = adapter_base(source), _checked_config(name, read_adapter_config(source))
     weights = read_adapter_weights(source)
     head = {key.rsplit(".", 1)[-1]: weights.pop(key) for key in _HEAD_KEYS if key in weights}
     if "weight" not in head:
@@ -124,20 +116,14 @@ def load_adapter_scorer(
     Raises:
         ValueError, RuntimeError: as `read_score_adapter`.
     """
-    adapter, source = read_score_adapter(name), _source(name)
-    settings = {} if dtype is None else {"dtype": dtype}
-    base = load_with_new_head(adapter.base, **settings)
+    adapter, source = read_score_adapter(name), expand(name)
+    base = load_with_new_head(adapter.base, **({} if dtype is None else {"dtype": dtype}))
     # The model that PEFT wraps: its layers carry the adapter, and its head is that of the adapter.
     model = put_adapter_on(base, source).get_base_model()
     check_base_marks(model, source)
     model.config.update({READS_END: True, "name_or_path": source})
     model.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()
-
-
-def _source(name: str) -> str:
-    folder = Path(name).expanduser()
-    return str(folder) if folder.exists() else name
 
 
 def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
@@ -228,7 +214,7 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     Raises:
         ValueError: it does not fit this trunk.
     """
-    check_base_marks(trunk.get_base_model(), str(Path(adapter.name).expanduser()))
+    check_base_marks(trunk.get_base_model(), expand(adapter.name))
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)

@@ -18,7 +18,7 @@ from transformers.utils import cached_file, has_file
 
 from onetrunk.data.chat_template import apply_chat_template
 from onetrunk.data.prompts import without_second_bos
-from onetrunk.models.loading import check_source, load_weights, read_config, read_tokenizer
+from onetrunk.models.loading import check_source, expand, load_weights, read_config, read_tokenizer
 from onetrunk.types import Conversation, Message, Prompt
 from onetrunk.utils.files import atomic_write_json, read_json
 
@@ -85,11 +85,10 @@ def scorer_source(path: str | Path) -> str:
         RuntimeError: a file, or a folder without a model.
         ValueError: an adapter.
     """
-    folder = Path(path).expanduser()
-    name = str(folder) if folder.exists() else str(path)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    name = expand(path)
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
-    if (folder / "adapter_config.json").exists():
+    if (Path(name) / "adapter_config.json").exists():
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
     check_source(name, "reward model")
     return name
@@ -131,11 +130,9 @@ def score_layer(model: nn.Module) -> nn.Linear:
 
 def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer saved with a reward adapter, or None."""
-    folder = Path(name).expanduser()
-    is_folder, file = folder.is_dir(), "tokenizer_config.json"
-    if not ((folder / file).is_file() if is_folder else has_file(name, file)):
-        return None
-    return read_tokenizer(str(folder) if is_folder else name, "tokenizer of the reward adapter")
+    source = expand(name)
+    has_tokenizer = has_file(source, "tokenizer_config.json")
+    return read_tokenizer(source, "tokenizer of the reward adapter") if has_tokenizer else None
 
 
 # --- rows ---
@@ -382,10 +379,10 @@ def read_score_scale(name: str) -> ScoreScale | None:
     Raises:
         RuntimeError: the file is damaged.
     """
-    folder = Path(name).expanduser()
-    if not ((folder / SCALE_FILE).is_file() if folder.is_dir() else has_file(name, SCALE_FILE)):
+    source = expand(name)
+    if not has_file(source, SCALE_FILE):
         return None
-    path = folder / SCALE_FILE if folder.is_dir() else Path(cached_file(name, SCALE_FILE))
+    path = cached_file(source, SCALE_FILE)
     data = read_json(path)
     try:
         return ScoreScale(float(data["mean"]), float(data["std"]))
