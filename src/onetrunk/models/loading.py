@@ -4,8 +4,8 @@ Every `from_pretrained` of onetrunk is called here. A file that is damaged, or t
 weights explain, becomes one LoadError that names the file. transformers, PEFT and safetensors still do the reading:
 this module checks file headers and JSON before they do, and translates what they raise.
 
-In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer"; `name` is
-a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.
+In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer". `name`
+is a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.
 """
 
 from __future__ import annotations
