@@ -254,13 +254,12 @@ def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
     in a model of fewer than 20 linear modules, and those overrule the choice. `fan_in_fan_out` means that the weights
     are transposed (GPT-2's Conv1D).
     """
-    kinds = {type(m) for m in layers.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    linear = {name: type(m) for name, m in layers.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    kinds = set(linear.values())
     if kinds in ({Conv1D}, {nn.Linear}):
         config.fan_in_fan_out = kinds == {Conv1D}
     if config.target_modules == "all-linear" and config.layers_to_transform is not None:
-        linear = (nn.Linear, Conv1D)
-        names = {name.rsplit(".", 1)[-1] for name, m in layers.named_modules() if isinstance(m, linear)}
-        config.target_modules = sorted(names)
+        config.target_modules = sorted({name.rsplit(".", 1)[-1] for name in linear})
 
 
 def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
@@ -277,7 +276,7 @@ def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
         # These leave the base unchanged; the loaded weights replace the initial ones.
         config.init_lora_weights = True
     check_adapter_config(config)
-    if any(layer.merged for layer in model.modules() if isinstance(layer, BaseTunerLayer)):
+    if any(layer.merged for layer in find_tuner_layers(model)):
         raise ValueError("the adapter is merged into the base model, which must stay unchanged; load the model again")
     weights = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
     return config, {key: tensor.clone() for key, tensor in weights.items()}

@@ -36,14 +36,7 @@ _UNSUPPORTED = {
     "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
 }
 
-_DROPOUT_MODULES = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_NAME = re.compile(r"(.*_)?(dropout|pdrop)(_p|_prob|_rate)?")
 
 
@@ -166,13 +159,12 @@ def disable_dropout(model: nn.Module) -> None:
     These are dropout modules, float attributes that attention code reads (`attention_dropout`), and the `*_dropout`
     and `*_pdrop` of the config and its nested configs, which code may read at run time.
     """
-    for module in model.modules():
-        if isinstance(module, _DROPOUT_MODULES):
-            module.p = 0.0
-        _zero_dropout_attributes(module)
-    if isinstance(model, (PreTrainedModel, PeftModel)):
-        for config in _nested_configs(_base(model).config):
-            _zero_dropout_attributes(config)
+    for owner in (*model.modules(), *_nested_configs(_base(model).config)):
+        if isinstance(owner, _DROPOUT_MODULES):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and _DROPOUT_NAME.fullmatch(name):
+                setattr(owner, name, 0.0)
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -190,17 +182,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             "is expected; this architecture is not supported"
         )
     return lists[0]
-
-
-def check_cut_supported(model: nn.Module) -> None:
-    """Raise a ValueError for a model whose layers share keys and values: its upper layers need the lower ones."""
-    config = _base(model).config.get_text_config()
-    shared = getattr(config, "num_kv_shared_layers", None)
-    if shared:
-        raise ValueError(
-            f"{config.model_type} shares keys and values across {shared} layers, so its layers cannot be cut in two; "
-            "set trunk_cache to off and put the adapters on all layers"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,9 +297,3 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
             yield from _nested_configs(value)
-
-
-def _zero_dropout_attributes(owner: object) -> None:
-    for name, value in list(vars(owner).items()):
-        if isinstance(value, float) and _DROPOUT_NAME.fullmatch(name):
-            setattr(owner, name, 0.0)

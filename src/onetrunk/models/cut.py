@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onetrunk.models.base import backbone, check_cut_supported, decoder_layers, probe_inputs
+from onetrunk.models.base import backbone, decoder_layers, probe_inputs
 
 
 class _StandIn(nn.Module):
@@ -75,8 +75,14 @@ def verify_cut(model: nn.Module, cut: int) -> None:
     Raises:
         ValueError: they don't: layers that share keys and values, return tuples, or pass on more than their states.
     """
-    check_cut_supported(model)
     body, layers = backbone(model), decoder_layers(model)
+    config = body.config.get_text_config()
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if shared:
+        raise ValueError(
+            f"{config.model_type} shares keys and values across {shared} layers, so its layers cannot be cut in"
+            " two; set trunk_cache to off and put the adapters on all layers"
+        )
     inputs = probe_inputs(model)
     whole, error = body(**inputs).last_hidden_state.float(), float("inf")
     try:

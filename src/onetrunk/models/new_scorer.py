@@ -27,7 +27,7 @@ from transformers import (
 
 from onetrunk.models.base import repair_padding
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer
-from onetrunk.models.scorer import not_scalar, score_layer
+from onetrunk.models.scorer import check_scorer, score_layer
 from onetrunk.models.sources import pinned_source
 from onetrunk.utils.files import require_output_dir
 
@@ -54,9 +54,8 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
     settings.pop("code_revision", None)
     config = read_config("model", name, **source)
-    has_head = "ForSequenceClassification" in "".join(config.architectures or [])
-    if has_head and config.num_labels != 1:
-        raise not_scalar(name, config.num_labels)
+    if "ForSequenceClassification" in "".join(config.architectures or []):
+        check_scorer(config, name)
     with quiet_load():
         model, loading = load_weights(
             AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, has_file
 
 from onetrunk.data.chat_template import apply_chat_template
@@ -64,8 +64,8 @@ def load_scorer(
     settings = {"revision": revision, "trust_remote_code": False} | ({} if dtype is None else {"dtype": dtype})
     if "ForSequenceClassification" not in "".join(config.architectures or []):
         settings["num_labels"] = 1  # Its head is missing; load it to name the missing weights.
-    elif config.num_labels != 1:
-        raise not_scalar(name, config.num_labels)
+    else:
+        check_scorer(config, name)
     model, loading = load_weights(AutoModelForSequenceClassification, "reward model", name, config, **settings)
     missing_keys = sorted(map(str, loading["missing_keys"]))
     if missing_keys:
@@ -94,18 +94,12 @@ def scorer_source(path: str | Path) -> str:
     return name
 
 
-def not_scalar(name: str, num_labels: int) -> ValueError:
-    """Return the error for a reward model whose number of labels is not 1."""
-    return ValueError(f"reward model {name} has {num_labels} labels; expected 1, a score: give a scalar reward model")
-
-
-def check_scorer(model: PreTrainedModel) -> None:
+def check_scorer(model: PreTrainedModel | PreTrainedConfig, name: str = "") -> None:
     """Raise a ValueError unless the model gives one number per text."""
     labels = getattr(model, "num_labels", "no")
     if labels != 1:
-        raise ValueError(
-            f"reward model {type(model).__name__} has {labels} labels; expected a sequence-classification model with 1"
-        )
+        name = name or type(model).__name__
+        raise ValueError(f"reward model {name} has {labels} labels; expected 1, a score: give a scalar reward model")
 
 
 def reads_end_token(model: PreTrainedModel) -> bool:
