@@ -44,12 +44,7 @@ UNSUPPORTED_OPTIONS = {
 
 
 class ValueHead(nn.Module):
-    """A linear map from a hidden state to a value, always in float32; initialised with zeros.
-
-    Args:
-        hidden_size: width of the trunk.
-        device: of the trunk's last layer.
-    """
+    """A linear map from a hidden state to a value, always in float32; initialised with zeros."""
 
     def __init__(self, hidden_size: int, device: torch.device | None = None):
         super().__init__()
@@ -190,12 +185,7 @@ def require_lora(config: PeftConfig, subject: str) -> None:
 
 
 def check_adapter_config(config: PeftConfig) -> None:
-    """Reject adapters that the shared trunk can't carry.
-
-    Raises:
-        ValueError: not LoRA; whole modules that train; an adapted head or embedding; bias training; an initialisation
-            that differs from the base model; a variant of LoRA that changes the trunk or was not tried.
-    """
+    """Raise a ValueError for an adapter that the shared trunk can't carry."""
     require_lora(config, "peft_config")
     if config.modules_to_save:
         raise ValueError(
@@ -313,12 +303,7 @@ def freeze_below(model: nn.Module, layers_name: str, first_layer: int) -> None:
 
 
 def read_adapter(folder: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of the adapter in `folder`, under PEFT's names.
-
-    Raises:
-        ValueError: there is none.
-        RuntimeError: its file is damaged.
-    """
+    """Return the tensors of the adapter in `folder`, under PEFT's names; ValueError if there is none."""
     path = Path(folder) / ADAPTER_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: pass a folder that save_pretrained wrote with the same branches")
@@ -356,12 +341,9 @@ def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, T
     for adapter in {VALUE, REFERENCE} - set(model.peft_config):
         if (folder / adapter / ADAPTER_FILE).is_file():
             raise ValueError(f"{folder} holds an adapter {adapter!r} and this trunk has none; build it as before")
-    sources = {
-        adapter: folder if adapter == POLICY else folder / adapter
-        for adapter in model.peft_config
-        if adapter != REWARD
-    }
-    weights = {adapter: read_adapter(source) for adapter, source in sources.items()}
-    for adapter, tensors in weights.items():
-        check_adapter_fits(model, tensors, adapter, sources[adapter] / ADAPTER_FILE)
+    weights = {}
+    for adapter in [name for name in model.peft_config if name != REWARD]:
+        source = folder if adapter == POLICY else folder / adapter
+        weights[adapter] = read_adapter(source)
+        check_adapter_fits(model, weights[adapter], adapter, source / ADAPTER_FILE)
     return weights

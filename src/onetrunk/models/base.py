@@ -244,11 +244,8 @@ def verify_head(model: nn.Module) -> None:
     """
     base, spec = _base(model), output_head(model)
     kept: list[Tensor] = []
-    handle = backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
-    try:
+    with backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0])):
         logits = base(**probe_inputs(base)).logits.float()
-    finally:
-        handle.remove()
     tolerance = max(1e-3, 4 * torch.finfo(spec.weight.dtype).eps) * logits.abs().max().item()
     error = float("inf")
     if len(kept) == 1:

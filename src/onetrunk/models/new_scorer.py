@@ -41,10 +41,7 @@ NUM_BYTES = 256
 def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     """Load a model to train as a reward model; a language model gets a new score head, a reward model keeps its head.
 
-    A new head is drawn from torch's global random state: seed it first.
-
-    Args:
-        **settings: for `from_pretrained` (dtype, revision, quantization_config, ...).
+    A new head is drawn from torch's global random state: seed it first. `settings` are for `from_pretrained`.
 
     Raises:
         RuntimeError: nothing loadable there.
@@ -89,12 +86,7 @@ def quiet_load() -> Iterator[None]:
 def load_reward_tokenizer(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token.
-
-    Raises:
-        RuntimeError: nothing loadable at `name`.
-        ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
-    """
+    """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token."""
     tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
     return tokenizer if tokenizer.pad_token_id is not None else repair_padding(tokenizer)
 
@@ -161,9 +153,6 @@ def make_base(
     """Write a tokenizer trained on `texts` and a Llama with random weights into a folder, and return the folder.
 
     Args:
-        texts: what the tokenizer learns its merges from.
-        output_dir: the folder, created if missing.
-        shape: the size; None: 2 layers of width 64.
         chat_template: Jinja text, saved with the tokenizer.
         special_tokens: further tokens that are never split, such as those of the chat template.
         seed: of the weights; the global random state stays unchanged.

@@ -106,15 +106,11 @@ def load_adapter_scorer(
 ) -> PreTrainedModel:
     """Load a reward adapter on a base model of its own, for scoring: in eval mode, frozen.
 
-    Its rows end with the end token, as the completions that the trunk scores do.
+    Its rows end with the end token, as the completions that the trunk scores do. Raises as `read_score_adapter`.
 
     Args:
-        name: folder or Hub name of a sequence-classification adapter with one label.
         device: None leaves it on the CPU.
         dtype: of the base; None for the checkpoint's own.
-
-    Raises:
-        ValueError, RuntimeError: as `read_score_adapter`.
     """
     adapter, source = read_score_adapter(name), expand(name)
     base = load_with_new_head(adapter.base, **({} if dtype is None else {"dtype": dtype}))
@@ -153,21 +149,12 @@ class ScoreBranch(nn.Module):
         adapter: the adapter.
         hidden_size: width of the trunk.
         device: of the trunk's last layer.
-        first_layer: the lowest layer that the adapter changes.
         obstacle: why it cannot start from the states at the cut, a clause; None: it starts from them.
     """
 
-    def __init__(
-        self,
-        adapter: ScoreAdapter,
-        hidden_size: int,
-        device: torch.device,
-        first_layer: int,
-        obstacle: str | None,
-    ):
+    def __init__(self, adapter: ScoreAdapter, hidden_size: int, device: torch.device, obstacle: str | None):
         super().__init__()
-        self.name, self.pad_token_id = adapter.name, adapter.pad_token_id
-        self.first_layer, self.obstacle = first_layer, obstacle
+        self.name, self.pad_token_id, self.obstacle = adapter.name, adapter.pad_token_id, obstacle
         self.head = ValueHead(hidden_size, device=device)
         if adapter.head["weight"].shape != self.head.linear.weight.shape:
             raise ValueError(
@@ -226,17 +213,20 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
     base = trunk.get_base_model()
-    first_layer = lowest_layer(trunk, REWARD)
-    obstacle = None
-    if not trunk.cut:
-        obstacle = "layer 0 trains, so there is no cut"
-    elif first_layer < trunk.cut:
-        obstacle = f"it changes layer {first_layer} and the cut is at {trunk.cut}"
-    elif lowest_layer(trunk, POLICY) < trunk.cut:
-        obstacle = "the policy continues an adapter that is active below the cut, where this one is not"
     hidden_size = base.config.get_text_config().hidden_size
     device = output_head(base).weight.device
-    trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, first_layer, obstacle)
+    trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, _obstacle(trunk))
+
+
+def _obstacle(trunk: PeftModel) -> str | None:
+    first_layer = lowest_layer(trunk, REWARD)
+    if not trunk.cut:
+        return "layer 0 trains, so there is no cut"
+    if first_layer < trunk.cut:
+        return f"it changes layer {first_layer} and the cut is at {trunk.cut}"
+    if lowest_layer(trunk, POLICY) < trunk.cut:
+        return "the policy continues an adapter that is active below the cut, where this one is not"
+    return None
 
 
 def lowest_layer(trunk: PeftModel, adapter: str) -> int:

@@ -46,18 +46,15 @@ def load_scorer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """Load a reward model for scoring: one label, every weight from the checkpoint, eval mode, frozen.
+    """Load a sequence-classification model for scoring: every weight from the checkpoint, eval mode, frozen.
 
     Args:
-        path: folder of a sequence-classification model, or its name on the Hub; safetensors only.
-        revision: branch, tag or commit on the Hub.
         device: None leaves it on the CPU.
         dtype: None for the checkpoint's own.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
-        RuntimeError: nothing loadable there.
-        ValueError: an adapter, several labels, or weights missing from the checkpoint.
+        FileNotFoundError, RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or
+            weights missing from the checkpoint.
     """
     name = scorer_source(path)
     config = read_config("reward model", name, revision=revision)
@@ -108,11 +105,7 @@ def reads_end_token(model: PreTrainedModel) -> bool:
 
 
 def score_layer(model: nn.Module) -> nn.Linear:
-    """Return the layer that computes the score: the last linear one with one output (in PEFT, the trained copy).
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the layer that computes the score: the last linear one with one output (in PEFT, the trained copy)."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1]
     if not layers:
         raise ValueError(
@@ -155,10 +148,8 @@ def encode_rows(
     Args:
         prompts: n texts or n conversations.
         completions: n texts, or n lists that end with an assistant message.
-        max_length: tokens; None for no limit.
-        end_token: whether rows end with the end token (`encode_texts`).
+        max_length, end_token, stopped: as for `encode_texts`.
         name: of the reward model, for errors.
-        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
 
     Raises:
         ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
@@ -272,14 +263,10 @@ def _without_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> li
 
 
 def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-    """Score rows of token ids in batches of similar length, padded on the right.
+    """Score n rows of token ids, none empty, in batches of similar length, padded on the right.
 
     A decoder reads its score at the last token that differs from the pad token of its config. A pad token in the
     config is the one that the model was trained with, so it is kept, even if it is the end token too.
-
-    Args:
-        rows: n lists of token ids, none empty.
-        batch_size: rows of one forward.
 
     Returns:
         [n] float32 on the CPU.
@@ -298,7 +285,7 @@ def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_siz
 
 
 def _batches(order: list[int], lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Cut rows, the longest first, into batches of at most batch_size, no row below SHORTEST of its longest."""
+    """Cut rows, the longest first, into batches in which no row is below SHORTEST of the longest."""
     start = 0
     for end in range(1, len(order) + 1):
         is_full = end == len(order) or end - start == batch_size
@@ -368,11 +355,7 @@ class ScoreScale:
 
 
 def read_score_scale(name: str) -> ScoreScale | None:
-    """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None.
-
-    Raises:
-        RuntimeError: the file is damaged.
-    """
+    """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None."""
     source = expand(name)
     if not has_file(source, SCALE_FILE):
         return None

@@ -104,12 +104,7 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
 def require_safetensors(name: str, revision: str | None = None, folder: str = "") -> None:
     """Reject an adapter whose weights are pickled (`adapter_model.bin`): PEFT would pass them to `torch.load`.
 
-    Every adapter is checked here before it is loaded.
-
-    Args:
-        name: folder or Hub name.
-        revision: branch, tag or commit on the Hub.
-        folder: subfolder that holds the adapter, if any.
+    Every adapter is checked here before it is loaded. `folder` is the subfolder that holds it, if any.
 
     Raises:
         ValueError: it has no adapter_model.safetensors.
@@ -137,12 +132,7 @@ def base_of(adapter: str) -> Iterator[None]:
 
 
 def load_config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> PreTrainedConfig:
-    """Return the text config of the model at `name`, or of the base of the adapter at `name`.
-
-    Raises:
-        RuntimeError: nothing loadable at `name`.
-        ValueError: remote code without a pinned commit.
-    """
+    """Return the text config of the model at `name`, or of the base of the adapter at `name`."""
     base = adapter_base(name, revision)
     if base is None:
         return read_config("model", name, **pinned_source(revision, trust_remote_code)).get_text_config()
@@ -183,10 +173,9 @@ def check_base_marks(base: PreTrainedModel, source: str, revision: str | None = 
     Args:
         base: the model that will carry the adapter, with or without adapters.
         source: folder or Hub name of the adapter.
-        revision: branch, tag or commit on the Hub.
 
     Raises:
-        ValueError: the weights differ; names both bases.
+        ValueError: the weights differ (names both bases), or the file of marks is damaged.
     """
     path = source_file(source, BASE_FILE, revision)
     if path is None:

@@ -143,7 +143,7 @@ class LocalBackend:
                 for finished in self._decode(model, state, params, capture):
                     unfinished = [row for row in unfinished if row not in finished]
                     yield finished
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
