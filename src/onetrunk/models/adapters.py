@@ -1,6 +1,7 @@
 """The branches of the trunk: their LoRA adapters and files, the switch between roles, and the value head.
 
-PEFT's `set_adapter` also changes `requires_grad`: `role` is the only place that switches, and it keeps every flag.
+PEFT's `set_adapter` and `enable_adapters` also change `requires_grad`: `role` is the only place that switches, and it
+keeps every flag.
 """
 
 from __future__ import annotations
@@ -63,11 +64,7 @@ class ValueHead(nn.Module):
         save_tensors(Path(folder) / VALUE_HEAD_FILE, tensors)
 
     def load(self, folder: str | Path) -> None:
-        """Read `value_head.safetensors` from `folder`.
-
-        Raises:
-            ValueError: the file is missing, or it belongs to a trunk of another width.
-        """
+        """Read `value_head.safetensors` from `folder`; ValueError if it is missing or of another width."""
         path = Path(folder) / VALUE_HEAD_FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
@@ -89,8 +86,6 @@ def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
 @contextlib.contextmanager
 def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
     """Activate `adapter` (None: adapters off) inside the block; no `requires_grad` flag changes.
-
-    PEFT's `set_adapter` and `enable_adapters` set the flags of every adapter that they touch.
 
     Raises:
         RuntimeError: another adapter is merged into the weights.
@@ -157,11 +152,7 @@ def list_name(model: nn.Module, modules: nn.ModuleList) -> str:
 
 
 def parse_adapter_layers(adapter_layers: str, num_layers: int) -> int:
-    """Return the first adapted layer: 0 for "all", num_layers - k for "top-k".
-
-    Raises:
-        ValueError: another word, or k outside 1..num_layers.
-    """
+    """Return the first adapted layer: 0 for "all", num_layers - k for "top-k"; ValueError for anything else."""
     if adapter_layers == "all":
         return 0
     match = re.fullmatch(r"top-(\d+)", adapter_layers)
@@ -273,11 +264,7 @@ def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
 
 
 def first_trained_layer(model: nn.Module, layers_name: str) -> int:
-    """Return the lowest decoder layer with a trained weight of the policy or the value; 0 for one outside the layers.
-
-    Raises:
-        ValueError: nothing trains.
-    """
+    """Return the lowest decoder layer with a trained weight of policy or value; 0 for one outside the layers."""
     trained = [n for a in (POLICY, VALUE) for n, p in adapter_parameters(model, a).items() if p.requires_grad]
     if not trained:
         raise ValueError("adapter_layers leaves no layer to train that has a weight of the adapter; set it to 'all'")
@@ -335,7 +322,6 @@ def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, T
 
     Raises:
         ValueError: a file is missing, unexpected, or does not fit.
-        RuntimeError: a file is damaged.
     """
     folder = Path(folder)
     for adapter in {VALUE, REFERENCE} - set(model.peft_config):

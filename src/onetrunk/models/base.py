@@ -53,9 +53,7 @@ def load_base(
     """Load a causal language model from safetensors; the arguments are those of transformers.
 
     Args:
-        name_or_path: a local folder or a Hub name.
         dtype: None: the checkpoint's.
-        attn_implementation: None: the default of the model family.
         revision: branch, tag or commit; with `trust_remote_code` a full commit hash.
 
     Raises:
@@ -101,12 +99,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and repair its padding (`repair_padding`).
-
-    Raises:
-        ValueError: remote code without a pinned commit; no end-of-sequence token.
-        RuntimeError: nothing loadable at `name_or_path`.
-    """
+    """Load a tokenizer and repair its padding (`repair_padding`)."""
     return repair_padding(read_tokenizer(str(name_or_path), **pinned_source(revision, trust_remote_code)))
 
 
@@ -208,11 +201,7 @@ class HeadSpec:
 
 
 def output_head(model: nn.Module) -> HeadSpec:
-    """Return the head's weight and formula, from the model and its config.
-
-    Raises:
-        ValueError: the head is not `nn.Linear`, is quantised, or carries an adapter.
-    """
+    """Return the head's weight and formula; ValueError unless it is `nn.Linear`, not quantised, without an adapter."""
     base = _base(model)
     head = base.get_output_embeddings()
     kind = type(head).__name__

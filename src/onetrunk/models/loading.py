@@ -233,7 +233,6 @@ def load_weights(
     Args:
         auto_class: of transformers, with `from_pretrained`.
         config: from `read_config`.
-        trust_remote_code: from `pinned_source`.
         **kwargs: for `from_pretrained`.
     """
     revision = kwargs.get("revision")

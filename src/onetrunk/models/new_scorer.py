@@ -57,7 +57,8 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
         model, loading = load_weights(
             AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings
         )
-    head = [n for n, module in model.named_modules() if module is score_layer(model)][0].split(".")[0]
+    layer = score_layer(model)
+    head = next(n for n, module in model.named_modules() if module is layer).split(".")[0]
     # BERT's relatives also lack a pooler, which trains with the head.
     missing_keys = sorted(
         str(k) for k in loading["missing_keys"] if not str(k).startswith(head) and ".pooler." not in str(k)
@@ -162,9 +163,24 @@ def make_base(
     tokenizer = train_tokenizer(texts, shape.vocab_size, special_tokens)
     tokenizer.chat_template = chat_template
     tokenizer.model_max_length = shape.max_positions
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=4 * shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=True,
+        # Keeps the logits of a narrow, untrained model near unit variance.
+        initializer_range=shape.hidden_size**-0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_config(shape, tokenizer))
+        model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
@@ -175,11 +191,7 @@ def make_base(
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
-    """Return a byte-level BPE tokenizer: every text can be encoded, and decodes to itself.
-
-    Raises:
-        ValueError: `vocab_size` leaves no room for a merge, or there is no text.
-    """
+    """Return a byte-level BPE tokenizer: every text can be encoded, and decodes to itself."""
     special = [PAD_TOKEN, END_TOKEN, *special_tokens]
     if vocab_size <= NUM_BYTES + len(special):
         raise ValueError(
@@ -207,22 +219,4 @@ def train_tokenizer(
         eos_token=END_TOKEN,
         additional_special_tokens=list(special_tokens),
         clean_up_tokenization_spaces=False,
-    )
-
-
-def _config(shape: BaseShape, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=4 * shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_heads,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=True,
-        # Keeps the logits of a narrow, untrained model near unit variance.
-        initializer_range=shape.hidden_size**-0.5,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )

@@ -196,11 +196,7 @@ class ScoreBranch(nn.Module):
 
 
 def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
-    """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes.
-
-    Raises:
-        ValueError: it does not fit this trunk.
-    """
+    """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes."""
     check_base_marks(trunk.get_base_model(), expand(adapter.name))
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:

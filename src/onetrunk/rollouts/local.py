@@ -159,12 +159,12 @@ class LocalBackend:
         stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=state.token_ids.device)
         last_only = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         keeps_last = capture is not None and capture.keeps_last
-        if capture is not None:
-            capture.decoding = state
         staying = list(range(len(state.rows)))
         for t in range(params.max_completion_length + keeps_last):
             if self.poll is not None:
                 self.poll()
+            if capture is not None:
+                capture.expected = state.next_tokens()
             logits = _next_logits(model, state, last_only)
             if keeps_last:
                 # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
@@ -430,13 +430,13 @@ class StateCapture:
     Args:
         shape: (n, T); T is the longest prompt plus the longest completion.
         keeps_last: whether rows stay until their last token has run.
-        decoding: the rows of the next forward.
+        expected: `DecodeState.next_tokens` of the next forward.
         states: None before the first forward.
     """
 
     shape: tuple[int, int]
     keeps_last: bool
-    decoding: DecodeState | None = None
+    expected: tuple[Tensor, Tensor, Tensor] | None = None
     states: Tensor | None = None
 
     def take(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -444,7 +444,7 @@ class StateCapture:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.states is None:
             self.states = hidden.new_zeros(*self.shape, hidden.shape[-1])
-        rows, positions, is_token = self.decoding.next_tokens()
+        rows, positions, is_token = self.expected
         rows = rows[:, None].expand_as(positions)[is_token]
         self.states.index_put_((rows, positions[is_token]), hidden[is_token])
 
