@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,6 +252,19 @@ def probe_inputs(model: nn.Module) -> dict[str, Any]:
     embedding = model.get_input_embeddings().weight
     ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+
+
+def computes(run: Callable[[], Tensor], expected: Tensor) -> bool:
+    """Return whether `run` computes `expected`, up to .1% of its largest number: kernels that add in any order pass.
+
+    False if it raises what a module raises that returns a tuple, or takes more than hidden states.
+    """
+    try:
+        found = run().float()
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+        return False
+    expected = expected.float()
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
 def keep_train_kernels(model: nn.Module) -> None:
