@@ -95,8 +95,10 @@ def check_scorer(model: PreTrainedModel | PreTrainedConfig, name: str = "") -> N
     """Raise a ValueError unless the model gives one number per text."""
     labels = getattr(model, "num_labels", "no")
     if labels != 1:
-        name = name or type(model).__name__
-        raise ValueError(f"reward model {name} has {labels} labels; expected 1, a score: give a scalar reward model")
+        raise ValueError(
+            f"reward model {name or type(model).__name__} has {labels} labels; expected a sequence-classification"
+            " model with 1, the score"
+        )
 
 
 def reads_end_token(model: PreTrainedModel) -> bool:
