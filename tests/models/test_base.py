@@ -58,7 +58,6 @@ def test_the_layers_are_found(family):
     layers = bb.decoder_layers(model)
     assert len(layers) == 3
     assert layers is bb.decoder_layers(lora(model))
-    bb.check_cut_supported(model)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +161,6 @@ def test_two_lists_of_layers_are_refused():
     model.model.more = nn.ModuleList(nn.Identity() for _ in range(4))
     with pytest.raises(ValueError, match="2 lists of 4"):
         bb.decoder_layers(model)
-
-
-def test_a_model_that_shares_keys_and_values_cannot_be_cut():
-    model = tiny_model("llama")
-    model.config.num_kv_shared_layers = 2
-    with pytest.raises(ValueError, match="across 2 layers"):
-        bb.check_cut_supported(model)
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT[:39], COMMIT.upper(), COMMIT + "0"])

@@ -83,10 +83,10 @@ def test_a_file_of_a_name_that_is_nowhere_is_none():
 
 
 def test_missing_packages_and_files_are_no_damage():
-    with pytest.raises(ImportError), reading("model", "x", "config.json", "config.json"):
+    with pytest.raises(ImportError), reading("model", "x", "config.json"):
         raise ImportError("pip install autoround")
     with pytest.raises(RuntimeError, match="Give a folder that holds config.json"):
-        with reading("model", "x", "config.json", "config.json"):
+        with reading("model", "x", "config.json"):
             raise FileNotFoundError("gone")
 
 

@@ -101,10 +101,10 @@ class Mixing(nn.Module):
 def test_a_block_that_mixes_positions_is_found_out_and_runs_everywhere():
     model = tiny_model("llama")
     whole = model(a_pack().input_ids).logits
-    assert narrow_blocks(model).is_on
+    assert narrow_blocks(model).handles
     layer = decoder_layers(model)[1]
     layer.mlp = Mixing(layer.mlp)
-    assert not narrow_blocks(model).is_on
+    assert not narrow_blocks(model).handles
     assert not torch.equal(model(a_pack().input_ids).logits, whole)
 
 
@@ -114,4 +114,4 @@ def test_layers_without_a_block_by_a_known_name_run_everywhere():
     layer.blk = layer.mlp
     del layer.mlp
     layer.forward = lambda hidden, *args, **kwargs: hidden + layer.blk(hidden)
-    assert not narrow_blocks(model).is_on
+    assert not narrow_blocks(model).handles

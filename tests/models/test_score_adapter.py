@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.build import build_trunk
-from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name, read_score_adapter
+from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name, lowest_layer, read_score_adapter
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
@@ -193,7 +193,7 @@ def test_a_second_reward_adapter_takes_the_place_of_the_first(places, tmp_path):
     with unchanged(trunk):
         pass
     attach_score_adapter(trunk, read_score_adapter(str(other)))
-    assert trunk.reward_branch.from_states and trunk.reward_branch.first_layer == 3
+    assert trunk.reward_branch.from_states and lowest_layer(trunk, REWARD) == 3
     expected = scores_of_a_separate_model(other, places(), a_pack())
     torch.testing.assert_close(scores(trunk), expected, atol=1e-5, rtol=1e-5)
 

@@ -110,7 +110,7 @@ def test_a_checkpoint_whose_head_would_be_random_is_refused_with_the_missing_key
 
 def test_what_is_no_scalar_reward_model_is_refused(tmp_path):
     scorer(num_labels=3).save_pretrained(tmp_path / "classes")
-    with pytest.raises(ValueError, match="classes has 3 labels; expected 1"):
+    with pytest.raises(ValueError, match="classes has 3 labels; expected a sequence-classification model with 1"):
         load_scorer(tmp_path / "classes")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({}))

@@ -34,7 +34,7 @@ from onetrunk.judges.template import (
     with_reasons_given,
 )
 from onetrunk.models.base import load_base, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.loading import ADAPTER_FILES, put_adapter_on, reading
+from onetrunk.models.loading import put_adapter_on, reading
 from onetrunk.models.scorer import length_limit
 from onetrunk.models.sources import adapter_base, base_fingerprint, base_of, check_base_marks
 from onetrunk.rollouts.base import SamplingParams
@@ -277,7 +277,7 @@ def load_causal_judge(
         adapted = put_adapter_on(model, name, revision)
         check_base_marks(adapted.get_base_model(), name, revision)
         # Not every type of adapter can be merged.
-        with peft_calls(), reading("adapter", name, ADAPTER_FILES, f"adapter_config.json in {name}"):
+        with peft_calls(), reading("adapter", name, f"adapter_config.json in {name}"):
             model = adapted.merge_and_unload()
     model.requires_grad_(False)
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})

@@ -1,6 +1,7 @@
 """The branches of the trunk: their LoRA adapters and files, the switch between roles, and the value head.
 
-PEFT's `set_adapter` also changes `requires_grad`: `role` is the only place that switches, and it keeps every flag.
+PEFT's `set_adapter` and `enable_adapters` also change `requires_grad`: `role` is the only place that switches, and it
+keeps every flag.
 """
 
 from __future__ import annotations
@@ -44,12 +45,7 @@ UNSUPPORTED_OPTIONS = {
 
 
 class ValueHead(nn.Module):
-    """A linear map from a hidden state to a value, always in float32; initialised with zeros.
-
-    Args:
-        hidden_size: width of the trunk.
-        device: of the trunk's last layer.
-    """
+    """A linear map from a hidden state to a value, always in float32; initialised with zeros."""
 
     def __init__(self, hidden_size: int, device: torch.device | None = None):
         super().__init__()
@@ -68,11 +64,7 @@ class ValueHead(nn.Module):
         save_tensors(Path(folder) / VALUE_HEAD_FILE, tensors)
 
     def load(self, folder: str | Path) -> None:
-        """Read `value_head.safetensors` from `folder`.
-
-        Raises:
-            ValueError: the file is missing, or it belongs to a trunk of another width.
-        """
+        """Read `value_head.safetensors` from `folder`; ValueError if it is missing or of another width."""
         path = Path(folder) / VALUE_HEAD_FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
@@ -94,8 +86,6 @@ def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
 @contextlib.contextmanager
 def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
     """Activate `adapter` (None: adapters off) inside the block; no `requires_grad` flag changes.
-
-    PEFT's `set_adapter` and `enable_adapters` set the flags of every adapter that they touch.
 
     Raises:
         RuntimeError: another adapter is merged into the weights.
@@ -162,11 +152,7 @@ def list_name(model: nn.Module, modules: nn.ModuleList) -> str:
 
 
 def parse_adapter_layers(adapter_layers: str, num_layers: int) -> int:
-    """Return the first adapted layer: 0 for "all", num_layers - k for "top-k".
-
-    Raises:
-        ValueError: another word, or k outside 1..num_layers.
-    """
+    """Return the first adapted layer: 0 for "all", num_layers - k for "top-k"; ValueError for anything else."""
     if adapter_layers == "all":
         return 0
     match = re.fullmatch(r"top-(\d+)", adapter_layers)
@@ -190,12 +176,7 @@ def require_lora(config: PeftConfig, subject: str) -> None:
 
 
 def check_adapter_config(config: PeftConfig) -> None:
-    """Reject adapters that the shared trunk can't carry.
-
-    Raises:
-        ValueError: not LoRA; whole modules that train; an adapted head or embedding; bias training; an initialisation
-            that differs from the base model; a variant of LoRA that changes the trunk or was not tried.
-    """
+    """Raise a ValueError for an adapter that the shared trunk can't carry."""
     require_lora(config, "peft_config")
     if config.modules_to_save:
         raise ValueError(
@@ -254,13 +235,12 @@ def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
     in a model of fewer than 20 linear modules, and those overrule the choice. `fan_in_fan_out` means that the weights
     are transposed (GPT-2's Conv1D).
     """
-    kinds = {type(m) for m in layers.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    linear = {name: type(m) for name, m in layers.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    kinds = set(linear.values())
     if kinds in ({Conv1D}, {nn.Linear}):
         config.fan_in_fan_out = kinds == {Conv1D}
     if config.target_modules == "all-linear" and config.layers_to_transform is not None:
-        linear = (nn.Linear, Conv1D)
-        names = {name.rsplit(".", 1)[-1] for name, m in layers.named_modules() if isinstance(m, linear)}
-        config.target_modules = sorted(names)
+        config.target_modules = sorted({name.rsplit(".", 1)[-1] for name in linear})
 
 
 def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
@@ -277,18 +257,14 @@ def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
         # These leave the base unchanged; the loaded weights replace the initial ones.
         config.init_lora_weights = True
     check_adapter_config(config)
-    if any(layer.merged for layer in model.modules() if isinstance(layer, BaseTunerLayer)):
+    if any(layer.merged for layer in find_tuner_layers(model)):
         raise ValueError("the adapter is merged into the base model, which must stay unchanged; load the model again")
     weights = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
     return config, {key: tensor.clone() for key, tensor in weights.items()}
 
 
 def first_trained_layer(model: nn.Module, layers_name: str) -> int:
-    """Return the lowest decoder layer with a trained weight of the policy or the value; 0 for one outside the layers.
-
-    Raises:
-        ValueError: nothing trains.
-    """
+    """Return the lowest decoder layer with a trained weight of policy or value; 0 for one outside the layers."""
     trained = [n for a in (POLICY, VALUE) for n, p in adapter_parameters(model, a).items() if p.requires_grad]
     if not trained:
         raise ValueError("adapter_layers leaves no layer to train that has a weight of the adapter; set it to 'all'")
@@ -314,12 +290,7 @@ def freeze_below(model: nn.Module, layers_name: str, first_layer: int) -> None:
 
 
 def read_adapter(folder: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of the adapter in `folder`, under PEFT's names.
-
-    Raises:
-        ValueError: there is none.
-        RuntimeError: its file is damaged.
-    """
+    """Return the tensors of the adapter in `folder`, under PEFT's names; ValueError if there is none."""
     path = Path(folder) / ADAPTER_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: pass a folder that save_pretrained wrote with the same branches")
@@ -351,18 +322,14 @@ def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, T
 
     Raises:
         ValueError: a file is missing, unexpected, or does not fit.
-        RuntimeError: a file is damaged.
     """
     folder = Path(folder)
     for adapter in {VALUE, REFERENCE} - set(model.peft_config):
         if (folder / adapter / ADAPTER_FILE).is_file():
             raise ValueError(f"{folder} holds an adapter {adapter!r} and this trunk has none; build it as before")
-    sources = {
-        adapter: folder if adapter == POLICY else folder / adapter
-        for adapter in model.peft_config
-        if adapter != REWARD
-    }
-    weights = {adapter: read_adapter(source) for adapter, source in sources.items()}
-    for adapter, tensors in weights.items():
-        check_adapter_fits(model, tensors, adapter, sources[adapter] / ADAPTER_FILE)
+    weights = {}
+    for adapter in [name for name in model.peft_config if name != REWARD]:
+        source = folder if adapter == POLICY else folder / adapter
+        weights[adapter] = read_adapter(source)
+        check_adapter_fits(model, weights[adapter], adapter, source / ADAPTER_FILE)
     return weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,7 @@ _UNSUPPORTED = {
     "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
 }
 
-_DROPOUT_MODULES = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_NAME = re.compile(r"(.*_)?(dropout|pdrop)(_p|_prob|_rate)?")
 
 
@@ -60,9 +53,7 @@ def load_base(
     """Load a causal language model from safetensors; the arguments are those of transformers.
 
     Args:
-        name_or_path: a local folder or a Hub name.
         dtype: None: the checkpoint's.
-        attn_implementation: None: the default of the model family.
         revision: branch, tag or commit; with `trust_remote_code` a full commit hash.
 
     Raises:
@@ -108,12 +99,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and repair its padding (`repair_padding`).
-
-    Raises:
-        ValueError: remote code without a pinned commit; no end-of-sequence token.
-        RuntimeError: nothing loadable at `name_or_path`.
-    """
+    """Load a tokenizer and repair its padding (`repair_padding`)."""
     return repair_padding(read_tokenizer(str(name_or_path), **pinned_source(revision, trust_remote_code)))
 
 
@@ -166,13 +152,12 @@ def disable_dropout(model: nn.Module) -> None:
     These are dropout modules, float attributes that attention code reads (`attention_dropout`), and the `*_dropout`
     and `*_pdrop` of the config and its nested configs, which code may read at run time.
     """
-    for module in model.modules():
-        if isinstance(module, _DROPOUT_MODULES):
-            module.p = 0.0
-        _zero_dropout_attributes(module)
-    if isinstance(model, (PreTrainedModel, PeftModel)):
-        for config in _nested_configs(_base(model).config):
-            _zero_dropout_attributes(config)
+    for owner in (*model.modules(), *_nested_configs(_base(model).config)):
+        if isinstance(owner, _DROPOUT_MODULES):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and _DROPOUT_NAME.fullmatch(name):
+                setattr(owner, name, 0.0)
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -190,17 +175,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             "is expected; this architecture is not supported"
         )
     return lists[0]
-
-
-def check_cut_supported(model: nn.Module) -> None:
-    """Raise a ValueError for a model whose layers share keys and values: its upper layers need the lower ones."""
-    config = _base(model).config.get_text_config()
-    shared = getattr(config, "num_kv_shared_layers", None)
-    if shared:
-        raise ValueError(
-            f"{config.model_type} shares keys and values across {shared} layers, so its layers cannot be cut in two; "
-            "set trunk_cache to off and put the adapters on all layers"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,11 +201,7 @@ class HeadSpec:
 
 
 def output_head(model: nn.Module) -> HeadSpec:
-    """Return the head's weight and formula, from the model and its config.
-
-    Raises:
-        ValueError: the head is not `nn.Linear`, is quantised, or carries an adapter.
-    """
+    """Return the head's weight and formula; ValueError unless it is `nn.Linear`, not quantised, without an adapter."""
     base = _base(model)
     head = base.get_output_embeddings()
     kind = type(head).__name__
@@ -263,11 +233,8 @@ def verify_head(model: nn.Module) -> None:
     """
     base, spec = _base(model), output_head(model)
     kept: list[Tensor] = []
-    handle = backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
-    try:
+    with backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0])):
         logits = base(**probe_inputs(base)).logits.float()
-    finally:
-        handle.remove()
     tolerance = max(1e-3, 4 * torch.finfo(spec.weight.dtype).eps) * logits.abs().max().item()
     error = float("inf")
     if len(kept) == 1:
@@ -285,6 +252,19 @@ def probe_inputs(model: nn.Module) -> dict[str, Any]:
     embedding = model.get_input_embeddings().weight
     ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+
+
+def computes(run: Callable[[], Tensor], expected: Tensor) -> bool:
+    """Return whether `run` computes `expected`, up to .1% of its largest number: kernels that add in any order pass.
+
+    False if it raises what a module raises that returns a tuple, or takes more than hidden states.
+    """
+    try:
+        found = run().float()
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+        return False
+    expected = expected.float()
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
 def keep_train_kernels(model: nn.Module) -> None:
@@ -316,9 +296,3 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
             yield from _nested_configs(value)
-
-
-def _zero_dropout_attributes(owner: object) -> None:
-    for name, value in list(vars(owner).items()):
-        if isinstance(value, float) and _DROPOUT_NAME.fullmatch(name):
-            setattr(owner, name, 0.0)

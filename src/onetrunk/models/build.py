@@ -99,11 +99,7 @@ def check_model_type(model: Any) -> None:
 
 
 def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None) -> None:
-    """Initialise the value head with the score head of a reward model of the same width.
-
-    Args:
-        trunk: its head is overwritten.
-        scorer: name or path of a sequence-classification model with one label.
+    """Initialise the value head with the score head of a reward model at the name or path `scorer`.
 
     Raises:
         ValueError: the reward model has another width, or no linear score head.

@@ -1,11 +1,11 @@
 """Load models, tokenizers and adapters that others wrote.
 
 Every `from_pretrained` of onetrunk is called here. A file that is damaged, or that asks for more memory than its
-weights explain, becomes one RuntimeError that names the file. transformers, PEFT and safetensors still do the reading:
+weights explain, becomes one LoadError that names the file. transformers, PEFT and safetensors still do the reading:
 this module checks file headers and JSON before they do, and translates what they raise.
 
-In every signature `kind` is "model", "reward model", "tokenizer" or "adapter", for the message; `name` is a folder or
-a name on the Hub; `revision` is a branch, tag or commit there; `source` holds the keywords of `pinned_source`.
+In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer". `name`
+is a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ from onetrunk.models.trials import check_chat_template, check_patterns
 from onetrunk.utils.files import require_relative
 from onetrunk.utils.quiet import peft_calls
 
+# What a folder must hold, by the first word of `kind`; anything else is a model.
+FILES = {"tokenizer": "tokenizer.json", "adapter": "adapter_config.json and adapter_model.safetensors"}
 MODEL_FILES = "config.json and *.safetensors"
-TOKENIZER_FILES = "tokenizer.json"
-ADAPTER_FILES = "adapter_config.json and adapter_model.safetensors"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+TEMPLATE_FILE = "chat_template.jinja"
 CONFIGS = ("config.json", "adapter_config.json")
 # The JSON files that a tokenizer reads, in the order in which they are blamed.
 TOKENIZER_JSON = "config.json tokenizer_config.json tokenizer.json special_tokens_map.json added_tokens.json".split()
@@ -45,7 +46,6 @@ LONGEST_REASON = 300
 JSON_TYPES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 # Far above any model: a config beyond these is damaged or hostile.
-MOST_CONFIG_BYTES = 64 * 2**20
 MOST_LAYERS = 10_000
 MOST_LABELS = 1_000_000
 LAYER_COUNT = re.compile(r"(num|n|encoder|decoder)_(\w+_)?(layers?|blocks)|depth")
@@ -57,28 +57,28 @@ CHECKED_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # --- errors ---
 
 
-def not_loadable(kind: str, name: str, files: str, reason: str | Exception) -> RuntimeError:
-    """Return the error for a name that leads to no `kind`.
+class LoadError(RuntimeError):
+    """A name that leads nowhere, or a file that cannot be used; the message names it and says what to do."""
 
-    Args:
-        files: what a folder must hold.
-        reason: a clause, or the loader's error, whose first line is quoted.
-    """
+
+def not_loadable(kind: str, name: str, reason: str | Exception) -> LoadError:
+    """Return the error for a name that leads to no `kind`; `reason` is a clause, or the loader's error."""
     if isinstance(reason, Exception):
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0].rstrip(".")
         if not Path(name).exists():
             reason = f"there is no folder {name} in {Path.cwd()}, and the Hub says: {reason}"
-    return RuntimeError(
+    files = FILES.get(kind.split()[0], MODEL_FILES)
+    return LoadError(
         f"the {kind} {name!r} cannot be loaded: {reason}. Give a folder that holds {files}, or a name on the Hub; for"
         " a private one set HF_TOKEN, and without a network load it once beforehand"
     )
 
 
-def damaged(kind: str, name: str, path: str | Path, reason: str | BaseException) -> RuntimeError:
+def damaged(kind: str, name: str, path: str | Path, reason: str | BaseException) -> LoadError:
     """Return the error for one unusable file; `reason` continues the file's name, or is the loader's error."""
     if isinstance(reason, BaseException):
         reason = f"cannot be used ({_reason(reason)})"
-    return RuntimeError(
+    return LoadError(
         f"the {kind} {name!r} cannot be loaded: {path} {reason}. Download or copy the file again, or repair it"
     )
 
@@ -91,18 +91,16 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def reading(kind: str, name: str, files: str, path: str | Path) -> Iterator[None]:
-    """Translate what a library raises inside the block into a RuntimeError that names the file.
+def reading(kind: str, name: str, path: str | Path) -> Iterator[None]:
+    """Translate what a library or a check raises inside the block into a LoadError.
 
-    Args:
-        files: what a folder must hold, for a name that leads nowhere.
-        path: the file to blame for an error that comes from neither the file system nor the network.
+    It blames the file `path` for every error that comes neither from the file system nor from the network.
     """
     try:
         yield
     except OSError as error:
-        raise not_loadable(kind, name, files, error) from error
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise not_loadable(kind, name, error) from error
+    except (LoadError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
         # A Rust library that panics raises a BaseException of this name.
@@ -114,18 +112,24 @@ def reading(kind: str, name: str, files: str, path: str | Path) -> Iterator[None
 # --- files ---
 
 
-def check_source(name: str, kind: str = "model", files: str = MODEL_FILES) -> None:
+def check_source(name: str, kind: str = "model") -> None:
     """Reject a name that cannot lead to a model or tokenizer, before the Hub is asked."""
     path = Path(name)
     if path.is_file():
-        raise not_loadable(kind, name, files, "it is a file")
+        raise not_loadable(kind, name, "it is a file")
     if not path.is_dir() and not can_be_on_hub(name):
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise not_loadable(kind, name, files, f"there is no such folder{where}")
-    if path.is_dir() and kind != "tokenizer" and not any((path / config).is_file() for config in CONFIGS):
+        raise not_loadable(kind, name, f"there is no such folder{where}")
+    if path.is_dir() and not kind.startswith("tokenizer") and not any((path / config).is_file() for config in CONFIGS):
         inside = sorted(config.parent.name for pattern in CONFIGS for config in path.glob(f"*/{pattern}"))
         hint = f", but its folder {inside[-1]} does: name that" if inside else ""
-        raise not_loadable(kind, name, files, f"the folder holds neither {' nor '.join(CONFIGS)}{hint}")
+        raise not_loadable(kind, name, f"the folder holds neither {' nor '.join(CONFIGS)}{hint}")
+
+
+def expand(name: str | Path) -> str:
+    """Return a folder's path with `~` expanded; any other name unchanged."""
+    folder = Path(name).expanduser()
+    return str(folder if folder.exists() else name)
 
 
 def can_be_on_hub(name: str) -> bool:
@@ -154,24 +158,27 @@ def _shown(name: str, file: str) -> str:
     return str(Path(name) / file) if Path(name).is_dir() else f"{file} in {name}"
 
 
-def read_object(kind: str, name: str, path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise a RuntimeError that names the file if it holds something else."""
-    if path.stat().st_size > MOST_CONFIG_BYTES:
-        reason = f"has {path.stat().st_size} bytes, and at most {MOST_CONFIG_BYTES} are read"
-        raise damaged(kind, name, path, reason)
+def read_object(
+    kind: str, name: str, path: Path, check: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the JSON object in a file; raise a LoadError that names the file if it holds something else.
+
+    Args:
+        check: called with each object in the file, however deep, the inner ones first; returns it.
+    """
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        is_deep = isinstance(error, RecursionError)
-        reason = "is nested too deeply" if is_deep else f"is not JSON ({_reason(error)})"
-        raise damaged(kind, name, path, reason) from error
+        value = json.loads(path.read_bytes(), object_hook=check)
+    except ValueError as error:
+        raise damaged(kind, name, path, f"is not JSON ({_reason(error)})") from error
+    except RecursionError as error:
+        raise damaged(kind, name, path, "is nested too deeply") from error
     if not isinstance(value, dict):
         raise damaged(kind, name, path, f"holds a JSON {JSON_TYPES[type(value)]}, expected an object")
     return value
 
 
 def read_shapes(kind: str, name: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a safetensors file, from its header; RuntimeError if it is damaged."""
+    """Return the shape of every tensor in a safetensors file, from its header."""
     try:
         with safe_open(path, "pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -189,15 +196,15 @@ def read_config(kind: str, name: str, **source: Any) -> PreTrainedConfig:
     check_source(name, kind)
     check_config_file(kind, name, source.get("revision"))
     path = _shown(name, "config.json")
-    with reading(kind, name, MODEL_FILES, path):
+    with reading(kind, name, path):
         config = AutoConfig.from_pretrained(name, **source)
         text = config.get_text_config()
         if not isinstance(text, PreTrainedConfig):
             raise ValueError(f"text_config is {text!r}, expected an object")
-        sizes = {key: getattr(text, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
-    for key, value in sizes.items():
-        if value is not None and not (isinstance(value, int) and value > 0):
-            raise damaged(kind, name, path, f"says {key} {value!r}, expected a number above 0")
+        for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            value = getattr(text, key, None)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise ValueError(f"it says {key} {value!r}, expected a number above 0")
     return config
 
 
@@ -207,16 +214,15 @@ def check_config_file(kind: str, name: str, revision: str | None = None) -> dict
     transformers builds lists as long as the numbers of layers and labels, so these are bounded before it reads them.
     """
     path = source_file(name, "config.json", revision)
-    content = {} if path is None else read_object(kind, name, path)
-    waiting: list[Any] = [content]
-    while waiting:  # No recursion: the file decides how deep it is.
-        value = waiting.pop()
-        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        for key, number in value.items() if isinstance(value, dict) else ():
+
+    def check(fields: dict[str, Any]) -> dict[str, Any]:
+        for key, number in fields.items():
             most = MOST_LABELS if key == "num_labels" else MOST_LAYERS if LAYER_COUNT.fullmatch(key) else math.inf
-            if isinstance(number, (int, float)) and not isinstance(number, bool) and number > most:
+            if isinstance(number, (int, float)) and number > most:
                 raise damaged(kind, name, path, f"says {key} {number:.6g}, and at most {most} are supported")
-    return content
+        return fields
+
+    return {} if path is None else read_object(kind, name, path, check)
 
 
 def load_weights(
@@ -227,7 +233,6 @@ def load_weights(
     Args:
         auto_class: of transformers, with `from_pretrained`.
         config: from `read_config`.
-        trust_remote_code: from `pinned_source`.
         **kwargs: for `from_pretrained`.
     """
     revision = kwargs.get("revision")
@@ -237,7 +242,7 @@ def load_weights(
     if shapes and not trust_remote_code:
         _check_size(auto_class, kind, name, config, shapes)
     kwargs |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with reading(kind, name, MODEL_FILES, path):
+    with reading(kind, name, path):
         model, report = auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
     mismatched = report["mismatched_keys"]
     if mismatched:
@@ -257,19 +262,17 @@ def check_weight_files(kind: str, name: str, revision: str | None = None) -> dic
     index = source_file(name, INDEX_FILE, revision)
     if index is None:
         return {}
-    files = read_object(kind, name, index).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise damaged(kind, name, index, "has no weight_map from tensors to files")
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(set(files.values())):
-        try:
+    with reading(kind, name, index):
+        files = read_object(kind, name, index).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("it has no weight_map from tensors to files")
+        for file in sorted(set(files.values())):
             require_relative(file, name, "a file in its weight_map")
-        except ValueError as error:
-            raise damaged(kind, name, index, error) from error
-        path = source_file(name, file, revision)
-        if path is None:
-            raise damaged(kind, name, index, f"names {file}, which is not there: the download is not complete")
-        shapes |= read_shapes(kind, name, path)
+            path = source_file(name, file, revision)
+            if path is None:
+                raise ValueError(f"it names {file}, which is not there: the download is not complete")
+            shapes |= read_shapes(kind, name, path)
     return shapes
 
 
@@ -334,112 +337,98 @@ def read_tokenizer(name: str, kind: str = "tokenizer", **source: Any) -> PreTrai
     """Return the tokenizer at `name`, unchanged; its chat template, if it has one, has run once."""
     source = {"trust_remote_code": False, **source}
     revision = source.get("revision")
-    check_source(name, "tokenizer", TOKENIZER_FILES)
+    check_source(name, kind)
     check_config_file(kind, name, revision)
+    settings = _shown(name, "tokenizer_config.json")
     try:
-        with reading(kind, name, TOKENIZER_FILES, _shown(name, "tokenizer_config.json")):
+        with reading(kind, name, settings):
             tokenizer = AutoTokenizer.from_pretrained(name, **source)
             tokenizer("a", verbose=False)
-    except RuntimeError as error:
-        raise _tokenizer_fault(kind, name, revision) or error from error.__cause__
-    try:
+    except LoadError:
+        _check_tokenizer_files(kind, name, revision)
+        raise
+    with reading(kind, name, source_file(name, TEMPLATE_FILE, revision) or settings):
         check_chat_template(tokenizer)
-    except ValueError as error:
-        template = source_file(name, "chat_template.jinja", revision) or _shown(name, "tokenizer_config.json")
-        raise damaged(kind, name, template, f"has a chat template that {error}") from error
     return tokenizer
 
 
-def _tokenizer_fault(kind: str, name: str, revision: str | None) -> RuntimeError | None:
-    """Return the error that names the damaged file of a tokenizer, or None if no single file is to blame."""
-    paths = {file: source_file(name, file, revision) for file in (*TOKENIZER_JSON, "chat_template.jinja")}
-    try:
-        for file in TOKENIZER_JSON:
-            if paths[file] is not None:
-                read_object(kind, name, paths[file])
-        if paths["config.json"] is not None:
-            read_config("model", name, revision=revision)
-    except RuntimeError as error:
-        return error
-    template, path = paths["chat_template.jinja"], paths["tokenizer.json"]
-    try:
-        if template is not None:
+def _check_tokenizer_files(kind: str, name: str, revision: str | None) -> None:
+    """Raise the error that names the damaged file of a tokenizer, if a single file is to blame."""
+    paths = {file: source_file(name, file, revision) for file in (*TOKENIZER_JSON, TEMPLATE_FILE)}
+    for file in TOKENIZER_JSON:
+        if paths[file] is not None:
+            read_object(kind, name, paths[file])
+    if paths["config.json"] is not None:
+        read_config("model", name, revision=revision)
+    template, tokenizer = paths[TEMPLATE_FILE], paths["tokenizer.json"]
+    if template is not None:
+        try:
             template.read_text(encoding="utf-8")
-        if path is not None:
-            Tokenizer.from_file(str(path))
-    except UnicodeDecodeError as error:
-        return damaged(kind, name, template, f"is not UTF-8 text ({error.reason})")
-    except Exception as error:
-        return damaged(kind, name, path, error)
-    if path is None and Path(name).is_dir():
-        return not_loadable(kind, name, TOKENIZER_FILES, "the folder holds no tokenizer that transformers can read")
-    return None
+        except UnicodeDecodeError as error:
+            raise damaged(kind, name, template, f"is not UTF-8 text ({error.reason})") from error
+    if tokenizer is not None:
+        with reading(kind, name, tokenizer):
+            Tokenizer.from_file(str(tokenizer))
+    elif Path(name).is_dir():
+        raise not_loadable(kind, name, "the folder holds no tokenizer that transformers can read")
 
 
 # --- adapters ---
 
 
 def read_adapter_config(name: str, revision: str | None = None) -> PeftConfig:
-    """Return the PEFT config of an adapter."""
+    """Return the PEFT config of an adapter, once it has been compared with the shapes of the adapter's weights."""
     path = source_file(name, "adapter_config.json", revision)
     if path is None:
-        raise not_loadable("adapter", name, ADAPTER_FILES, "there is no adapter_config.json")
-    peft_type = read_object("adapter", name, path).get("peft_type")
-    if peft_type not in [known.value for known in PeftType]:
-        raise damaged("adapter", name, path, f"says peft_type {peft_type!r}, which PEFT does not know")
-    with reading("adapter", name, ADAPTER_FILES, path):
-        config = PeftConfig.from_pretrained(name, revision=revision)
+        raise not_loadable("adapter", name, "there is no adapter_config.json")
     weights = source_file(name, ADAPTER_WEIGHTS_FILE, revision)
-    fault = _config_fault(config) or (weights and _rank_fault(config, read_shapes("adapter", name, weights)))
-    if fault:
-        raise damaged("adapter", name, path, fault)
+    with reading("adapter", name, path):
+        peft_type = read_object("adapter", name, path).get("peft_type")
+        if peft_type not in [known.value for known in PeftType]:
+            raise ValueError(f"it says peft_type {peft_type!r}, which PEFT does not know")
+        config = PeftConfig.from_pretrained(name, revision=revision)
+        _check_adapter_fields(config)
+        if weights is not None:
+            _check_ranks(config, read_shapes("adapter", name, weights))
     return config
 
 
-def _config_fault(config: PeftConfig) -> str | BaseException | None:
-    base, pattern = config.base_model_name_or_path, getattr(config, "rank_pattern", None) or {}
+def _check_adapter_fields(config: PeftConfig) -> None:
+    base = config.base_model_name_or_path
     if base is not None and not isinstance(base, str):
-        return f"says base_model_name_or_path {base!r}, expected a name or path"
-    ranges = getattr(config, "layer_replication", None) or []
-    try:
-        copies = sum(len(range(start, end)) for start, end in ranges)
-        scales = [getattr(config, "lora_alpha", 1), *(getattr(config, "alpha_pattern", None) or {}).values()]
-        is_finite_scale = all(scale is None or math.isfinite(scale) for scale in scales)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        return error
+        raise ValueError(f"it says base_model_name_or_path {base!r}, expected a name or path")
+    copies = sum(len(range(*pair)) for pair in getattr(config, "layer_replication", None) or [])
     if copies > MOST_LAYERS:
-        return f"makes {copies} layers (layer_replication), at most {MOST_LAYERS}"
-    if not is_finite_scale:
-        return f"scales its update by {scales} (lora_alpha), expected finite numbers"
-    if not isinstance(pattern, dict):
-        return f"says rank_pattern {pattern!r}, expected an object"
-    return None
+        raise ValueError(f"it makes {copies} layers (layer_replication), at most {MOST_LAYERS}")
+    scales = [getattr(config, "lora_alpha", 1), *(getattr(config, "alpha_pattern", None) or {}).values()]
+    if not all(scale is None or math.isfinite(scale) for scale in scales):
+        raise ValueError(f"it scales its update by {scales} (lora_alpha), expected finite numbers")
 
 
-def _rank_fault(config: PeftConfig, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Say which rank is beyond the adapter's weights: PEFT makes its matrices in memory before it compares."""
+def _check_ranks(config: PeftConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Reject a rank beyond the adapter's weights: PEFT makes its matrices in memory before it compares."""
     pattern = getattr(config, "rank_pattern", None) or {}
+    if not isinstance(pattern, dict):
+        raise ValueError(f"it says rank_pattern {pattern!r}, expected an object")
     ranks = {key: getattr(config, key, None) for key in ("r", "num_virtual_tokens")} | pattern
     rows = [shape[0] for key, shape in shapes.items() if re.search(r"lora_(embedding_)?A\b", key) and shape]
     # With a pattern, `r` may be the rank of no module.
     most = max(rows) if rows and not pattern else max((size for shape in shapes.values() for size in shape), default=0)
     for key, rank in ranks.items():
         if rank is not None and (type(rank) is not int or not 0 < rank <= max(most, 1)):
-            return f"says {key} {rank!r}, and the weights next to it are of rank {most} at most"
-    return None
+            raise ValueError(f"it says {key} {rank!r}, and the weights next to it are of rank {most} at most")
 
 
 def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Tensor]:
-    """Return the tensors of an adapter on the CPU, under PEFT's names; all are finite."""
-    path = source_file(name, ADAPTER_WEIGHTS_FILE, revision)
-    if path is not None:
-        read_shapes("adapter", name, path)
-    shown = path or _shown(name, ADAPTER_WEIGHTS_FILE)
-    with reading("adapter", name, ADAPTER_FILES, shown):
+    """Return the tensors of an adapter on the CPU, under PEFT's names; all are finite.
+
+    `read_adapter_config` comes first: it says whether the file is whole.
+    """
+    with reading("adapter", name, _shown(name, ADAPTER_WEIGHTS_FILE)):
         weights = load_peft_weights(name, device="cpu", revision=revision)
-    bad = [key for key, tensor in weights.items() if not is_finite(tensor)]
-    if bad:
-        raise damaged("adapter", name, shown, f"has NaN or infinity in {len(bad)} tensors, the first is {bad[0]}")
+        bad = [key for key, tensor in weights.items() if not is_finite(tensor)]
+        if bad:
+            raise ValueError(f"it has NaN or infinity in {len(bad)} tensors, the first is {bad[0]}")
     return weights
 
 
@@ -454,10 +443,6 @@ def put_adapter_on(base: PreTrainedModel, name: str, revision: str | None = None
 @contextlib.contextmanager
 def adding_adapter(config: PeftConfig, base: nn.Module, name: str) -> Iterator[None]:
     """Put an adapter on `base` inside the block, once its patterns of module names have been tried."""
-    path = _shown(name, "adapter_config.json")
-    try:
+    with peft_calls(), reading("adapter", name, _shown(name, "adapter_config.json")):
         check_patterns(config, [key for key, _ in base.named_modules()])
-    except ValueError as error:
-        raise damaged("adapter", name, path, str(error)) from error
-    with peft_calls(), reading("adapter", name, ADAPTER_FILES, path):
         yield

@@ -25,12 +25,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from onetrunk.models.base import repair_padding
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer
-from onetrunk.models.scorer import not_scalar, score_layer
+from onetrunk.models.scorer import check_scorer, score_layer
 from onetrunk.models.sources import pinned_source
 from onetrunk.utils.files import require_output_dir
-
-logger = logging.getLogger(__name__)
 
 # Modules of transformers that report weights which are missing, left over, or on one device.
 REPORTING = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
@@ -42,10 +41,7 @@ NUM_BYTES = 256
 def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     """Load a model to train as a reward model; a language model gets a new score head, a reward model keeps its head.
 
-    A new head is drawn from torch's global random state: seed it first.
-
-    Args:
-        **settings: for `from_pretrained` (dtype, revision, quantization_config, ...).
+    A new head is drawn from torch's global random state: seed it first. `settings` are for `from_pretrained`.
 
     Raises:
         RuntimeError: nothing loadable there.
@@ -55,14 +51,14 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
     settings.pop("code_revision", None)
     config = read_config("model", name, **source)
-    has_head = "ForSequenceClassification" in "".join(config.architectures or [])
-    if has_head and config.num_labels != 1:
-        raise not_scalar(name, config.num_labels)
+    if "ForSequenceClassification" in "".join(config.architectures or []):
+        check_scorer(config, name)
     with quiet_load():
         model, loading = load_weights(
             AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings
         )
-    head = [n for n, module in model.named_modules() if module is score_layer(model)][0].split(".")[0]
+    layer = score_layer(model)
+    head = next(n for n, module in model.named_modules() if module is layer).split(".")[0]
     # BERT's relatives also lack a pooler, which trains with the head.
     missing_keys = sorted(
         str(k) for k in loading["missing_keys"] if not str(k).startswith(head) and ".pooler." not in str(k)
@@ -91,22 +87,9 @@ def quiet_load() -> Iterator[None]:
 def load_reward_tokenizer(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token.
-
-    Raises:
-        RuntimeError: nothing loadable at `name`.
-        ValueError: neither a padding token nor an end token, or remote code without a pinned commit.
-    """
+    """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token."""
     tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"the tokenizer {name} has neither a padding token nor an end token, so rows of a batch can't be told"
-                " from their padding; set pad_token in its tokenizer_config.json"
-            )
-        logger.info("the tokenizer %s has no padding token: padding with %r instead", name, tokenizer.eos_token)
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer if tokenizer.pad_token_id is not None else repair_padding(tokenizer)
 
 
 def scorer_from_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -146,7 +129,7 @@ class BaseShape:
 
     Args:
         vocab_size: most tokens: 256 bytes, the special tokens, and the merges learned from the texts.
-        hidden_size: width; a multiple of num_heads.
+        hidden_size: width; an even multiple of num_heads.
         num_layers: decoder layers.
         num_heads: attention heads.
         max_positions: most tokens of a prompt with its completion.
@@ -157,17 +140,6 @@ class BaseShape:
     num_layers: int = 2
     num_heads: int = 4
     max_positions: int = 128
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more")
-        head_size, rest = divmod(self.hidden_size, self.num_heads)
-        if rest or head_size % 2:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} over {self.num_heads} heads must give an even whole number; set"
-                f" hidden_size to {max(1, round(head_size / 2)) * 2 * self.num_heads}"
-            )
 
 
 def make_base(
@@ -182,9 +154,6 @@ def make_base(
     """Write a tokenizer trained on `texts` and a Llama with random weights into a folder, and return the folder.
 
     Args:
-        texts: what the tokenizer learns its merges from.
-        output_dir: the folder, created if missing.
-        shape: the size; None: 2 layers of width 64.
         chat_template: Jinja text, saved with the tokenizer.
         special_tokens: further tokens that are never split, such as those of the chat template.
         seed: of the weights; the global random state stays unchanged.
@@ -194,9 +163,24 @@ def make_base(
     tokenizer = train_tokenizer(texts, shape.vocab_size, special_tokens)
     tokenizer.chat_template = chat_template
     tokenizer.model_max_length = shape.max_positions
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=4 * shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=True,
+        # Keeps the logits of a narrow, untrained model near unit variance.
+        initializer_range=shape.hidden_size**-0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_config(shape, tokenizer))
+        model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
@@ -207,11 +191,7 @@ def make_base(
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
-    """Return a byte-level BPE tokenizer: every text can be encoded, and decodes to itself.
-
-    Raises:
-        ValueError: `vocab_size` leaves no room for a merge, or there is no text.
-    """
+    """Return a byte-level BPE tokenizer: every text can be encoded, and decodes to itself."""
     special = [PAD_TOKEN, END_TOKEN, *special_tokens]
     if vocab_size <= NUM_BYTES + len(special):
         raise ValueError(
@@ -239,22 +219,4 @@ def train_tokenizer(
         eos_token=END_TOKEN,
         additional_special_tokens=list(special_tokens),
         clean_up_tokenization_spaces=False,
-    )
-
-
-def _config(shape: BaseShape, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=4 * shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_heads,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=True,
-        # Keeps the logits of a narrow, untrained model near unit variance.
-        initializer_range=shape.hidden_size**-0.5,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )

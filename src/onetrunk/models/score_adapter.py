@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
 from onetrunk.models.adapters import (
     POLICY,
@@ -31,10 +29,11 @@ from onetrunk.models.adapters import (
 from onetrunk.models.base import decoder_layers, output_head
 from onetrunk.models.loading import (
     adding_adapter,
-    can_be_on_hub,
+    expand,
     put_adapter_on,
     read_adapter_config,
     read_adapter_weights,
+    source_file,
 )
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
@@ -72,13 +71,7 @@ class ScoreAdapter:
 
 def is_adapter_name(name: str) -> bool:
     """Return whether `name` leads to an adapter; False also if it leads nowhere."""
-    folder = Path(name).expanduser()
-    if folder.exists():
-        return (folder / "adapter_config.json").is_file()
-    try:
-        return can_be_on_hub(name) and find_adapter_config_file(name) is not None
-    except OSError:
-        return False
+    return source_file(expand(name), "adapter_config.json") is not None
 
 
 def read_score_adapter(name: str) -> ScoreAdapter:
@@ -88,9 +81,8 @@ def read_score_adapter(name: str) -> ScoreAdapter:
         ValueError: not LoRA, a variant that the trunk can't carry, no score head, or one with several labels.
         RuntimeError: its base model is missing.
     """
-    source = _source(name)
-    base, config = adapter_base(source), read_adapter_config(source)
-    config = _checked_config(name, config)
+    source = expand(name)
+    base, config = adapter_base(source), _checked_config(name, read_adapter_config(source))
     weights = read_adapter_weights(source)
     head = {key.rsplit(".", 1)[-1]: weights.pop(key) for key in _HEAD_KEYS if key in weights}
     if "weight" not in head:
@@ -114,30 +106,20 @@ def load_adapter_scorer(
 ) -> PreTrainedModel:
     """Load a reward adapter on a base model of its own, for scoring: in eval mode, frozen.
 
-    Its rows end with the end token, as the completions that the trunk scores do.
+    Its rows end with the end token, as the completions that the trunk scores do. Raises as `read_score_adapter`.
 
     Args:
-        name: folder or Hub name of a sequence-classification adapter with one label.
         device: None leaves it on the CPU.
         dtype: of the base; None for the checkpoint's own.
-
-    Raises:
-        ValueError, RuntimeError: as `read_score_adapter`.
     """
-    adapter, source = read_score_adapter(name), _source(name)
-    settings = {} if dtype is None else {"dtype": dtype}
-    base = load_with_new_head(adapter.base, **settings)
+    adapter, source = read_score_adapter(name), expand(name)
+    base = load_with_new_head(adapter.base, **({} if dtype is None else {"dtype": dtype}))
     # The model that PEFT wraps: its layers carry the adapter, and its head is that of the adapter.
     model = put_adapter_on(base, source).get_base_model()
     check_base_marks(model, source)
     model.config.update({READS_END: True, "name_or_path": source})
     model.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()
-
-
-def _source(name: str) -> str:
-    folder = Path(name).expanduser()
-    return str(folder) if folder.exists() else name
 
 
 def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
@@ -167,21 +149,12 @@ class ScoreBranch(nn.Module):
         adapter: the adapter.
         hidden_size: width of the trunk.
         device: of the trunk's last layer.
-        first_layer: the lowest layer that the adapter changes.
         obstacle: why it cannot start from the states at the cut, a clause; None: it starts from them.
     """
 
-    def __init__(
-        self,
-        adapter: ScoreAdapter,
-        hidden_size: int,
-        device: torch.device,
-        first_layer: int,
-        obstacle: str | None,
-    ):
+    def __init__(self, adapter: ScoreAdapter, hidden_size: int, device: torch.device, obstacle: str | None):
         super().__init__()
-        self.name, self.pad_token_id = adapter.name, adapter.pad_token_id
-        self.first_layer, self.obstacle = first_layer, obstacle
+        self.name, self.pad_token_id, self.obstacle = adapter.name, adapter.pad_token_id, obstacle
         self.head = ValueHead(hidden_size, device=device)
         if adapter.head["weight"].shape != self.head.linear.weight.shape:
             raise ValueError(
@@ -223,12 +196,8 @@ class ScoreBranch(nn.Module):
 
 
 def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
-    """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes.
-
-    Raises:
-        ValueError: it does not fit this trunk.
-    """
-    check_base_marks(trunk.get_base_model(), str(Path(adapter.name).expanduser()))
+    """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes."""
+    check_base_marks(trunk.get_base_model(), expand(adapter.name))
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)
@@ -240,17 +209,20 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
     base = trunk.get_base_model()
-    first_layer = lowest_layer(trunk, REWARD)
-    obstacle = None
-    if not trunk.cut:
-        obstacle = "layer 0 trains, so there is no cut"
-    elif first_layer < trunk.cut:
-        obstacle = f"it changes layer {first_layer} and the cut is at {trunk.cut}"
-    elif lowest_layer(trunk, POLICY) < trunk.cut:
-        obstacle = "the policy continues an adapter that is active below the cut, where this one is not"
     hidden_size = base.config.get_text_config().hidden_size
     device = output_head(base).weight.device
-    trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, first_layer, obstacle)
+    trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, _obstacle(trunk))
+
+
+def _obstacle(trunk: PeftModel) -> str | None:
+    first_layer = lowest_layer(trunk, REWARD)
+    if not trunk.cut:
+        return "layer 0 trains, so there is no cut"
+    if first_layer < trunk.cut:
+        return f"it changes layer {first_layer} and the cut is at {trunk.cut}"
+    if lowest_layer(trunk, POLICY) < trunk.cut:
+        return "the policy continues an adapter that is active below the cut, where this one is not"
+    return None
 
 
 def lowest_layer(trunk: PeftModel, adapter: str) -> int:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, has_file
 
 from onetrunk.data.chat_template import apply_chat_template
 from onetrunk.data.prompts import without_second_bos
-from onetrunk.models.loading import check_source, load_weights, read_config, read_tokenizer
+from onetrunk.models.loading import check_source, expand, load_weights, read_config, read_tokenizer
 from onetrunk.types import Conversation, Message, Prompt
 from onetrunk.utils.files import atomic_write_json, read_json
 
@@ -46,26 +46,23 @@ def load_scorer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """Load a reward model for scoring: one label, every weight from the checkpoint, eval mode, frozen.
+    """Load a sequence-classification model for scoring: every weight from the checkpoint, eval mode, frozen.
 
     Args:
-        path: folder of a sequence-classification model, or its name on the Hub; safetensors only.
-        revision: branch, tag or commit on the Hub.
         device: None leaves it on the CPU.
         dtype: None for the checkpoint's own.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
-        RuntimeError: nothing loadable there.
-        ValueError: an adapter, several labels, or weights missing from the checkpoint.
+        FileNotFoundError, RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or
+            weights missing from the checkpoint.
     """
     name = scorer_source(path)
     config = read_config("reward model", name, revision=revision)
     settings = {"revision": revision, "trust_remote_code": False} | ({} if dtype is None else {"dtype": dtype})
     if "ForSequenceClassification" not in "".join(config.architectures or []):
         settings["num_labels"] = 1  # Its head is missing; load it to name the missing weights.
-    elif config.num_labels != 1:
-        raise not_scalar(name, config.num_labels)
+    else:
+        check_scorer(config, name)
     model, loading = load_weights(AutoModelForSequenceClassification, "reward model", name, config, **settings)
     missing_keys = sorted(map(str, loading["missing_keys"]))
     if missing_keys:
@@ -85,27 +82,22 @@ def scorer_source(path: str | Path) -> str:
         RuntimeError: a file, or a folder without a model.
         ValueError: an adapter.
     """
-    folder = Path(path).expanduser()
-    name = str(folder) if folder.exists() else str(path)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    name = expand(path)
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
-    if (folder / "adapter_config.json").exists():
+    if (Path(name) / "adapter_config.json").exists():
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
     check_source(name, "reward model")
     return name
 
 
-def not_scalar(name: str, num_labels: int) -> ValueError:
-    """Return the error for a reward model whose number of labels is not 1."""
-    return ValueError(f"reward model {name} has {num_labels} labels; expected 1, a score: give a scalar reward model")
-
-
-def check_scorer(model: PreTrainedModel) -> None:
+def check_scorer(model: PreTrainedModel | PreTrainedConfig, name: str = "") -> None:
     """Raise a ValueError unless the model gives one number per text."""
     labels = getattr(model, "num_labels", "no")
     if labels != 1:
         raise ValueError(
-            f"reward model {type(model).__name__} has {labels} labels; expected a sequence-classification model with 1"
+            f"reward model {name or type(model).__name__} has {labels} labels; expected a sequence-classification"
+            " model with 1, the score"
         )
 
 
@@ -115,11 +107,7 @@ def reads_end_token(model: PreTrainedModel) -> bool:
 
 
 def score_layer(model: nn.Module) -> nn.Linear:
-    """Return the layer that computes the score: the last linear one with one output (in PEFT, the trained copy).
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the layer that computes the score: the last linear one with one output (in PEFT, the trained copy)."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1]
     if not layers:
         raise ValueError(
@@ -131,11 +119,9 @@ def score_layer(model: nn.Module) -> nn.Linear:
 
 def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer saved with a reward adapter, or None."""
-    folder = Path(name).expanduser()
-    is_folder, file = folder.is_dir(), "tokenizer_config.json"
-    if not ((folder / file).is_file() if is_folder else has_file(name, file)):
-        return None
-    return read_tokenizer(str(folder) if is_folder else name, "tokenizer of the reward adapter")
+    source = expand(name)
+    has_tokenizer = has_file(source, "tokenizer_config.json")
+    return read_tokenizer(source, "tokenizer of the reward adapter") if has_tokenizer else None
 
 
 # --- rows ---
@@ -164,10 +150,8 @@ def encode_rows(
     Args:
         prompts: n texts or n conversations.
         completions: n texts, or n lists that end with an assistant message.
-        max_length: tokens; None for no limit.
-        end_token: whether rows end with the end token (`encode_texts`).
+        max_length, end_token, stopped: as for `encode_texts`.
         name: of the reward model, for errors.
-        stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
 
     Raises:
         ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
@@ -281,14 +265,10 @@ def _without_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> li
 
 
 def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-    """Score rows of token ids in batches of similar length, padded on the right.
+    """Score n rows of token ids, none empty, in batches of similar length, padded on the right.
 
     A decoder reads its score at the last token that differs from the pad token of its config. A pad token in the
     config is the one that the model was trained with, so it is kept, even if it is the end token too.
-
-    Args:
-        rows: n lists of token ids, none empty.
-        batch_size: rows of one forward.
 
     Returns:
         [n] float32 on the CPU.
@@ -307,7 +287,7 @@ def score_token_ids(model: PreTrainedModel, rows: Sequence[list[int]], batch_siz
 
 
 def _batches(order: list[int], lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Cut rows, the longest first, into batches of at most batch_size, no row below SHORTEST of its longest."""
+    """Cut rows, the longest first, into batches in which no row is below SHORTEST of the longest."""
     start = 0
     for end in range(1, len(order) + 1):
         is_full = end == len(order) or end - start == batch_size
@@ -377,15 +357,11 @@ class ScoreScale:
 
 
 def read_score_scale(name: str) -> ScoreScale | None:
-    """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None.
-
-    Raises:
-        RuntimeError: the file is damaged.
-    """
-    folder = Path(name).expanduser()
-    if not ((folder / SCALE_FILE).is_file() if folder.is_dir() else has_file(name, SCALE_FILE)):
+    """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None."""
+    source = expand(name)
+    if not has_file(source, SCALE_FILE):
         return None
-    path = folder / SCALE_FILE if folder.is_dir() else Path(cached_file(name, SCALE_FILE))
+    path = cached_file(source, SCALE_FILE)
     data = read_json(path)
     try:
         return ScoreScale(float(data["mean"]), float(data["std"]))

@@ -104,12 +104,7 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
 def require_safetensors(name: str, revision: str | None = None, folder: str = "") -> None:
     """Reject an adapter whose weights are pickled (`adapter_model.bin`): PEFT would pass them to `torch.load`.
 
-    Every adapter is checked here before it is loaded.
-
-    Args:
-        name: folder or Hub name.
-        revision: branch, tag or commit on the Hub.
-        folder: subfolder that holds the adapter, if any.
+    Every adapter is checked here before it is loaded. `folder` is the subfolder that holds it, if any.
 
     Raises:
         ValueError: it has no adapter_model.safetensors.
@@ -137,12 +132,7 @@ def base_of(adapter: str) -> Iterator[None]:
 
 
 def load_config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> PreTrainedConfig:
-    """Return the text config of the model at `name`, or of the base of the adapter at `name`.
-
-    Raises:
-        RuntimeError: nothing loadable at `name`.
-        ValueError: remote code without a pinned commit.
-    """
+    """Return the text config of the model at `name`, or of the base of the adapter at `name`."""
     base = adapter_base(name, revision)
     if base is None:
         return read_config("model", name, **pinned_source(revision, trust_remote_code)).get_text_config()
@@ -183,44 +173,30 @@ def check_base_marks(base: PreTrainedModel, source: str, revision: str | None = 
     Args:
         base: the model that will carry the adapter, with or without adapters.
         source: folder or Hub name of the adapter.
-        revision: branch, tag or commit on the Hub.
 
     Raises:
-        ValueError: the weights differ; names both bases.
+        ValueError: the weights differ (names both bases), or the file of marks is damaged.
     """
-    saved = _read_marks(source, revision)
-    if saved is None:
+    path = source_file(source, BASE_FILE, revision)
+    if path is None:
         return
     current = base_marks(base)
-    shared = [name for name in saved["weights"] if name in current["weights"]]
-    pairs = [(a, b) for n in shared for a, b in zip(saved["weights"][n], current["weights"][n], strict=True)]
-    # A number from float16 may be the neighbour of the one that float32 rounds to.
-    most = int(bool(saved.get("is_float16")) != current["is_float16"])
-    equal = sum(abs(a - b) <= most for a, b in pairs)
+    try:
+        saved = json.loads(path.read_bytes())
+        name, weights = saved["name"], saved["weights"]
+        shared = weights.keys() & current["weights"].keys()
+        pairs = [pair for key in shared for pair in zip(weights[key], current["weights"][key], strict=True)]
+        # A number from float16 may be the neighbour of the one that float32 rounds to.
+        most = int(bool(saved.get("is_float16")) != current["is_float16"])
+        equal = sum(abs(a - b) <= most for a, b in pairs)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{source}/{BASE_FILE} is damaged ({error}); restore it, or delete it") from error
     if pairs and equal < LEAST_EQUAL * len(pairs):
         raise ValueError(
-            f"the adapter {source} was trained on {saved['name'] or 'another base model'}, and this base,"
+            f"the adapter {source} was trained on {name or 'another base model'}, and this base,"
             f" {current['name'] or 'made in memory'}, has other weights ({len(pairs) - equal} of {len(pairs)} samples"
             " differ); load it on the base that it was trained on"
         )
-
-
-def _read_marks(source: str, revision: str | None) -> dict[str, Any] | None:
-    path = source_file(source, BASE_FILE, revision)
-    if path is None:
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-        is_known = isinstance(content["weights"], dict) and isinstance(content["name"], str | None)
-        if is_known and not all(map(_is_mark, content["weights"].values())):
-            raise ValueError(f"expected {MARKS_PER_WEIGHT} numbers of each weight")
-        return content if is_known else None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{source}/{BASE_FILE} is damaged ({error}); restore it, or delete it") from error
-
-
-def _is_mark(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == MARKS_PER_WEIGHT and all(type(number) is int for number in value)
 
 
 # --- fingerprints ---

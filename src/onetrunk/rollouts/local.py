@@ -1,7 +1,5 @@
 """Sampling on the policy itself, in this process: one decode loop over a key-value cache, token ids in and out.
 
-`LocalBackend.generate` comes first, then the steps of its loop, the decoding rows, the draws, the captured states.
-
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
 row's randomness derives from its key alone, and a finished row leaves the batch with its share of the cache. Prompts
 are padded on the LEFT, so that the next token of every row is in the same column; positions come from the mask.
@@ -16,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,8 +35,15 @@ from onetrunk.utils.randomness import generator_of
 logger = logging.getLogger(__name__)
 
 RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
+FAULTS = {
+    NOT_FINITE: "policy logits are not finite at {}; look for a non-finite weight after the last update, or for an"
+    " overflow in float16",
+    NO_TOKEN_LEFT: "logits_processor left no token to draw, or a score that is not finite, at {}; let at least one"
+    " token keep a finite score",
+}
 
 
+@dataclass(eq=False, repr=False)
 class LocalBackend:
     """A `RolloutBackend` that samples from a causal language model in this process.
 
@@ -55,28 +60,23 @@ class LocalBackend:
         poll: called before each token; may raise to stop sampling.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        *,
-        max_rows: int | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        progress: Callable[[int, int, int], None] | None = None,
-        poll: Callable[[], None] | None = None,
-    ) -> None:
-        if max_rows is not None and max_rows < 1:
-            raise ValueError(f"max_rows is {max_rows}; set it to 1 or more, or to None to decode all rows at once")
-        self.model = model
-        self.policy_version = 0
-        self.max_rows = max_rows
-        self.logits_processor = logits_processor
-        self.progress = progress
-        self.poll = poll
+    model: nn.Module | None = None
+    _: KW_ONLY
+    max_rows: int | None = None
+    logits_processor: LogitsProcessorList | None = None
+    progress: Callable[[int, int, int], None] | None = None
+    poll: Callable[[], None] | None = None
+    policy_version: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(
+                f"max_rows is {self.max_rows}; set it to 1 or more, or to None to decode all rows at once"
+            )
 
     def sync(self, model: nn.Module, version: int) -> None:
         """Sample from `model` from now on, and stamp rollouts with `version`. The weights are shared, not copied."""
-        self.model = model
-        self.policy_version = version
+        self.model, self.policy_version = model, version
 
     def generate(
         self,
@@ -92,9 +92,7 @@ class LocalBackend:
         The model decodes in eval mode, without activation checkpointing; every module's mode is restored afterwards.
 
         Args:
-            prompt_ids: n lists of token ids, none empty.
-            params: length, temperature and stop tokens of this call.
-            keys: n tuples of non-negative integers, (seed, iteration, row), as many integers in each.
+            keys: as many integers in each.
             keeps_states: return the states at the cut of the TrunkModel that samples.
             keeps_last_state: also that of a row's last token, which takes one more step of each row.
 
@@ -109,9 +107,9 @@ class LocalBackend:
         done: dict[int, Completion] = {}
         num_tokens = 0
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
-        capture = StateCapture(len(prompt_ids), width, keeps_last_state) if keeps_states else None
+        capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
         # Merged first: its proof is a forward, which must not be captured.
-        with torch.no_grad(), _eval_mode(model), merged_policy(model), _hooked(capture, model):
+        with torch.no_grad(), _eval_mode(model), merged_policy(model), _capturing(capture, model):
             for finished in self._sample(model, prompt_ids, params, keys, capture):
                 done.update(finished)
                 num_tokens += sum(len(completion.token_ids) for completion in finished.values())
@@ -145,7 +143,7 @@ class LocalBackend:
                 for finished in self._decode(model, state, params, capture):
                     unfinished = [row for row in unfinished if row not in finished]
                     yield finished
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
@@ -166,7 +164,7 @@ class LocalBackend:
             if self.poll is not None:
                 self.poll()
             if capture is not None:
-                capture.expect(*state.next_tokens())
+                capture.expected = state.next_tokens()
             logits = _next_logits(model, state, last_only)
             if keeps_last:
                 # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
@@ -177,7 +175,10 @@ class LocalBackend:
             tokens, logprobs = self._pick(logits, state, params.temperature, t)
             state.append(tokens, logprobs, t)
             status = _status(tokens, logprobs, logits, stop_ids)
-            _raise_on_bad_logits(status, state.rows, t, self.policy_version)
+            for row, code in zip(state.rows, status, strict=True):
+                if code in FAULTS:
+                    place = f"row {row}, token {t} (policy version {self.policy_version})"
+                    raise RuntimeError(FAULTS[code].format(place))
             at_limit = t + 1 == params.max_completion_length
             leaving = [i for i, code in enumerate(status) if code == STOPPED or at_limit]
             staying = [i for i, code in enumerate(status) if code != STOPPED and not at_limit]
@@ -291,23 +292,9 @@ def _status(tokens: Tensor, logprobs: Tensor, logits: Tensor, stop_ids: Tensor) 
     return status.masked_fill(~is_finite, NOT_FINITE).tolist()
 
 
-def _raise_on_bad_logits(status: list[int], rows: list[int], t: int, version: int) -> None:
-    for row, code in zip(rows, status, strict=True):
-        if code == NOT_FINITE:
-            raise RuntimeError(
-                f"policy logits are not finite at row {row}, token {t} (policy version {version}); "
-                "look for a non-finite weight after the last update, or for an overflow in float16"
-            )
-        if code == NO_TOKEN_LEFT:
-            raise RuntimeError(
-                f"logits_processor left no token to draw, or a score that is not finite, at row {row}, token {t}; "
-                "let at least one token keep a finite score"
-            )
-
-
 @dataclass(frozen=True)
 class Completion:
-    """A finished row: its completion's ids, its logprobs on the CPU, and whether a stop token ended it."""
+    """A finished row; `logprobs` are on the CPU."""
 
     token_ids: list[int]
     logprobs: Tensor
@@ -341,7 +328,7 @@ class DecodeState:
     width: int
 
     def next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows [b], positions [b, t] and bool [b, t], False at padding, of the columns not yet seen."""
+        """Return rows [b], positions [b, t] and bool [b, t], False at padding, of the columns not seen yet."""
         new = slice(self.seen, self.width)
         rows = torch.tensor(self.rows, device=self.token_ids.device)
         return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
@@ -436,45 +423,34 @@ def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(hit.any(-1), first_hit, last_possible)
 
 
+@dataclass
 class StateCapture:
-    """A buffer [n, T, H] for the states that enter a layer while rows are sampled, prompts included.
+    """The states [n, T, H] that enter a layer while rows are sampled, prompts included.
 
     Args:
-        num_rows: n.
-        width: T, the longest prompt plus the longest completion.
+        shape: (n, T); T is the longest prompt plus the longest completion.
         keeps_last: whether rows stay until their last token has run.
+        expected: `DecodeState.next_tokens` of the next forward.
+        states: None before the first forward.
     """
 
-    def __init__(self, num_rows: int, width: int, keeps_last: bool = False):
-        self.shape = (num_rows, width)
-        self.keeps_last = keeps_last
-        self.states: Tensor | None = None
-        self._rows: Tensor | None = None
-        self._positions: Tensor | None = None
-        self._is_token: Tensor | None = None
+    shape: tuple[int, int]
+    keeps_last: bool
+    expected: tuple[Tensor, Tensor, Tensor] | None = None
+    states: Tensor | None = None
 
-    def expect(self, rows: Tensor, positions: Tensor, is_token: Tensor) -> None:
-        """Announce the tokens of the next forward: rows [b], positions in the row [b, t], False at padding [b, t]."""
-        self._rows, self._positions, self._is_token = rows, positions, is_token
-
-    @contextmanager
-    def of(self, layer: nn.Module) -> Iterator[None]:
-        """Capture the input of `layer` inside the block."""
-        handle = layer.register_forward_pre_hook(self._take, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def take(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the layer's input; a pre-hook."""
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.states is None:
             self.states = hidden.new_zeros(*self.shape, hidden.shape[-1])
-        rows = self._rows[:, None].expand_as(self._positions)[self._is_token]
-        self.states.index_put_((rows, self._positions[self._is_token]), hidden[self._is_token])
+        rows, positions, is_token = self.expected
+        rows = rows[:, None].expand_as(positions)[is_token]
+        self.states.index_put_((rows, positions[is_token]), hidden[is_token])
 
 
-def _hooked(capture: StateCapture | None, model: nn.Module) -> AbstractContextManager[None]:
+def _capturing(capture: StateCapture | None, model: nn.Module) -> AbstractContextManager:
     if capture is None:
         return nullcontext()
-    return capture.of(decoder_layers(model.get_base_model())[model.cut])
+    layer = decoder_layers(model.get_base_model())[model.cut]
+    return layer.register_forward_pre_hook(capture.take, with_kwargs=True)

@@ -25,8 +25,6 @@ from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)
 
-# PEFT's LoRA layers whose adapter is a plain matrix product.
-MATRIX_LAYERS = (lora.Linear,)
 # Relative to the largest logit. Float32 sums in another order differ by 1e-6 to 1e-5, a rounding to bfloat16 by 1e-2.
 TOLERANCE = 1e-4
 # Standard deviation of the random update in the proof, relative to that of the weight.
@@ -56,7 +54,7 @@ def can_merge(model: nn.Module) -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    if type(layer) not in MATRIX_LAYERS or layer.lora_variant or any(layer.lora_bias.values()):
+    if type(layer) is not lora.Linear or layer.lora_variant or any(layer.lora_bias.values()):
         return False
     weight = layer.get_base_layer().weight
     return type(weight) is nn.Parameter and weight.dtype == torch.float32 and not layer.merged_adapters
@@ -97,7 +95,7 @@ def _merge_obstacle(model: TrunkModel) -> str | None:
     """
     try:
         return _forward_obstacle(model)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
     free_memory()
@@ -114,13 +112,11 @@ def _forward_obstacle(model: TrunkModel) -> str | None:
     def note(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         is_autocast.append(torch.is_autocast_enabled(args[0].device.type))
 
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
     with _random_updates(layers):
-        try:
+        with contextlib.ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(note))
             separate = model(**inputs).logits.float()
-        finally:
-            for handle in handles:
-                handle.remove()
         if any(is_autocast):  # Checked before a copy takes memory.
             return "autocast would round their sum"
         with _merged(layers):
