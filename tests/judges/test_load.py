@@ -14,7 +14,7 @@ from onetrunk.judges.local import CausalJudge
 from onetrunk.judges.reward_model import RewardModelJudge
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
-from onetrunk.judges.template import pairwise_messages
+from onetrunk.judges.template import question_messages
 from onetrunk.models.new_scorer import train_tokenizer
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.parsing import parse
@@ -100,7 +100,7 @@ def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last(reward_f
 
 
 def test_anything_else_is_a_causal_model():
-    (message,) = pairwise_messages(Pair("p", "a", "b"), SHORT, "c0ffee")
+    (message,) = question_messages(Pair("p", "a", "b"), SHORT, "c0ffee")
     tiny_model("llama", vocab_size=512, max_position_embeddings=1024).save_pretrained("causal")
     train_tokenizer([message["content"]], 400, ()).save_pretrained("causal")
     settings = JudgeSettings(

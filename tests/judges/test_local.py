@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from onetrunk.judges.base import Judge, Pair, Principle
+from onetrunk.judges.base import Judge, Pair, Principle, Single
 from onetrunk.judges.constitution import parse_constitution
 from onetrunk.judges.local import CausalJudge, Options, Reader, label_shares, load_causal_judge
-from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
+from onetrunk.judges.template import LABELS, RATINGS, nonce_of, question_messages
 from onetrunk.judges.verdicts import judge_pairs
 from onetrunk.models.new_scorer import train_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -30,7 +30,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def tokenizer():
     """Byte-level: every text has tokens, "A" and "B" are one each."""
-    (message,) = pairwise_messages(PAIRS[0], PRINCIPLE, "c0ffee")
+    (message,) = question_messages(PAIRS[0], PRINCIPLE, "c0ffee")
     return train_tokenizer([message["content"]] * 2, 400, ROLES)
 
 
@@ -60,7 +60,7 @@ def test_probabilities_are_the_softmax_of_full_logits_alone_or_in_a_batch(tokeni
     assert isinstance(judge, Judge)
     together = judge.compare(PAIRS, PRINCIPLE)
     for pair, verdict in zip(PAIRS, together, strict=True):
-        messages = pairwise_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE), judge.marks.words)
+        messages = question_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE), judge.marks.words)
         shares, mass = by_hand(judge, messages, LABELS)
         # Float32 forwards of other widths round differently.
         assert verdict.probability == pytest.approx(shares[0], abs=2e-4)
@@ -72,8 +72,8 @@ def test_probabilities_are_the_softmax_of_full_logits_alone_or_in_a_batch(tokeni
 def test_a_rating_is_the_mean_of_the_marks(tokenizer):
     judge = make_judge(tokenizer)
     (rating,) = judge.rate(["Say hello."], ["Hello!"], PRINCIPLE)
-    asked = ("Say hello.", "Hello!")
-    messages = rating_messages(*asked, PRINCIPLE, nonce_of(asked, PRINCIPLE), judge.marks.words)
+    asked = Single("Say hello.", "Hello!")
+    messages = question_messages(asked, PRINCIPLE, nonce_of(asked, PRINCIPLE), judge.marks.words)
     shares, _ = by_hand(judge, messages, RATINGS)
     assert rating.score == pytest.approx(sum(i * share for i, share in enumerate(shares)) / 4, abs=2e-4)
 
@@ -184,7 +184,7 @@ def test_a_judge_is_loaded_by_name_and_an_adapter_counts(tokenizer, tmp_path):
     other = load_causal_judge(str(tmp_path / "adapter"), min_label_mass=0.0)
     assert other.identity["model"] != plain.identity["model"]
     with torch.no_grad():
-        messages = pairwise_messages(PAIRS[0], PRINCIPLE, nonce_of(PAIRS[0], PRINCIPLE), other.marks.words)
+        messages = question_messages(PAIRS[0], PRINCIPLE, nonce_of(PAIRS[0], PRINCIPLE), other.marks.words)
         logits = adapted(torch.tensor([other.reader.ids(messages)])).logits[:, -1].float()
     shares, _ = label_shares(logits, other.reader.options(messages, LABELS))
     # Merged weights round differently from base and adapter in turn.

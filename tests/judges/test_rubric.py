@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.judges.base import Judge, Pair, Principle
+from onetrunk.judges.base import Judge, Pair, Principle, logistic
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.rubric import RubricJudge, logistic
+from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.verdicts import judge_pairs
 
 SHORT, MILD = Principle("Which is shorter?", tags=("short",)), Principle("Which is milder?", tags=("kind", "mild"))

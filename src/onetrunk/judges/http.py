@@ -15,8 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from itertools import accumulate
 from typing import Any
@@ -24,8 +23,6 @@ from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
 
 import httpx2
-from huggingface_hub import get_async_session, set_async_client_factory
-from huggingface_hub.errors import HfHubHTTPError, InferenceTimeoutError
 
 from onetrunk.judges.calls import CallError
 from onetrunk.utils.redaction import add_secret
@@ -46,6 +43,7 @@ MAX_BYTES = 16 * 2**20
 # Answers nest less than ten deep; Python's parser fails at a thousand.
 MAX_DEPTH = 100
 LONGEST_EXCERPT = 200
+AN_HTML_PAGE = "an HTML page where JSON was expected"
 
 # 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy whose server does not answer.
 AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
@@ -207,48 +205,20 @@ def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
     return secret
 
 
-def redact(text: str, secret: str | None) -> str:
-    """Return `text` with every occurrence of the secret, and of anything like a bearer token, replaced."""
-    if secret:
-        text = text.replace(secret, "[redacted]")
-    return re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
-
-
 def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2.AsyncClient:
-    """Return a client for one server that follows no redirect, sends no other credentials, and limits what it reads.
+    """Return a client for one server; its calls go through `send`.
 
     Args:
         url: the server's, checked.
-        secret: sent as a bearer token. None: any authorization is removed, such as the Hub token of the logged-in
-            user, which AsyncInferenceClient sends to any server.
+        secret: sent as a bearer token; None sends no credentials.
         max_connections: open at once.
     """
-    origin = httpx2.URL(url)
-
-    async def before(request: httpx2.Request) -> None:
-        if (request.url.scheme, request.url.host, request.url.port) != (origin.scheme, origin.host, origin.port):
-            raise CallError(f"a call meant for {origin.host} was about to go to {request.url.host}", "stop")
-        request.headers.pop("authorization", None)
-        if secret is not None:
-            request.headers["authorization"] = f"Bearer {secret}"
-
-    async def after(response: httpx2.Response) -> None:
-        # `check_host` ran before the run; the owner of the name may have changed its address since.
-        stream = response.extensions.get("network_stream")
-        peer = None if stream is None else stream.get_extra_info("server_addr")
-        if isinstance(peer, tuple):
-            try:
-                check_address(_socket_address(peer), origin.host, "the server's address")
-            except ValueError as error:
-                raise CallError(str(error), "stop") from None
-        if response.is_redirect:
-            raise CallError(f"a redirect to {_target(response)} instead of an answer")
-
-    return BoundedClient(
-        event_hooks={"request": [before], "response": [after]},
+    return httpx2.AsyncClient(
+        headers={} if secret is None else {"authorization": f"Bearer {secret}"},
         follow_redirects=False,
         trust_env=uses_proxy(url),
         verify=_ssl_context(),
+        # Each call has its own deadline, from its start to the last byte.
         timeout=None,
         limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
     )
@@ -258,41 +228,71 @@ def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2
 _ssl_context = functools.cache(httpx2.create_ssl_context)
 
 
+async def send(
+    client: httpx2.AsyncClient, method: str, url: str, secret: str | None, body: Any = None
+) -> httpx2.Response:
+    """Return a response of any status, read to its end within MAX_BYTES and MAX_DEPTH.
+
+    Args:
+        client: from `guarded_client`.
+        method, url: of the call.
+        secret: removed from messages.
+        body: sent as JSON; None sends nothing.
+
+    Raises:
+        CallError: no response, a redirect, or one that is too long or too deep; its connection is closed.
+    """
+    try:
+        async with client.stream(method, url, json=body) as response:
+            _check_peer(response, url)
+            if response.is_redirect:
+                raise CallError(f"a redirect to {_target(response)} instead of an answer")
+            content, problem = await _bounded_body(response)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        if isinstance(error, httpx2.DecodingError):
+            raise CallError("an answer that cannot be unpacked") from None
+        what = "the connection" if isinstance(error, httpx2.TransportError) else "the call"
+        raise CallError(f"{what} failed ({_one_line(str(error), secret) or type(error).__name__})") from None
+    if problem:
+        # Not raised in `_bounded_body`: the error would keep its frame, and so the whole body, in memory.
+        raise CallError(problem)
+    # The body is unpacked, so the headers that describe the packing are left out.
+    packed = ("content-encoding", "content-length", "transfer-encoding")
+    headers = [(name, value) for name, value in response.headers.multi_items() if name.lower() not in packed]
+    return httpx2.Response(response.status_code, headers=headers, content=content, request=response.request)
+
+
+async def post_json(client: httpx2.AsyncClient, url: str, body: Any, secret: str | None) -> Any:
+    """Return the JSON value that a server answers; arguments as in `send`.
+
+    Raises:
+        CallError: as `send`, and for a status of an error or a body that is not JSON.
+    """
+    response = await send(client, "POST", url, secret, body)
+    if not response.is_success:
+        raise failure_of_response(response, secret)
+    try:
+        return response.json()
+    except (ValueError, RecursionError):
+        raise CallError(AN_HTML_PAGE if is_html(response) else "a body that is not whole JSON") from None
+
+
+def _check_peer(response: httpx2.Response, url: str) -> None:
+    # `check_host` ran before the run; the owner of the name may have changed its address since.
+    stream = response.extensions.get("network_stream")
+    peer = None if stream is None else stream.get_extra_info("server_addr")
+    if isinstance(peer, tuple):
+        try:
+            check_address(_socket_address(peer), urlsplit(url).hostname, "the server's address")
+        except ValueError as error:
+            raise CallError(str(error), "stop") from None
+
+
 def _target(response: httpx2.Response) -> str:
     try:
         return shown(str(response.request.url.join(response.headers.get("location", ""))))
     except (httpx2.InvalidURL, ValueError):
         return "nowhere"
-
-
-class BoundedClient(httpx2.AsyncClient):
-    """An HTTP client that reads each response to its end before returning it, within MAX_BYTES and MAX_DEPTH.
-
-    Raises:
-        CallError: by a call whose answer is too long or too deep; its connection is closed.
-    """
-
-    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request, as AsyncClient does; its other methods call this one."""
-        response = await super().send(request, stream=True, **options)
-        if stream:
-            return response
-        try:
-            body, problem = await _bounded_body(response)
-        finally:
-            await response.aclose()
-        if problem:
-            # Not raised in `_bounded_body`: the error would keep its frame, and so the whole body, in memory.
-            raise CallError(problem)
-        # The body is unpacked, so the headers that describe the packing are left out.
-        packed = ("content-encoding", "content-length", "transfer-encoding")
-        return httpx2.Response(
-            response.status_code,
-            headers=[(name, value) for name, value in response.headers.multi_items() if name.lower() not in packed],
-            content=body,
-            request=request,
-            extensions=response.extensions,
-        )
 
 
 async def _bounded_body(response: httpx2.Response) -> tuple[bytes, str | None]:
@@ -315,51 +315,10 @@ def nesting(body: bytes) -> int:
     return max(accumulate(steps, initial=0))
 
 
-_OUR_CLIENT: ContextVar[Callable[[], httpx2.AsyncClient] | None] = ContextVar("onetrunk_http_client", default=None)
-_FACTORY: list[Callable[[], httpx2.AsyncClient]] = []
-
-
-def use_client(make: Callable[[], httpx2.AsyncClient]) -> None:
-    """Give the AsyncInferenceClients of this context (an asyncio task and the tasks it starts) our HTTP client.
-
-    huggingface_hub has one factory per process and none per client. Other users keep the client they had before.
-    """
-    if not _FACTORY:
-        # The hub does not return its factory, so we copy the settings of a client that it makes.
-        sample = get_async_session()
-        settings: dict[str, Any] = {"event_hooks": sample.event_hooks, "follow_redirects": sample.follow_redirects}
-
-        def factory() -> httpx2.AsyncClient:
-            ours = _OUR_CLIENT.get()
-            return ours() if ours is not None else httpx2.AsyncClient(timeout=sample.timeout, **settings)
-
-        _FACTORY.append(factory)
-    set_async_client_factory(_FACTORY[0])
-    _OUR_CLIENT.set(make)
-
-
-def failure_of(error: Exception, secret: str | None) -> CallError:
-    """Return what an error of huggingface_hub or httpx means for the call; raise any other error again."""
-    if isinstance(error, CallError):
-        return error
-    if isinstance(error, (httpx2.HTTPStatusError, HfHubHTTPError)):
-        return failure_of_response(error.response, secret)
-    if isinstance(error, (InferenceTimeoutError, httpx2.TimeoutException)):
-        return CallError("no answer in time", overloaded=True, timed_out=True)
-    if isinstance(error, httpx2.TransportError):
-        reason = redact(str(error), secret) or type(error).__name__
-        return CallError(f"the connection failed ({_one_line(reason)})")
-    if isinstance(error, httpx2.DecodingError):
-        return CallError("an answer that cannot be unpacked")
-    if isinstance(error, (httpx2.HTTPError, httpx2.InvalidURL)):
-        return CallError(f"the call failed ({_one_line(redact(str(error), secret))})")
-    raise error
-
-
 def failure_of_response(response: httpx2.Response, secret: str | None) -> CallError:
     """Return what a response with an error status means for the call."""
     status = response.status_code
-    reason = f"HTTP {status}: {excerpt(response, secret)}"
+    reason = f"HTTP {status}: {_excerpt(response, secret)}"
     if status in FOR_ALL:
         return CallError(f"{reason}; {FOR_ALL[status]}", "stop")
     if status in AGAIN or status >= 500:
@@ -386,24 +345,22 @@ def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
     return max(0.0, until - (now if server_now is None else server_now))
 
 
-def excerpt(response: httpx2.Response, secret: str | None) -> str:
+def is_html(response: httpx2.Response) -> bool:
+    """Return whether a body is a web page, such as a proxy, a login or a wrong path returns."""
+    is_page = re.match(r"(?i)\s*<(!doctype|html|head|body)", response.text)
+    return "html" in response.headers.get("content-type", "").lower() or is_page is not None
+
+
+def _excerpt(response: httpx2.Response, secret: str | None) -> str:
     """Return a response for a message: the message of its error, the beginning of its text, or "an HTML page"."""
-    try:
-        text = response.text
-    except (httpx2.StreamError, httpx2.HTTPError, LookupError):
-        return "no text"
-    if is_html(response.headers.get("content-type", ""), text):
+    if is_html(response):
         return "an HTML page"
+    text = response.text
     try:
         text = _message(json.loads(text)) or text
     except (ValueError, RecursionError):
         pass
-    return _one_line(redact(text, secret)) or "an empty answer"
-
-
-def is_html(content_type: str, text: str) -> bool:
-    """Return whether a body is a web page, such as a proxy, a login or a wrong path returns."""
-    return "html" in content_type.lower() or re.match(r"(?i)\s*<(!doctype|html|head|body)", text) is not None
+    return _one_line(text, secret) or "an empty answer"
 
 
 def _message(body: Any) -> str | None:
@@ -415,7 +372,11 @@ def _message(body: Any) -> str | None:
     return None
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, secret: str | None) -> str:
+    """Return the beginning of a text in one line, without the secret and anything like a bearer token."""
+    if secret:
+        text = text.replace(secret, "[redacted]")
+    text = re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
     line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", text).strip()
     return line if len(line) <= LONGEST_EXCERPT else f"{line[:LONGEST_EXCERPT]}..."
 

@@ -16,15 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onetrunk.judges.base import Answer, ErrorKind, Judge, Pair, Principle, Rating, Verdict, stopped_keyword
+from onetrunk.judges.base import Done, Items, Judge, Principle, Rating, Verdict, ask
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
-from onetrunk.types import Prompt
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ INSTEAD = {
 # Questions that pass through all members before the next ones. A killed run can lose this many answers of every member
 # but the last.
 SLICE = 64
-Item = TypeVar("Item")
 EXAMPLES = {"rubric": '{"concise": "checks.py:concise"}'}
 
 
@@ -335,7 +333,7 @@ def _mapping(name: str, setting: Any) -> dict[str, Any] | None:
     return value
 
 
-class EnsembleJudge:
+class EnsembleJudge(Judge):
     """The mean of its members' answers (see `Judge`).
 
     A member that abstains is left out of the mean; if all abstain, so does the ensemble. A member's error is the
@@ -363,80 +361,29 @@ class EnsembleJudge:
         self.names = _unique([judge.name for judge in judges])
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); raises what its members raise."""
-
-        def ask(judge: Judge, part: Sequence[Pair], done: Callable[[int, Verdict], None] | None) -> list[Verdict]:
-            return judge.compare(part, principle, done)
-
-        def joined(answers: Sequence[Verdict]) -> Verdict:
-            return Verdict(*self._joined([(a.probability, a.reason, a.error) for a in answers]), _worst_kind(answers))
-
-        return self._ask(pairs, ask, joined, done)
-
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion; raises what its members raise."""
-
-        def ask(
-            judge: Judge, part: Sequence[tuple[Prompt, str, bool]], done: Callable[[int, Rating], None] | None
-        ) -> list[Rating]:
-            prompts, texts, stopped = (list(column) for column in zip(*part, strict=True))
-            return judge.rate(prompts, texts, principle, done, **stopped_keyword(stopped))
-
-        def joined(answers: Sequence[Rating]) -> Rating:
-            return Rating(*self._joined([(a.score, a.reason, a.error) for a in answers]), _worst_kind(answers))
-
-        rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
-        return self._ask(rows, ask, joined, done)
-
-    def _ask(
-        self,
-        items: Sequence[Item],
-        ask: Callable[[Judge, Sequence[Item], Callable[[int, Answer], None] | None], list[Answer]],
-        joined: Callable[[Sequence[Answer]], Answer],
-        done: Callable[[int, Answer], None] | None,
-    ) -> list[Answer]:
-        """Return an answer per item; `done` is called when the last member has answered it."""
-        results: dict[int, Answer] = {}
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         for start in range(0, len(items), SLICE):
             part = items[start : start + SLICE]
-            earlier = [ask(judge, part, None) for judge in self.judges[:-1]]
+            earlier = [ask(judge, part, principle) for judge in self.judges[:-1]]
 
-            def finish(i: int, answer: Answer, start: int = start, earlier: list[list[Answer]] = earlier) -> None:
-                results[start + i] = joined([*(answers[i] for answers in earlier), answer])
-                if done is not None:
-                    done(start + i, results[start + i])
+            def finish(i: int, answer: Any, start: int = start, earlier: list[list[Any]] = earlier) -> None:
+                keep(start + i, self._joined([*(answers[i] for answers in earlier), answer]))
 
-            ask(self.judges[-1], part, finish)
-        return [results[index] for index in range(len(items))]
+            ask(self.judges[-1], part, principle, finish)
 
-    def _joined(
-        self, answers: Sequence[tuple[float | None, str | None, str | None]]
-    ) -> tuple[float | None, str | None, str | None, dict[str, Any]]:
-        """Return mean, reason, error and details of the members' (number, reason, error)."""
-        members = {name: number for name, (number, _, _) in zip(self.names, answers, strict=True)}
-        errors = [f"{name}: {error}" for name, (_, _, error) in zip(self.names, answers, strict=True) if error]
+    def _joined(self, answers: Sequence[Verdict] | Sequence[Rating]) -> Verdict | Rating:
+        named = list(zip(self.names, answers, strict=True))
+        members, kind = {name: answer.number for name, answer in named}, type(answers[0])
+        errors = [f"{name}: {answer.error}" for name, answer in named if answer.error]
         if errors:
-            return None, None, "; ".join(errors), {"members": members}
+            # "server" if one of the errors is the server's, else a kind that is the question's fault.
+            kinds = [answer.error_kind for answer in answers if answer.error is not None]
+            error_kind = "server" if "server" in kinds else kinds[0]
+            return kind(None, error="; ".join(errors), details={"members": members}, error_kind=error_kind)
         numbers = [number for number in members.values() if number is not None]
-        reasons = [f"{name}: {reason}" for name, (_, reason, _) in zip(self.names, answers, strict=True) if reason]
+        reasons = [f"{name}: {answer.reason}" for name, answer in named if answer.reason]
         details = {"members": members, "disagreement": pstdev(numbers) if numbers else None}
-        return (fmean(numbers) if numbers else None), "\n".join(reasons) or None, None, details
-
-
-def _worst_kind(answers: Sequence[Verdict | Rating]) -> ErrorKind:
-    """Return the kind of the members' errors: "server" if one of them is, else a kind that is the question's fault."""
-    kinds = [answer.error_kind for answer in answers if answer.error is not None]
-    return "server" if "server" in kinds else next(iter(kinds), "server")
+        return kind(fmean(numbers) if numbers else None, "\n".join(reasons) or None, details=details)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

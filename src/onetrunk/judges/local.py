@@ -8,7 +8,7 @@ reasons first.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.chat_template import apply_chat_template
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, collect, digest, model_name
+from onetrunk.judges.base import Done, Items, Judge, Principle, digest, model_name
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
     NO_REASONS,
-    RATINGS,
+    PAIRWISE,
+    RATING,
     REASON_FIRST,
     VERDICT_NOW,
     Marks,
+    Opinion,
     Query,
-    mean_rating,
-    pairwise_messages,
-    rating_messages,
+    form_of,
+    question_messages,
     with_reasons_asked,
     with_reasons_given,
 )
@@ -39,7 +40,7 @@ from onetrunk.models.scorer import length_limit
 from onetrunk.models.sources import adapter_base, base_fingerprint, base_of, check_base_marks
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.types import Message, Prompt
+from onetrunk.types import Message
 from onetrunk.utils.quiet import peft_calls
 
 ANSWER, REASONS = "Answer:", "Reasons:"
@@ -50,23 +51,8 @@ NO_THINKING = {"enable_thinking": False}
 MIN_LABEL_MASS = 0.5
 # Texts are not shortened further than this; a question that is still too long gets an abstention.
 LEAST_CHARACTERS = 40
-# A question without material: its tokens and control tokens are our own.
-BLANK, ANY_CODE = Pair("", "", ""), "0" * 12
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The model's answer to one question.
-
-    Args:
-        shares: per label its probability among the labels; None: it abstains.
-        reason: its reasoning, or why it abstains.
-        details: label mass, tokens of the question, and the character limit if its texts were shortened.
-    """
-
-    shares: list[float] | None
-    reason: str | None
-    details: dict[str, Any]
+# For a question without material: its tokens and control tokens are our own.
+ANY_CODE = "0" * 12
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ class _Fitted:
     details: dict[str, Any]
 
 
-class CausalJudge:
+class CausalJudge(Judge):
     """A causal language model that answers with one token (see `Judge`).
 
     Args:
@@ -116,10 +102,10 @@ class CausalJudge:
         self.max_length = min(limits, default=None)
         self.name = model_name(name or model.name_or_path) or type(model).__name__
         example = Principle("Which completion is kinder?")
-        pairwise = pairwise_messages(BLANK, example, ANY_CODE)
-        pairwise_ids = self.reader.ids(pairwise)
-        rating_ids = self.reader.ids(rating_messages("", "", example, ANY_CODE))
-        self._options = self.reader.options(self._before_answer(pairwise, LABELS), LABELS)
+        pairwise, rating = (question_messages(form.blank, example, ANY_CODE) for form in (PAIRWISE, RATING))
+        pairwise_ids, rating_ids = self.reader.ids(pairwise), self.reader.ids(rating)
+        # Raises an error for a tokenizer in which the labels are not single tokens.
+        self.reader.options(self._before_answer(pairwise, LABELS), LABELS)
         if self._room(pairwise, LABELS) < len(pairwise_ids):
             raise ValueError(
                 f"judge {self.name} reads {self.max_length} tokens, too few for a question of {len(pairwise_ids)}"
@@ -135,56 +121,34 @@ class CausalJudge:
             "max_length": self.max_length,
         }
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); raises RuntimeError for logits that are not finite."""
-        blank = pairwise_messages(BLANK, principle, ANY_CODE)
-        answers = self._answers([self.marks.pairwise(p, principle) for p in pairs], blank, self._options)
-        verdicts = (
-            (index, Verdict(a.shares[0] if a.shares else None, a.reason, details=a.details)) for index, a in answers
-        )
-        return collect(verdicts, done)
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        """Answer too long questions first, then the others from long to short.
 
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion: the mean of RATINGS, from 0 for the lowest to 1 for the highest.
-
-        Raises ValueError if RATINGS are not single tokens, and as `compare`.
+        Raises:
+            ValueError: labels that are not single tokens.
+            RuntimeError: logits that are not finite.
         """
-        blank = rating_messages("", "", principle, ANY_CODE)
-        options = self.reader.options(self._before_answer(blank, RATINGS), RATINGS)
-        queries = [self.marks.rating(p, c, principle) for p, c in zip(prompts, completions, strict=True)]
-        ratings = (
-            (index, Rating(mean_rating(a.shares) if a.shares else None, a.reason, details=a.details))
-            for index, a in self._answers(queries, blank, options)
-        )
-        return collect(ratings, done)
-
-    def _answers(
-        self, queries: Sequence[Query], blank: list[Message], options: Options
-    ) -> Iterator[tuple[int, Answer]]:
-        """Yield (index, answer), long questions first."""
-        controls, room = self._num_controls(self.reader.ids(blank)), self._room(blank, options.labels)
+        form = form_of(items[0])
+        blank = question_messages(form.blank, principle, ANY_CODE)
+        options = self.reader.options(self._before_answer(blank, form.labels), form.labels)
+        controls, room = self._num_controls(self.reader.ids(blank)), self._room(blank, form.labels)
         fitted: dict[int, _Fitted] = {}
-        for index, query in enumerate(queries):
-            messages, ids, details = self._fit(query, room)
+        for index, item in enumerate(items):
+            messages, ids, details = self._fit(self.marks.query(item, principle), room)
             if len(ids) > room:
-                yield index, Answer(None, f"the question has {len(ids)} tokens, at most {room} are read", details)
+                problem = f"the question has {len(ids)} tokens, at most {room} are read"
             elif self._num_controls(ids) != controls:
-                yield index, Answer(None, "the texts bring control tokens of the judge along", details)
+                problem = "the texts bring control tokens of the judge along"
             else:
                 fitted[index] = _Fitted(messages, details)
+                continue
+            keep(index, form.answer(Opinion(None, problem, details)))
         order = sorted(fitted, key=lambda index: -fitted[index].details["tokens"])
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
-            yield from zip(batch, self._answer_batch([fitted[index] for index in batch], options), strict=True)
+            opinions = self._opinions([fitted[index] for index in batch], options)
+            for index, opinion in zip(batch, opinions, strict=True):
+                keep(index, form.answer(opinion))
 
     def _fit(self, query: Query, room: float) -> tuple[list[Message], list[int], dict[str, Any]]:
         """Return messages, ids and details, the texts shortened to fit (but not below LEAST_CHARACTERS)."""
@@ -197,7 +161,7 @@ class CausalJudge:
                 return messages, ids, {"tokens": len(ids), **cut}
             size = max(LEAST_CHARACTERS, int(0.9 * size * room / len(ids)))
 
-    def _answer_batch(self, questions: Sequence[_Fitted], options: Options) -> list[Answer]:
+    def _opinions(self, questions: Sequence[_Fitted], options: Options) -> list[Opinion]:
         reasons = self._reasons(questions) if self.reasoning_tokens else [None] * len(questions)
         rows = [
             self.reader.ids(self._before_answer(question.messages, options.labels, reason))
@@ -209,12 +173,13 @@ class CausalJudge:
                 f"the logits of judge {self.name} are not finite; load it in another precision (bfloat16 or float32)"
             )
         shares, masses = (values.tolist() for values in label_shares(logits, options))
-        answers = []
+        opinions = []
         for question, reason, row, mass in zip(questions, reasons, shares, masses, strict=True):
+            by_label = dict(zip(options.labels, row, strict=True))
             if mass < self.min_label_mass:
-                row, reason = None, f"label mass {mass:.3g} is below {self.min_label_mass:g}"
-            answers.append(Answer(row, reason, question.details | {"label_mass": mass}))
-        return answers
+                by_label, reason = None, f"label mass {mass:.3g} is below {self.min_label_mass:g}"
+            opinions.append(Opinion(by_label, reason, question.details | {"label_mass": mass}))
+        return opinions
 
     def _reasons(self, questions: Sequence[_Fitted]) -> list[str]:
         """Return the model's reasons, without marks: it may quote what it read."""
