@@ -194,7 +194,6 @@ def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_
         ("judge_extra_body", {"max_tokens": 9}, "sets max_tokens, which the judge sets itself; set judge_verdict_tok"),
         ("judge_extra_body", {"seed": 9}, "sets seed, which the judge sets itself; leave it out"),
         ("judge_extra_body", {"chat_template_kwargs": {}}, "set judge_chat_template_kwargs instead"),
-        ("judge_extra_body", {"x": float("inf")}, "is not JSON"),
         ("rubric_temperature", float("inf"), "rubric_temperature is inf"),
         ("judge_min_label_mass", 1.5, "judge_min_label_mass is 1.5; set it from 0 to 1"),
         ("judge_method", "guess", "judge_method is 'guess'; expected one of auto, logprobs, votes"),

@@ -10,10 +10,10 @@ judge: [a, b]                            the mean of several (`EnsembleJudge`)
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,28 @@ INSTEAD = {
 # Questions that pass through all members before the next ones. A killed run can lose this many answers of every member
 # but the last.
 SLICE = 64
-EXAMPLES = {"rubric": '{"concise": "checks.py:concise"}'}
+# Settings, the test of each, and what to change.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "rubric judge_chat_template_kwargs judge_extra_body",
+        lambda value: value is None or isinstance(value, dict),
+        """expected a mapping, as JSON such as '{"name": "value"}'""",
+    ),
+    (
+        "judge_batch_size judge_max_concurrency judge_samples judge_max_calls judge_verdict_tokens",
+        lambda value: value >= 1,
+        "set it to 1 or more",
+    ),
+    ("judge_reasoning_tokens", lambda value: value >= 0, "set it to 0 or more"),
+    (
+        "judge_timeout_s judge_item_timeout_s judge_patience_s rubric_temperature",
+        lambda value: 0 < value < math.inf,
+        "set a finite number above 0",
+    ),
+    ("judge_min_label_mass", lambda value: 0 <= value <= 1, "set it from 0 to 1"),
+    ("judge_method", METHODS.__contains__, f"expected one of {', '.join(METHODS)}"),
+    ("judge_dtype", DTYPES.__contains__, f"expected one of {', '.join(DTYPES)}"),
+)
 
 
 @dataclass
@@ -122,40 +143,14 @@ class JudgeSettings:
     def __post_init__(self) -> None:
         if isinstance(self.judge, str):
             self.judge = [self.judge]
-        for name in ("rubric", "judge_chat_template_kwargs", "judge_extra_body"):
-            setattr(self, name, _mapping(name, getattr(self, name)))
-        self._check_extra_body()
-        counts = "judge_batch_size judge_max_concurrency judge_samples judge_max_calls judge_verdict_tokens".split()
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
-        if self.judge_reasoning_tokens < 0:
-            raise ValueError(f"judge_reasoning_tokens is {self.judge_reasoning_tokens}; set it to 0 or more")
-        seconds = ("judge_timeout_s", "judge_item_timeout_s", "judge_patience_s")
-        for name in (*seconds, "rubric_temperature"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} is {getattr(self, name)}; set a finite number above 0")
-        if not 0 <= self.judge_min_label_mass <= 1:
-            raise ValueError(f"judge_min_label_mass is {self.judge_min_label_mass}; set it from 0 to 1")
-        for name, choices in (("judge_method", METHODS), ("judge_dtype", DTYPES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-
-    def _check_extra_body(self) -> None:
+        for names, is_allowed, expected in RANGES:
+            for name in names.split():
+                if not is_allowed(getattr(self, name)):
+                    raise ValueError(f"{name} is {getattr(self, name)!r}; {expected}")
         taken = sorted(SENT & set(self.judge_extra_body or {}))
         if taken:
-            instead = INSTEAD.get(taken[0])
-            raise ValueError(
-                f"judge_extra_body sets {taken[0]}, which the judge sets itself;"
-                f" {f'set {instead} instead' if instead else 'leave it out'}"
-            )
-        try:
-            json.dumps(self.extra_body, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"judge_extra_body or judge_chat_template_kwargs is not JSON ({error}); use text, finite numbers,"
-                " true, false, lists and mappings"
-            ) from None
+            instead = f"set {INSTEAD[taken[0]]} instead" if taken[0] in INSTEAD else "leave it out"
+            raise ValueError(f"judge_extra_body sets {taken[0]}, which the judge sets itself; {instead}")
 
     @property
     def extra_body(self) -> dict[str, Any]:
@@ -206,10 +201,6 @@ def _judge(spec: str, settings: JudgeSettings, resolve: Callable[[str], Check] |
         from onetrunk.judges.reward_model import load_reward_judge
 
         return load_reward_judge(spec.removeprefix(REWARD), device=device, batch_size=settings.judge_batch_size)
-    return _causal(spec, settings, device)
-
-
-def _causal(spec: str, settings: JudgeSettings, device: torch.device) -> Judge:
     from onetrunk.judges.local import load_causal_judge
 
     return load_causal_judge(
@@ -319,20 +310,6 @@ def _address(spec: str) -> tuple[str, str | None]:
     return url, model
 
 
-def _mapping(name: str, setting: Any) -> dict[str, Any] | None:
-    """Return a setting that is a mapping, or the JSON of one."""
-    value = setting
-    if isinstance(setting, str):
-        try:
-            value = json.loads(setting)
-        except json.JSONDecodeError:
-            pass
-    if value is not None and not isinstance(value, dict):
-        example = EXAMPLES.get(name, '{"enable_thinking": false}')
-        raise ValueError(f"{name} is {setting!r}; expected a mapping, as JSON such as '{example}'")
-    return value
-
-
 class EnsembleJudge(Judge):
     """The mean of its members' answers (see `Judge`).
 
@@ -341,11 +318,8 @@ class EnsembleJudge(Judge):
     their disagreement, the population standard deviation.
 
     Args:
-        judges: two or more, in the order in which they are asked. Put a judge that costs money last: only the last
-            one's answers are reported one by one.
-
-    Raises:
-        ValueError: fewer than two, or one of them twice.
+        judges: two or more different ones, in the order in which they are asked. Put a judge that costs money last:
+            only the last one's answers are reported one by one.
     """
 
     name = "ensemble"
@@ -390,9 +364,6 @@ def _unique(names: Sequence[str]) -> list[str]:
     """Return different names: the second of a name becomes name_2."""
     unique: list[str] = []
     for name in names:
-        number, candidate = 1, name
-        while candidate in unique:
-            number += 1
-            candidate = f"{name}_{number}"
-        unique.append(candidate)
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
     return unique

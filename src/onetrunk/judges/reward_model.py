@@ -48,7 +48,7 @@ class RewardModelJudge(ScoringJudge):
         name: for reports; None takes the last part of the model's path.
 
     Raises:
-        ValueError: not a scalar reward model, or a batch size below 1.
+        ValueError: not a scalar reward model.
     """
 
     def __init__(
@@ -60,8 +60,6 @@ class RewardModelJudge(ScoringJudge):
         batch_size: int = 16,
         name: str | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"the judge's batch_size is {batch_size}; set it to 1 or more")
         check_scorer(model)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.scale, self.batch_size = scale, batch_size

@@ -35,7 +35,7 @@ class RubricJudge(ScoringJudge):
         temperature: of the logistic, in units of a score; above 0.
 
     Raises:
-        ValueError: no check, a check that is not callable, or a temperature out of its range.
+        ValueError: no check, or a check that is not callable.
     """
 
     name = "rubric"
@@ -50,8 +50,6 @@ class RubricJudge(ScoringJudge):
             raise ValueError(
                 f"the rubric's check for the tag {wrong[0]!r} is {checks[wrong[0]]!r}; expected a function"
             )
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"the temperature of the rubric is {temperature}; set a finite number above 0")
         self.checks = dict(checks)
         self.temperature = float(temperature)
         self.identity: dict[str, Any] = {

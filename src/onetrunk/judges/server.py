@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx2
@@ -98,13 +98,12 @@ class ServerJudge(Judge):
         model: its name on the server; replies of any other model are rejected.
         api_key_env: environment variable that holds the key; None sends no credentials.
         max_concurrency: most calls in flight.
-        timeout_s: deadline of one call.
         samples: votes for a question without log probabilities.
         reasoning_tokens: longest reasoning before each verdict; 0 for none.
         method: "auto" uses log probabilities if a reply has them; "votes" never asks for them; "logprobs" rejects a
             server without them.
         allow_http: allows plain http also to hosts outside this machine and private networks.
-        policy: waits, numbers of calls and deadlines; None for RetryPolicy's defaults, with `timeout_s`.
+        policy: waits, numbers of calls and deadlines.
         verdict_tokens: longest reply; a model that reasons by itself needs room for that too.
         extra_body: more entries for the body of every call, such as {"chat_template_kwargs": {...}}.
         tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
@@ -112,7 +111,7 @@ class ServerJudge(Judge):
             `template.py` applies in either case.
 
     Raises:
-        ValueError: a setting out of its range, a URL that may not be called, a variable that is not set.
+        ValueError: a URL that may not be called, or a variable that is not set.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class ServerJudge(Judge):
         *,
         api_key_env: str | None = None,
         max_concurrency: int = 8,
-        timeout_s: float = 60.0,
         samples: int = 5,
         reasoning_tokens: int = 0,
         method: Literal["auto", "logprobs", "votes"] = "auto",
@@ -132,17 +130,10 @@ class ServerJudge(Judge):
         extra_body: dict[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        if method not in ("auto", "logprobs", "votes"):
-            raise ValueError(f"method is {method!r}; expected auto, logprobs or votes")
-        if samples < 1 or reasoning_tokens < 0 or verdict_tokens < 1:
-            raise ValueError(
-                f"samples is {samples}, reasoning_tokens {reasoning_tokens} and verdict_tokens {verdict_tokens};"
-                " expected at least 1, 0 and 1"
-            )
         self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.method = method
-        self.policy = policy or replace(RetryPolicy(), call_timeout_s=timeout_s)
+        self.policy = policy or RetryPolicy()
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
