@@ -15,11 +15,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from itertools import accumulate
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import httpx2
@@ -36,6 +36,7 @@ METADATA_ADDRESSES = frozenset(
     # AWS, Google, Azure and others; AWS and Google by IPv6; Azure's host; Alibaba; Oracle.
     for text in ("169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "100.100.100.200", "192.0.0.192")
 )
+FORBIDDEN = "where clouds hand out credentials; name the host of a judge or reward model"
 # IPv4 addresses inside IPv6 addresses (RFC 6052).
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # 13,000 tokens with 20 candidates each fit. Parsed, such an answer takes about ten times as much memory.
@@ -71,13 +72,14 @@ def check_url(url: str, what: str = "the judge's address", allow_http: bool = Fa
     Raises:
         ValueError: names the setting and what to change, without repeating a password in the URL.
     """
+    example = "expected one such as https://host/v1"
     if not isinstance(url, str) or re.search(r"[\s\x00-\x1f\x7f\\]", url):
         raise ValueError(f"{what} is no URL: it holds a space, a backslash or a control character")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"{what} is no URL ({error}); expected one such as https://host/v1") from None
+        raise ValueError(f"{what} is no URL ({error}); {example}") from None
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             f"{what} holds a user name or password before '@'; put the key into an environment variable and give its"
@@ -86,18 +88,14 @@ def check_url(url: str, what: str = "the judge's address", allow_http: bool = Fa
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"{what} is {shown(url)!r}; expected http:// or https://, such as https://host/v1")
     if not host:
-        raise ValueError(f"{what} is {shown(url)!r}, which names no host; expected one such as https://host/v1")
+        raise ValueError(f"{what} is {shown(url)!r}, which names no host; {example}")
     if parts.query or parts.fragment:
         raise ValueError(f"{what} is {shown(url)!r} with '?' or '#' after it; give the address alone")
     if host.rstrip(".").lower() == METADATA_HOST:
-        raise ValueError(
-            f"{what}: {host} is where clouds hand out credentials; name the host of a judge or reward model"
-        )
+        raise ValueError(f"{what}: {host} is {FORBIDDEN}")
     address = _as_address(host)
     if address is not None:
-        check_address(address, host, what)
-        if parts.scheme == "http" and not allow_http and not _is_near(address):
-            raise ValueError(_plain_http(what, url))
+        _check_addresses([address], url, what, allow_http)
     return url.rstrip("/")
 
 
@@ -115,20 +113,25 @@ def check_host(url: str, what: str = "the judge's address", allow_http: bool = F
         raise RuntimeError(
             f"{what} {shown(url)}: the host {parts.hostname} is unknown ({error}); check its name and the network"
         ) from None
-    addresses = [_socket_address(entry[4]) for entry in entries]
+    _check_addresses([_socket_address(entry[4]) for entry in entries], url, what, allow_http)
+
+
+def _check_addresses(addresses: Sequence[Address], url: str, what: str, allow_http: bool) -> None:
+    parts = urlsplit(url)
     for address in addresses:
         check_address(address, parts.hostname, what)
-    if parts.scheme == "http" and not allow_http and not all(_is_near(address) for address in addresses):
-        raise ValueError(_plain_http(what, url))
+    if parts.scheme == "http" and not allow_http and not all(map(_is_near, addresses)):
+        raise ValueError(
+            f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
+            " others can read prompts and keys; use https"
+        )
 
 
 def check_address(address: Address, host: str, what: str) -> None:
     """Raise ValueError for the address of a metadata service, a link-local address, or 0.0.0.0."""
     address = _inner_address(address)
     if address in METADATA_ADDRESSES or address.is_link_local:
-        raise ValueError(
-            f"{what}: {host} is {address}, where clouds hand out credentials; name the host of a judge or reward model"
-        )
+        raise ValueError(f"{what}: {host} is {address}, {FORBIDDEN}")
     if address.is_unspecified:
         raise ValueError(f"{what}: {host} is {address}, which is no server's address; for this machine: 127.0.0.1")
 
@@ -143,7 +146,7 @@ def uses_proxy(url: str) -> bool:
 
 def shown(url: str) -> str:
     """Return a URL for a message, without user, password and query, which may hold secrets."""
-    parts: SplitResult = urlsplit(url)
+    parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
@@ -178,14 +181,7 @@ def _is_near(address: Address) -> bool:
     return address.is_loopback or address.is_private
 
 
-def _plain_http(what: str, url: str) -> str:
-    return (
-        f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
-        " others can read prompts and keys; use https"
-    )
-
-
-def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
+def read_secret(variable: str | None) -> str | None:
     """Return the value of an environment variable; None without a variable.
 
     Raises:
@@ -195,24 +191,20 @@ def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
         return None
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", variable) or re.match(r"(sk|hf|gsk|xai)[-_]", variable):
         # Not repeated: it may be the key.
-        raise ValueError(f"{what} is not the name of an environment variable; give the name, never the key itself")
+        raise ValueError("api_key_env is not the name of an environment variable; give the name, never the key itself")
     secret = os.environ.get(variable, "").strip()
     if not secret:
-        raise ValueError(f"{what}: the environment variable {variable} is not set; export it, or drop {what}")
+        raise ValueError(
+            f"api_key_env: the environment variable {variable} is not set; export it, or drop api_key_env"
+        )
     if not secret.isascii() or re.search(r"[\s\x00-\x1f\x7f]", secret):
-        raise ValueError(f"{what}: the value of {variable} holds spaces or other characters that no key has")
+        raise ValueError(f"api_key_env: the value of {variable} holds spaces or other characters that no key has")
     add_secret(secret, variable)
     return secret
 
 
 def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2.AsyncClient:
-    """Return a client for one server; its calls go through `send`.
-
-    Args:
-        url: the server's, checked.
-        secret: sent as a bearer token; None sends no credentials.
-        max_connections: open at once.
-    """
+    """Return a client for one server, for `send` alone; a secret goes along as a bearer token."""
     return httpx2.AsyncClient(
         headers={} if secret is None else {"authorization": f"Bearer {secret}"},
         follow_redirects=False,
@@ -233,11 +225,7 @@ async def send(
 ) -> httpx2.Response:
     """Return a response of any status, read to its end within MAX_BYTES and MAX_DEPTH.
 
-    Args:
-        client: from `guarded_client`.
-        method, url: of the call.
-        secret: removed from messages.
-        body: sent as JSON; None sends nothing.
+    `secret` is removed from messages. `body` is sent as JSON.
 
     Raises:
         CallError: no response, a redirect, or one that is too long or too deep; its connection is closed.
@@ -246,7 +234,9 @@ async def send(
         async with client.stream(method, url, json=body) as response:
             _check_peer(response, url)
             if response.is_redirect:
-                raise CallError(f"a redirect to {_target(response)} instead of an answer")
+                target = response.request.url.join(response.headers.get("location", ""))
+                target = target.copy_with(userinfo=b"", query=None, fragment=None)
+                raise CallError(f"a redirect to {target} instead of an answer")
             content, problem = await _bounded_body(response)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         if isinstance(error, httpx2.DecodingError):
@@ -263,11 +253,7 @@ async def send(
 
 
 async def post_json(client: httpx2.AsyncClient, url: str, body: Any, secret: str | None) -> Any:
-    """Return the JSON value that a server answers; arguments as in `send`.
-
-    Raises:
-        CallError: as `send`, and for a status of an error or a body that is not JSON.
-    """
+    """Return the JSON value that a server answers; raises CallError as `send`, for an error, and for another body."""
     response = await send(client, "POST", url, secret, body)
     if not response.is_success:
         raise failure_of_response(response, secret)
@@ -286,13 +272,6 @@ def _check_peer(response: httpx2.Response, url: str) -> None:
             check_address(_socket_address(peer), urlsplit(url).hostname, "the server's address")
         except ValueError as error:
             raise CallError(str(error), "stop") from None
-
-
-def _target(response: httpx2.Response) -> str:
-    try:
-        return shown(str(response.request.url.join(response.headers.get("location", ""))))
-    except (httpx2.InvalidURL, ValueError):
-        return "nowhere"
 
 
 async def _bounded_body(response: httpx2.Response) -> tuple[bytes, str | None]:
@@ -330,19 +309,13 @@ def failure_of_response(response: httpx2.Response, secret: str | None) -> CallEr
 def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
     """Return the seconds that a Retry-After header asks for, as a number or as a date; None without a usable one.
 
-    Args:
-        headers: of the response.
-        now: seconds since 1970; a date is compared with the server's own clock if the response has it.
+    A date is compared with the server's own clock if the response has it, else with `now`, in seconds since 1970.
     """
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):
-        seconds = float(value)
-        return seconds if math.isfinite(seconds) else None
-    until = _timestamp(value)
-    if until is None:
-        return None
-    server_now = _timestamp(headers.get("date", ""))
-    return max(0.0, until - (now if server_now is None else server_now))
+        return float(value) if math.isfinite(float(value)) else None
+    until, server_now = _timestamp(value), _timestamp(headers.get("date", ""))
+    return None if until is None else max(0.0, until - (now if server_now is None else server_now))
 
 
 def is_html(response: httpx2.Response) -> bool:
