@@ -55,8 +55,7 @@ class ChatServer:
     Args:
         url: of the API, such as "http://127.0.0.1:8000/v1", or the whole path that ends in /chat/completions.
         model: its name on the server.
-        api_key_env: environment variable that holds the key; None sends no credentials.
-        allow_http: allows plain http also to hosts outside this machine and private networks.
+        api_key_env, allow_http: as in `read_secret` and `check_url`.
         extra_body: more entries for the body of every call.
 
     Raises:
@@ -89,7 +88,7 @@ class ChatServer:
         check_host(self.url, allow_http=self.allow_http)
 
     def session(self, max_connections: int = 1) -> httpx2.AsyncClient:
-        """Return a client for this server, to be closed."""
+        """Return a client for this server."""
         return guarded_client(self.url, self._secret(), max_connections)
 
     def _secret(self) -> str | None:
@@ -109,8 +108,7 @@ class ChatServer:
 
         Args:
             client: from `session`.
-            messages: the conversation.
-            max_tokens: of the reply.
+            messages, max_tokens: the conversation, and the limit of the reply.
             seed: makes replies differ; below 2**31.
             top_logprobs: candidates per token to return log probabilities of; 0 for none.
 
@@ -194,11 +192,7 @@ class Reply:
 
 
 def checked_reply(output: Any, model: str) -> Reply:
-    """Return the reply in a parsed body of `/chat/completions`.
-
-    Raises:
-        CallError: no reply, or a reply of another model.
-    """
+    """Return the reply in a parsed body of `/chat/completions`; raises CallError for none, or of another model."""
     if not isinstance(output, Mapping):
         raise CallError(f"a body of another form than a chat completion ({type(output).__name__})")
     if output.get("error"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,6 +86,10 @@ class Abilities:
     samples: bool = True
 
 
+# Called with the key of a question, and its opinion or error.
+Decide = Callable[[str, Opinion | CallError], None]
+
+
 class ServerJudge(Judge):
     """A judge by HTTP (see `Judge`).
 
@@ -96,16 +101,8 @@ class ServerJudge(Judge):
     Args:
         url: of the API, such as "http://127.0.0.1:8000/v1".
         model: its name on the server; replies of any other model are rejected.
-        api_key_env: environment variable that holds the key; None sends no credentials.
-        max_concurrency: most calls in flight.
-        samples: votes for a question without log probabilities.
-        reasoning_tokens: longest reasoning before each verdict; 0 for none.
-        method: "auto" uses log probabilities if a reply has them; "votes" never asks for them; "logprobs" rejects a
-            server without them.
-        allow_http: allows plain http also to hosts outside this machine and private networks.
         policy: waits, numbers of calls and deadlines.
-        verdict_tokens: longest reply; a model that reasons by itself needs room for that too.
-        extra_body: more entries for the body of every call, such as {"chat_template_kwargs": {...}}.
+        others: as the settings of these names in `JudgeSettings`.
         tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
             the judged texts. None: the marks that a vLLM server shows of its template. The general rule of
             `template.py` applies in either case.
@@ -132,8 +129,7 @@ class ServerJudge(Judge):
     ):
         self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
-        self.method = method
-        self.policy = policy or RetryPolicy()
+        self.method, self.policy = method, policy or RetryPolicy()
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
@@ -256,63 +252,98 @@ class ServerJudge(Judge):
         """Ask all questions; raises ServerUnavailable when the server is given up."""
         form = form_of(items[0])
         # First: the check finds the marks, which the questions need.
-        abilities = self.check()
+        self.check()
         queries = [self.marks.query(item, principle) for item in items]
         questions = [ChatQuestion(query.messages(MAX_CHARACTERS), form.labels) for query in queries]
-
-        def finish(index: int, outcome: Opinion | CallError) -> None:
-            if isinstance(outcome, CallError):
-                keep(index, form.kind(None, error=str(outcome), error_kind=outcome.error_kind))
-            else:
-                keep(index, form.answer(outcome))
-
-        run_async(self._decide(questions, abilities, finish))
-
-    async def _decide(
-        self,
-        questions: Sequence[ChatQuestion],
-        abilities: Abilities,
-        finish: Callable[[int, Opinion | CallError], None],
-    ) -> None:
-        """Decide every question, equal ones together; `finish` is called once per question as soon as it is decided or
-        has failed.
-        """
         places: dict[str, list[int]] = {}
         for index, question in enumerate(questions):
             places.setdefault(question.key, []).append(index)
 
         def decide(key: str, outcome: Opinion | CallError) -> None:
-            if isinstance(outcome, Opinion):
+            if isinstance(outcome, CallError):
+                answer = form.kind(None, error=str(outcome), error_kind=outcome.error_kind)
+            else:
+                answer = form.answer(outcome)
                 self._votes.pop(key, None)
             for index in places[key]:
-                finish(index, outcome)
+                keep(index, answer)
 
-        undecided = {key: questions[indexes[0]] for key, indexes in places.items()}
+        run_async(self._decide({question.key: question for question in questions}, decide))
+
+    async def _decide(self, undecided: dict[str, ChatQuestion], decide: Decide) -> None:
+        """Call `decide` once per question, as soon as it is decided or has failed."""
+        abilities = self._abilities
         num_votes = self.samples if abilities.samples else 1
         async with self.chat.session(self._pace.max_concurrency) as client:
             # Where log probabilities are expected, votes are bought one by one: a reply without them is a vote, but
             # the next one may have them.
             for needed in range(1, num_votes + 1) if abilities.top_logprobs else (num_votes,):
-                ballot = _Ballot(undecided, needed, num_votes, decide, self._votes)
-                await self._buy(client, ballot, abilities.top_logprobs)
-                undecided = ballot.undecided
+                undecided = await self._buy(client, undecided, needed, num_votes, decide)
 
-    async def _buy(self, client: httpx2.AsyncClient, ballot: _Ballot, top_logprobs: int) -> None:
-        calls = ballot.begin()
+    async def _buy(
+        self,
+        client: httpx2.AsyncClient,
+        questions: dict[str, ChatQuestion],
+        needed: int,
+        num_votes: int,
+        decide: Decide,
+    ) -> dict[str, ChatQuestion]:
+        """Buy the missing votes, up to `needed` per question; return the questions that need more."""
+        calls = [
+            (key, number) for key in questions for number in range(needed) if number not in self._votes.get(key, {})
+        ]
+        num_missing = Counter(key for key, _ in calls)
+        errors: dict[str, CallError] = {}
+        undecided: dict[str, ChatQuestion] = {}
+
+        def settle(key: str) -> None:
+            outcome = self._outcome(key, questions[key].labels, errors.get(key), num_votes)
+            if outcome is None:
+                undecided[key] = questions[key]
+            else:
+                decide(key, outcome)
+
+        def done(index: int, outcome: Vote | CallError) -> None:
+            key, number = calls[index]
+            if isinstance(outcome, CallError):
+                errors[key] = outcome
+            else:
+                self._votes.setdefault(key, {})[number] = outcome
+            num_missing[key] -= 1
+            if not num_missing[key]:
+                settle(key)
 
         async def call(index: int) -> Vote:
             key, number = calls[index]
-            return await self._vote(client, ballot.questions[key], number, top_logprobs)
+            return await self._vote(client, questions[key], number)
 
-        def done(index: int, outcome: Vote | CallError) -> None:
-            ballot.take(*calls[index], outcome)
-
+        for key in questions:
+            if not num_missing[key]:
+                settle(key)
         run = CallRun(
             str(self.chat), self.policy, self._pace, call, done, control=lambda: self._reply_to_trial(client)
         )
         await run.answer_all(len(calls))
+        return undecided
 
-    async def _vote(self, client: httpx2.AsyncClient, question: ChatQuestion, number: int, top_logprobs: int) -> Vote:
+    def _outcome(
+        self, key: str, labels: Sequence[str], error: CallError | None, num_votes: int
+    ) -> Opinion | CallError | None:
+        """Return what the votes on a question decide; None if it needs more."""
+        votes = self._votes.get(key, {})
+        measured = [vote for vote in votes.values() if vote.probabilities is not None]
+        if measured:
+            return opinion_of_probabilities(measured[0])
+        if error is not None or len(votes) < num_votes:
+            return error
+        opinion = opinion_of_votes([votes[number] for number in sorted(votes)], labels)
+        if opinion.shares is not None:
+            return opinion
+        # The votes that are labels count when the question is asked again.
+        self._votes[key] = {number: vote for number, vote in votes.items() if vote.label is not None}
+        return CallError(opinion.reason, "unread")
+
+    async def _vote(self, client: httpx2.AsyncClient, question: ChatQuestion, number: int) -> Vote:
         """Buy one vote, reusing the reasoning that was bought for it before."""
         place = (question.key, number)
         # A different seed for every vote and every question, and the same one for a retry.
@@ -327,74 +358,15 @@ class ServerJudge(Judge):
                 self._reasoning[place] = sanitized(reply.text, self.marks.words).strip()
             reasoning = self._reasoning[place]
             messages = with_reasons_given(messages, reasoning, question.labels)
-        tokens = self.verdict_tokens
-        reply = await self.chat.reply(client, messages, max_tokens=tokens, seed=seed, top_logprobs=top_logprobs)
+        reply = await self.chat.reply(
+            client,
+            messages,
+            max_tokens=self.verdict_tokens,
+            seed=seed,
+            top_logprobs=self._abilities.top_logprobs,
+        )
         self._reasoning.pop(place, None)
         return read_vote(reply, question.labels, reasoning)
-
-
-class _Ballot:
-    """The missing votes of some questions, up to a number each; decides a question when its last vote arrives.
-
-    Args:
-        questions: by their keys.
-        needed: votes for each, in this ballot.
-        num_votes: votes that decide a question without log probabilities.
-        decide: called with the key of a question and its opinion or error.
-        votes: by key and number, from earlier ballots; new ones are added.
-    """
-
-    def __init__(
-        self,
-        questions: dict[str, ChatQuestion],
-        needed: int,
-        num_votes: int,
-        decide: Callable[[str, Opinion | CallError], None],
-        votes: dict[str, dict[int, Vote]],
-    ):
-        self.questions, self.needed, self.num_votes = questions, needed, num_votes
-        self.undecided: dict[str, ChatQuestion] = {}
-        self._decide, self._votes = decide, votes
-        self._num_missing: dict[str, int] = {}
-        self._errors: dict[str, CallError] = {}
-
-    def begin(self) -> list[tuple[str, int]]:
-        """Return the votes to buy, as (key, number); decide the questions that have all of theirs."""
-        calls = []
-        for key in self.questions:
-            numbers = [number for number in range(self.needed) if number not in self._votes.get(key, {})]
-            calls += [(key, number) for number in numbers]
-            self._num_missing[key] = len(numbers)
-            if not numbers:
-                self._settle(key)
-        return calls
-
-    def take(self, key: str, number: int, outcome: Vote | CallError) -> None:
-        """Take a vote, or the error in its place."""
-        if isinstance(outcome, CallError):
-            self._errors[key] = outcome
-        else:
-            self._votes.setdefault(key, {})[number] = outcome
-        self._num_missing[key] -= 1
-        if not self._num_missing[key]:
-            self._settle(key)
-
-    def _settle(self, key: str) -> None:
-        votes = self._votes.get(key, {})
-        measured = [vote for vote in votes.values() if vote.probabilities is not None]
-        if measured:
-            self._decide(key, opinion_of_probabilities(measured[0]))
-        elif key in self._errors:
-            self._decide(key, self._errors[key])
-        elif len(votes) < self.num_votes:
-            self.undecided[key] = self.questions[key]
-        else:
-            in_order = [votes[number] for number in sorted(votes)]
-            opinion = opinion_of_votes(in_order, self.questions[key].labels)
-            if opinion.shares is None:
-                # The votes that are labels count when the question is asked again.
-                self._votes[key] = {number: vote for number, vote in votes.items() if vote.label is not None}
-            self._decide(key, opinion if opinion.shares is not None else CallError(opinion.reason, "unread"))
 
 
 def _has_model(model: str, served: list[str] | None) -> bool:

@@ -98,12 +98,9 @@ WORD_AND_SIGN = re.compile(r"\w\W|\W\w")
 
 @dataclass(frozen=True)
 class Opinion:
-    """What a judge that reads thinks of a question.
+    """What a judge that reads thinks of a question; `shares`: per label its probability among them, None: it abstains.
 
-    Args:
-        shares: per label its probability among the labels; None: the judge abstains.
-        reason: its reasoning, or why it abstains.
-        details: of the answer.
+    `reason` and `details` are those of the verdict.
     """
 
     shares: dict[str, float] | None
@@ -144,12 +141,9 @@ def form_of(item: Pair | Single) -> Form:
 def question_messages(
     item: Pair | Single, principle: Principle, nonce: str, special_tokens: Collection[str] = ()
 ) -> list[Message]:
-    """Return the question about a pair or a completion, as one user message.
+    """Return the question about a pair, in the order shown, or a completion, as one user message.
 
-    Args:
-        item, principle: a pair is in the order in which the judge sees it.
-        nonce: code of the tags (`nonce_of`).
-        special_tokens: of the judge's tokenizer; removed from the texts.
+    `nonce` is the code of the tags (`nonce_of`); `special_tokens` are removed from the texts.
     """
     return _messages(form_of(item), principle, nonce, _parts(item), special_tokens, MAX_CHARACTERS)
 
@@ -208,12 +202,8 @@ def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> st
 def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | None = MAX_CHARACTERS) -> str:
     """Return the text without invisible characters, marks of turns and forbidden words.
 
-    A word that only looks like a mark gets a space after its bracket.
-
-    Args:
-        text: of a prompt or a completion.
-        forbidden: words to remove, in upper and lower case.
-        max_characters: the middle of a longer text is left out; None: no limit.
+    A word that only looks like a mark gets a space after its bracket. Forbidden words are removed in upper and lower
+    case. The middle of a text longer than `max_characters` is left out; None: no limit.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n").replace("\u2029", "\n")
     # Category C: controls, formats (zero width, direction, tags), private use, surrogates, unassigned.
@@ -245,11 +235,8 @@ def is_mark(word: str) -> bool:
 
 @dataclass(frozen=True)
 class Query:
-    """A question whose texts can be shortened.
-
-    Args:
-        messages: called with a limit on the characters of each text, returns the messages.
-        longest: characters of its longest text.
+    """A question whose texts can be shortened: `messages` takes a limit on the characters of each; `longest` has so
+    many.
     """
 
     messages: Callable[[int], list[Message]]
@@ -257,14 +244,11 @@ class Query:
 
 
 class ShownMarks:
-    """The marks that a server's chat template shows, for a server whose tokenizer is not known.
+    """The marks that a server's chat template shows, in a fixed order: `words`.
 
     Args:
         rendered: the conversations of `turns_of_places`, each with the names of its tokens, as the template renders
             them; none if no server shows them.
-
-    Attributes:
-        words: the marks, in a fixed order.
     """
 
     words: tuple[str, ...]
@@ -292,11 +276,7 @@ class ShownMarks:
 class Marks(ShownMarks):
     """The marks of one tokenizer: its control tokens, and what its chat template writes.
 
-    Args:
-        tokenizer: of the judge.
-
-    Attributes:
-        token_ids: ids of the marks that are one token, without the unknown token, which any rare word may become.
+    `token_ids` are those of marks that are one token, without the unknown token, which any rare word may become.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -329,12 +309,9 @@ class Marks(ShownMarks):
 def turns_of_places() -> tuple[list[Message], list[Message]]:
     """Return conversations whose texts are PLACES, without and with a system message."""
     user, reply, again, system = PLACES
-    turns: list[Message] = [
-        {"role": "user", "content": user},
-        {"role": "assistant", "content": reply},
-        {"role": "user", "content": again},
-    ]
-    return turns, [{"role": "system", "content": system}, *turns]
+    roles = {system: "system", user: "user", reply: "assistant", again: "user"}
+    whole: list[Message] = [{"role": role, "content": place} for place, role in roles.items()]
+    return whole[1:], whole
 
 
 def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

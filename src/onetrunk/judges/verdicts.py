@@ -93,7 +93,6 @@ def judge_pairs(
     """Return a label per pair, asked principle by principle.
 
     Args:
-        judge, pairs, constitution: the judge answers the questions that the memory does not hold.
         both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
         memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
     """
@@ -130,8 +129,7 @@ def ask_missing(
     """Return the judge's answers about pairs or single completions; equal items have one answer, the same object.
 
     Args:
-        judge, items, principle: the judge answers the questions that the memory does not hold.
-        memory: keeps each new answer as soon as it arrives; None: every question is asked.
+        memory: what it holds is not asked, and each new answer is kept as soon as it arrives; None: all is asked.
         on_answer: called with each new answer, also with an error, after it is kept.
     """
     kind = Verdict if items and isinstance(items[0], Pair) else Rating
@@ -268,10 +266,8 @@ class JudgeStatistics:
         """Return the statistics; a share of zero is None.
 
         answers, compared: verdicts, and (pair, principle) that were answered in both orders.
-        errors: questions without an answer yet; refused and unread are the errors of that kind.
         position_consistency: share of (pair, principle) whose two orders do not contradict each other.
         first_slot_rate: share of answers for the completion shown first, a tie counting half; .5 for a fair judge.
-        first_slot_probability: mean probability of the completion shown first.
         """
         return {
             "pairs": self.pairs,

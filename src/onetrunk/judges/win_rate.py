@@ -150,10 +150,8 @@ def win_rate(
         seed: of the resamples.
 
     Raises:
-        ValueError: no pair, or labels outside [0, 1].
+        ValueError: labels outside [0, 1].
     """
-    if not len(labels):
-        raise ValueError("there is no labelled pair to compute a win rate from")
     labels, differences = labels.double(), length_differences.double()
     outcomes = pair_outcomes(labels, consistent, tie_margin)
     clusters = _numbered(prompts)
