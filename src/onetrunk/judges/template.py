@@ -235,9 +235,7 @@ def is_mark(word: str) -> bool:
 
 @dataclass(frozen=True)
 class Query:
-    """A question whose texts can be shortened: `messages` takes a limit on the characters of each; `longest` has so
-    many.
-    """
+    """A question; `messages` takes a limit on the characters of each text, of which the longest has `longest`."""
 
     messages: Callable[[int], list[Message]]
     longest: int
