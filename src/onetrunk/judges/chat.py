@@ -174,7 +174,7 @@ class Reply:
     Args:
         text: what the model wrote, without its hidden reasoning.
         is_whole: False if it was cut at the token limit.
-        positions: per token of the reply (the token, {candidate: logprob}); None if the server sent none.
+        positions: per token of the reply (the token, {candidate: probability}); None without usable ones.
         thought: the hidden reasoning, wherever the server puts it.
         refusal: what the server sent instead of an answer, if it did.
     """
@@ -255,9 +255,9 @@ def label_probabilities(reply: Reply, labels: Sequence[str]) -> dict[str, float]
             # The written token alone says nothing about the other labels.
             return None
         probabilities = dict.fromkeys(labels, 0.0)
-        for candidate, logprob in candidates.items():
+        for candidate, probability in candidates.items():
             if _bare(candidate) in probabilities:
-                probabilities[_bare(candidate)] += math.exp(logprob)
+                probabilities[_bare(candidate)] += probability
         return probabilities
     return None
 
@@ -343,17 +343,31 @@ def _after_thinking(text: str) -> str:
 
 
 def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], ...] | None:
-    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
-    if not isinstance(content, Sequence) or not content:
+    """Return the positions that a reply has; None if they have another form or are those of another text."""
+    try:
+        positions = [(_token(entry), _candidates(entry["top_logprobs"])) for entry in logprobs["content"]]
+    except (TypeError, KeyError, ValueError):
         return None
-    positions = []
-    for entry in content:
-        token = entry.get("token") if isinstance(entry, Mapping) else None
-        candidates = _candidates(entry.get("top_logprobs")) if isinstance(token, str) else None
-        if candidates is None:
-            return None
-        positions.append((token, candidates))
-    return tuple(positions) if _spell([token for token, _ in positions], text) else None
+    return tuple(positions) if positions and _spell([token for token, _ in positions], text) else None
+
+
+def _candidates(entries: Any) -> dict[str, float]:
+    probabilities: dict[str, float] = {}
+    for entry in entries:
+        token, logprob = _token(entry), entry["logprob"]
+        if not logprob <= ROUNDING:
+            raise ValueError(f"{logprob} is no log probability")
+        # Two tokens may have the same text, such as bytes that are no text.
+        probabilities[token] = probabilities.get(token, 0.0) + math.exp(logprob)
+    if sum(probabilities.values()) > 1 + ROUNDING:
+        raise ValueError("probabilities of more than 1 together")
+    return probabilities
+
+
+def _token(entry: Any) -> str:
+    if not isinstance(entry["token"], str):
+        raise TypeError("a token that is no text")
+    return entry["token"]
 
 
 def _spell(tokens: Sequence[str], text: str) -> bool:
@@ -374,19 +388,6 @@ def _spell(tokens: Sequence[str], text: str) -> bool:
 
 def _comparable(text: str) -> str:
     return "".join(character for character in text if character.isascii() and not character.isspace())
-
-
-def _candidates(entries: Any) -> dict[str, float] | None:
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        return None
-    logprobs: dict[str, float] = {}
-    for entry in entries:
-        token, logprob = (entry.get("token"), entry.get("logprob")) if isinstance(entry, Mapping) else (None, None)
-        if not isinstance(token, str) or not isinstance(logprob, (int, float)) or not logprob <= ROUNDING:
-            return None
-        # Two tokens may have the same text, such as bytes that are no text.
-        logprobs[token] = math.log(math.exp(logprobs.get(token, -math.inf)) + math.exp(logprob) or 5e-324)
-    return logprobs if sum(map(math.exp, logprobs.values())) <= 1 + ROUNDING else None
 
 
 def _bare(text: str) -> str:
