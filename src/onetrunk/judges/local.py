@@ -117,12 +117,7 @@ class CausalJudge(Judge):
         }
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        """Answer too long questions first, then the others from long to short.
-
-        Raises:
-            ValueError: labels that are not single tokens.
-            RuntimeError: logits that are not finite.
-        """
+        """Answer too long questions first, then the others from long to short."""
         form = form_of(items[0])
         blank = question_messages(form.blank, principle, ANY_CODE)
         label_ids = self.reader.label_ids(self._before_answer(blank, form.labels), form.labels)
@@ -219,11 +214,10 @@ def load_causal_judge(
         name: folder or Hub name of a model, or of an adapter.
         device: None leaves it on the CPU.
         dtype: of the weights; None for the checkpoint's own.
-        **settings: of CausalJudge.
+        **settings: of CausalJudge, which may raise ValueError.
 
     Raises:
         RuntimeError: nothing loadable there.
-        ValueError: not a causal model, no tokenizer, or as CausalJudge.
     """
     base = adapter_base(name)
     tokenizer = load_tokenizer(name)
@@ -292,11 +286,8 @@ class Reader:
 def last_logits(model: PreTrainedModel, rows: Sequence[list[int]], pad_token_id: int) -> Tensor:
     """Return the logits after each row: [R, V] float32.
 
-    Args:
-        model: a causal LM, in eval mode.
-        rows: R lists of token ids, none empty. They are padded on the LEFT, so that all end in the last column and
-            only that column's logits are computed.
-        pad_token_id: fills the left, where nothing attends to it.
+    The rows, none empty, are padded on the LEFT, so that all end in the last column and only that column's logits are
+    computed. Nothing attends to the padding.
     """
     width = max(map(len, rows))
     input_ids = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows], device=model.device)
@@ -316,9 +307,7 @@ def last_logits(model: PreTrainedModel, rows: Sequence[list[int]], pad_token_id:
 def label_shares(logits: Tensor, label_ids: LabelIds) -> tuple[Tensor, Tensor]:
     """Return the probability of each of L labels among the labels, [R, L], and of all together, [R].
 
-    Args:
-        logits: [R, V] float32, where the answer begins.
-        label_ids: from `Reader.label_ids`.
+    `logits` are those where the answer begins, [R, V] float32; `label_ids` come from the reader.
     """
     by_label = logits.log_softmax(-1)[:, torch.tensor(label_ids, device=logits.device)].logsumexp(-1)
     return by_label.softmax(-1), by_label.logsumexp(-1).exp()

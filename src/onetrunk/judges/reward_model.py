@@ -87,11 +87,7 @@ class RewardModelJudge(ScoringJudge):
         return Rating(logistic(centred), details={"score": score})
 
     def _scores(self, rows: Sequence[Single], principle: Principle) -> list[float | None]:
-        """Return the score of each row, None for one that is not finite.
-
-        Raises:
-            ValueError: conversations, but a tokenizer without a chat template.
-        """
+        """Return the score of each row, None for one that is not finite."""
         # Sorted, so that the order of a pair changes no batch, and so not a bit of a score.
         keys = [digest([row.prompt, row.text] if row.stopped else [row.prompt, row.text, False]) for row in rows]
         by_key = dict(sorted(zip(keys, rows, strict=True), key=lambda entry: entry[0]))
@@ -121,10 +117,7 @@ def load_reward_judge(
 ) -> RewardModelJudge:
     """Return the reward model at `name` as a judge, with the score scale saved next to it, if any.
 
-    Args:
-        name: folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
-        device: None leaves it on the CPU.
-        batch_size: texts per forward.
+    `name` is the folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
 
     Raises:
         FileNotFoundError, RuntimeError: nothing loadable there.

@@ -82,12 +82,7 @@ class RubricJudge(ScoringJudge):
         return Rating(mean, None if scores else _not_applied(by_tag), details={"scores": scores})
 
     def _scores(self, rows: Sequence[Single], principle: Principle) -> list[dict[str, float | None]]:
-        """Return the score of each row by each tag of a principle that has a check; None if that does not apply.
-
-        Raises:
-            ValueError: no check for the principle, or one that does not return one score per completion.
-            RuntimeError: a check raised an error, which is the cause.
-        """
+        """Return the score of each row by each tag of the principle that has a check; None if that does not apply."""
         tags = self._tags(principle)
         columns = [self._call(tag, rows) for tag in tags]
         return [dict(zip(tags, scores, strict=True)) for scores in zip(*columns, strict=True)]

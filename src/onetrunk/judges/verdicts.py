@@ -69,16 +69,16 @@ class RatingLabel:
 
 
 class Memory(Protocol):
-    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk."""
+    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk.
 
-    def get(self, key: str) -> Any:
-        """Return the value under a key, None without one."""
+    `get` returns None without a value; `put` keeps the first value under a key, and `replace` the new one.
+    """
 
-    def put(self, key: str, value: Any) -> Any:
-        """Keep a value."""
+    def get(self, key: str) -> Any: ...
 
-    def replace(self, key: str, value: Any) -> Any:
-        """Keep a value in place of the one under the key."""
+    def put(self, key: str, value: Any) -> Any: ...
+
+    def replace(self, key: str, value: Any) -> Any: ...
 
 
 def judge_pairs(
@@ -258,9 +258,10 @@ class JudgeStatistics:
         """Count the rating of one completion as a question without slots."""
         self.questions += 1
         self.abstained += rating.error is None and rating.score is None
-        self.errors += rating.error is not None
-        self.refused += rating.error is not None and rating.error_kind == "refused"
-        self.unread += rating.error is not None and rating.error_kind == "unread"
+        if rating.error is not None:
+            self.errors += 1
+            self.refused += rating.error_kind == "refused"
+            self.unread += rating.error_kind == "unread"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; a share of zero is None.

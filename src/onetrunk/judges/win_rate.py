@@ -296,8 +296,8 @@ def _standard_error(labels: Tensor, clusters: Tensor) -> float:
 
 
 def _numbered(keys: Sequence[Hashable]) -> Tensor:
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([numbers[key] for key in keys])
 
 
 def _sigmoid(x: float) -> float:
