@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.calls import RetryPolicy
-from onetrunk.judges.load import JudgeSettings, load_judge
+from onetrunk.judges.load import JudgeConfig, load_judge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import LABELS, RATINGS, Marks
 from onetrunk.models.new_scorer import train_tokenizer
@@ -182,7 +182,7 @@ def test_control_tokens_of_a_judge_whose_tokenizer_is_named_do_not_reach_its_ser
         unknown = judge_of(stub)
         unknown.compare([ODD_PAIR], KIND)
         assert len(controls_sent(stub, tokenizer)) == 4
-        settings = JudgeSettings(judge=[stub.url], judge_model="judge-1", judge_tokenizer=str(tmp_path))
+        settings = JudgeConfig(judge=[stub.url], judge_model="judge-1", judge_tokenizer=str(tmp_path))
         judge = load_judge(settings)
         (verdict,) = judge.compare([ODD_PAIR], KIND)
         assert verdict.probability is not None and controls_sent(stub, tokenizer) == []

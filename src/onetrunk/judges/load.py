@@ -72,7 +72,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 @dataclass
-class JudgeSettings:
+class JudgeConfig:
     """Which judges, and by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
 
     judge: list[str] | None = option(
@@ -159,7 +159,7 @@ class JudgeSettings:
         return (self.judge_extra_body or {}) | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
-def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None = None) -> Judge:
+def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = None) -> Judge:
     """Return the judge that settings mean. Wrong settings are found before a model is loaded.
 
     Args:
@@ -191,7 +191,7 @@ def check_judge(judge: Judge) -> None:
             member.check()
 
 
-def _judge(spec: str, settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> Judge:
+def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Judge:
     if spec == RUBRIC:
         return _rubric(settings, resolve)
     if spec.startswith(SERVER):
@@ -213,7 +213,7 @@ def _judge(spec: str, settings: JudgeSettings, resolve: Callable[[str], Check] |
     )
 
 
-def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> RubricJudge:
+def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> RubricJudge:
     if not settings.rubric:
         raise ValueError(
             "judge is rubric and rubric is not set; give the check of each tag, such as"
@@ -233,7 +233,7 @@ def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> 
     return judge
 
 
-def _server(spec: str, settings: JudgeSettings) -> Judge:
+def _server(spec: str, settings: JudgeConfig) -> Judge:
     # Not at the top: a rubric needs no HTTP.
     from onetrunk.judges.calls import RetryPolicy
     from onetrunk.judges.server import ServerJudge

@@ -102,7 +102,7 @@ class ServerJudge(Judge):
         url: of the API, such as "http://127.0.0.1:8000/v1".
         model: its name on the server; replies of any other model are rejected.
         policy: waits, numbers of calls and deadlines.
-        others: as the settings of these names in `JudgeSettings`.
+        others: as the settings of these names in `JudgeConfig`.
         tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
             the judged texts. None: the marks that a vLLM server shows of its template. The general rule of
             `template.py` applies in either case.
