@@ -46,8 +46,8 @@ MAX_DEPTH = 100
 LONGEST_EXCERPT = 200
 AN_HTML_PAGE = "an HTML page where JSON was expected"
 
-# 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy whose server does not answer.
-AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
+# Besides all statuses from 500 on; 425: too early. 529: overloaded (several hosted servers).
+AGAIN = frozenset((408, 409, 425, 429))
 OVERLOADED = frozenset((408, 429, 503, 504, 529))
 # A deadline of the server, or of a proxy in front of it.
 TIMED_OUT = frozenset((408, 504, 522, 524))

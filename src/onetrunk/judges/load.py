@@ -325,8 +325,6 @@ class EnsembleJudge(Judge):
     name = "ensemble"
 
     def __init__(self, judges: Sequence[Judge]):
-        if len(judges) < 2:
-            raise ValueError(f"an ensemble of {len(judges)} judges has no mean to take; give two or more")
         identities = [judge.identity for judge in judges]
         twice = next((j.name for i, j in enumerate(judges) if j.identity in identities[:i]), None)
         if twice is not None:
