@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onetrunk.judges.base import Pair, Principle, Verdict
-from onetrunk.judges.template import nonce_of, pairwise_messages
+from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.types import Message
 
 PRINCIPLE = Principle("Which completion answers the question?")
@@ -127,7 +127,7 @@ def naive_messages(pair: Pair, principle: Principle) -> list[Message]:
 
 def defended_messages(pair: Pair, principle: Principle) -> list[Message]:
     """Return the question of the package."""
-    return pairwise_messages(pair, principle, nonce_of(pair, principle))
+    return question_messages(pair, principle, nonce_of(pair, principle))
 
 
 Ask = Callable[[Pair, Principle], list[Message]]

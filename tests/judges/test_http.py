@@ -1,24 +1,27 @@
-"""Which addresses may be called, where secrets come from, and where they never go."""
+"""Which addresses may be called, where secrets go, what bounds an answer, and what failures mean."""
 
 import asyncio
 import ipaddress
+import json
 import socket
 
 import httpx2
 import pytest
-from huggingface_hub import AsyncInferenceClient, get_async_session
 
 from onetrunk.judges.calls import CallError
 from onetrunk.judges.chat import ChatServer
 from onetrunk.judges.http import (
+    MAX_DEPTH,
     check_address,
     check_host,
     check_url,
+    failure_of_response,
     guarded_client,
+    nesting,
     read_secret,
-    redact,
+    retry_after_s,
+    send,
     shown,
-    use_client,
     uses_proxy,
 )
 from tests.judges.stub_server import StubServer
@@ -143,10 +146,6 @@ def test_a_secret_comes_from_a_variable_and_from_nowhere_else(monkeypatch):
     assert "two words" not in str(error.value)
 
 
-def test_a_secret_is_redacted():
-    assert redact("no tok-123 here, Bearer other", "tok-123") == "no [redacted] here, Bearer [redacted]"
-
-
 async def chat(url, model="judge-1", **settings):
     server = ChatServer(url, model, **settings)
     async with server.session(2) as client:
@@ -180,15 +179,6 @@ def test_a_redirect_is_not_followed_and_says_where_it_led():
     assert elsewhere.headers == [] and "key=1" not in str(error.value)
 
 
-def test_a_client_for_one_server_calls_no_other():
-    async def call():
-        async with guarded_client("http://127.0.0.1:8000/v1", None, 1) as client:
-            await client.get("http://127.0.0.1:8001/v1/models")
-
-    with pytest.raises(CallError, match="was about to go to"):
-        asyncio.run(call())
-
-
 def test_the_address_that_was_really_called_is_looked_at(monkeypatch):
     # The name may lead elsewhere by the time of the call; loopback stands for a metadata service here.
     monkeypatch.setattr("onetrunk.judges.http.METADATA_ADDRESSES", {ipaddress.ip_address("127.0.0.1")})
@@ -197,7 +187,7 @@ def test_the_address_that_was_really_called_is_looked_at(monkeypatch):
 
             async def call():
                 async with guarded_client(stub.url, None, 1) as client:
-                    await client.get(f"{stub.url}/models")
+                    await send(client, "GET", f"{stub.url}/models", None)
 
             asyncio.run(call())
     assert error.value.kind == "stop"
@@ -208,20 +198,90 @@ def test_addresses_that_are_servers_pass():
         check_address(ipaddress.ip_address(text), "host", "the address")
 
 
-def test_other_users_of_the_hub_client_get_what_they_got_before():
-    ordinary = get_async_session()
-    made = []
+@pytest.mark.parametrize(
+    ("value", "depth"),
+    [
+        (1, 0),
+        ([], 1),
+        ({"a": [[], {}]}, 3),
+        ([[]] * 5, 2),
+        (["[[[[", "\\", '"[', '\\"[{', "\\\\"], 1),
+        ({"[{": "]}"}, 1),
+    ],
+)
+def test_the_depth_is_that_of_lists_and_objects_outside_strings(value, depth):
+    assert nesting(json.dumps(value).encode()) == depth
 
-    def make():
-        made.append(guarded_client("http://127.0.0.1:8000/v1", None, 1))
-        return made[-1]
 
-    async def ours():
-        use_client(make)
-        async with AsyncInferenceClient(base_url="http://127.0.0.1:8000/v1", api_key="none"):
-            return get_async_session()
+def test_a_text_that_is_cut_is_as_deep_as_it_got():
+    assert nesting(b'[[[{"a[[[') == 4 and nesting(b"]]]]") == 0 and nesting(b"") == 0
 
-    assert asyncio.run(ours()) is made[0] and not made[0].follow_redirects
-    theirs = get_async_session()
-    assert isinstance(theirs, httpx2.AsyncClient) and len(made) == 1
-    assert theirs.follow_redirects == ordinary.follow_redirects and theirs.event_hooks == ordinary.event_hooks
+
+def test_a_response_within_bounds_is_as_it_was():
+    deep = {"scores": [1.0], "more": json.loads("[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1))}
+    with StubServer(routes={"/rate": lambda body: (418, deep)}) as stub:
+
+        async def post():
+            async with guarded_client(stub.root, None, 1) as client:
+                return await send(client, "POST", f"{stub.root}/rate", None, {})
+
+        response = asyncio.run(post())
+    assert (response.status_code, response.json()) == (418, deep)
+    assert response.headers["content-type"] == "application/json" and "date" in response.headers
+    assert response.request.method == "POST" and not response.is_success
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "120"}, 120.0),
+        ({"retry-after": " 1.5 "}, 1.5),
+        # The server's own clock counts, whatever ours says.
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:30 GMT", "date": "Wed, 21 Oct 2015 07:28:00 GMT"}, 30.0),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT", "date": "Wed, 21 Oct 2015 07:29:00 GMT"}, 0.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:20:00 GMT"}, 200.0),
+        ({"retry-after": "-5"}, None),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "9" * 400}, None),
+        ({}, None),
+    ],
+)
+def test_retry_after_is_read_as_seconds_and_as_a_date(headers, seconds):
+    assert retry_after_s(httpx2.Headers(headers), now=1000.0) == seconds
+
+
+def response(status, body="", content_type="application/json", **headers):
+    request = httpx2.Request("POST", "http://127.0.0.1/v1/chat/completions")
+    headers = {"content-type": content_type, **headers}
+    return httpx2.Response(status, headers=headers, content=body.encode(), request=request)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "overloaded"),
+    [
+        (429, "again", True),
+        (500, "again", False),
+        (502, "again", False),
+        (503, "again", True),
+        (529, "again", True),
+        (599, "again", False),
+        (400, "refused", False),
+        (413, "refused", False),
+        (422, "refused", False),
+        (401, "stop", False),
+        (404, "stop", False),
+    ],
+)
+def test_each_status_is_for_again_for_this_question_or_for_all(status, kind, overloaded):
+    error = failure_of_response(response(status), None)
+    assert (error.kind, error.overloaded) == (kind, overloaded)
+
+
+def test_a_reason_is_one_short_line_without_the_secret():
+    body = '{"error": {"message": "bad key\\n tok-123 in Bearer tok-123 and Bearer other"}}'
+    assert str(failure_of_response(response(400, body), "tok-123")) == (
+        "HTTP 400: bad key [redacted] in Bearer [redacted] and Bearer [redacted]"
+    )
+    page = response(502, "<html>" + "x" * 5000, "text/html")
+    assert str(failure_of_response(page, None)) == "HTTP 502: an HTML page"
+    assert len(str(failure_of_response(response(500, "y" * 5000, "text/plain"), None))) < 250

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.load import JudgeSettings, judge_device, load_judge
+from onetrunk.judges.load import JudgeConfig, judge_device, load_judge
 from onetrunk.judges.local import CausalJudge
 from onetrunk.judges.reward_model import RewardModelJudge
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
-from onetrunk.judges.template import pairwise_messages
+from onetrunk.judges.template import question_messages
 from onetrunk.models.new_scorer import train_tokenizer
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.parsing import parse
@@ -48,17 +48,17 @@ def test_a_rubric_out_of_yaml_and_out_of_the_command_line(tmp_path):
     )
     words = ["--judge", "rubric", "--rubric", '{"short": "checks.py:short"}', "--rubric_temperature", "0.5"]
     for argv in (["--config", "c.yaml"], words):
-        (settings,) = parse(argv, (JudgeSettings,), "prefs", "Test.")
+        (settings,) = parse(argv, (JudgeConfig,), "prefs", "Test.")
         judge = load_judge(settings, resolve_reward)
         assert isinstance(judge, RubricJudge) and judge.temperature == 0.5
         assert judge.rate(["p"], ["abc"], SHORT)[0].score == 0.25
 
 
 def test_a_server_is_known_by_its_address_and_asked_nothing_yet():
-    judge = load_judge(JudgeSettings(judge=[URL], judge_model="m", judge_samples=3, judge_reasoning_tokens=9))
+    judge = load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_samples=3, judge_reasoning_tokens=9))
     assert isinstance(judge, ServerJudge)
     assert (judge.chat.url, judge.chat.model, judge.samples, judge.reasoning_tokens) == (URL, "m", 3, 9)
-    named = load_judge(JudgeSettings(judge=[f"{URL}#model=owner/other"], judge_model="m"))
+    named = load_judge(JudgeConfig(judge=[f"{URL}#model=owner/other"], judge_model="m"))
     assert named.chat.model == "owner/other" and named.chat.url == URL
 
 
@@ -73,7 +73,7 @@ def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line
     words += ["--judge_chat_template_kwargs", '{"enable_thinking": false}']
     words += ["--judge_extra_body", '{"reasoning_effort": "low"}']
     for argv in (["--config", "c.yaml"], words):
-        (settings,) = parse(argv, (JudgeSettings,), "prefs", "Test.")
+        (settings,) = parse(argv, (JudgeConfig,), "prefs", "Test.")
         judge = load_judge(settings)
         policy = judge.policy
         assert (policy.call_timeout_s, policy.max_calls, policy.item_timeout_s, policy.patience_s) == (5, 2, 50, 20)
@@ -82,28 +82,28 @@ def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line
 
 
 def test_an_answer_is_known_by_what_it_depends_on_and_limits_are_no_part_of_that():
-    plain = load_judge(JudgeSettings(judge=[URL], judge_model="m")).identity
+    plain = load_judge(JudgeConfig(judge=[URL], judge_model="m")).identity
     # As earlier versions knew it: their ledgers stay valid.
     assert set(plain) == {"kind", "model", "method", "samples", "reasoning_tokens", "template"}
     limits = {"judge_timeout_s": 5, "judge_max_calls": 2, "judge_verdict_tokens": 512}
-    assert load_judge(JudgeSettings(judge=[URL], judge_model="m", **limits)).identity == plain
-    other = JudgeSettings(judge=[URL], judge_model="m", judge_extra_body={"reasoning_effort": "low"})
+    assert load_judge(JudgeConfig(judge=[URL], judge_model="m", **limits)).identity == plain
+    other = JudgeConfig(judge=[URL], judge_model="m", judge_extra_body={"reasoning_effort": "low"})
     assert load_judge(other).identity != plain
 
 
 def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last(reward_folder):
-    judge = load_judge(JudgeSettings(judge=["reward:reward"], judge_device="cpu", judge_batch_size=3))
+    judge = load_judge(JudgeConfig(judge=["reward:reward"], judge_device="cpu", judge_batch_size=3))
     assert isinstance(judge, RewardModelJudge) and judge.batch_size == 3 and judge.name == "reward"
     specs = [f"{URL}#model=a", "reward:reward", f"{URL}#model=b", "rubric"]
-    ensemble = load_judge(JudgeSettings(judge=specs, rubric={"short": short}, judge_device="cpu"))
+    ensemble = load_judge(JudgeConfig(judge=specs, rubric={"short": short}, judge_device="cpu"))
     assert ensemble.names == ["reward", "rubric", "a", "b"]
 
 
 def test_anything_else_is_a_causal_model():
-    (message,) = pairwise_messages(Pair("p", "a", "b"), SHORT, "c0ffee")
+    (message,) = question_messages(Pair("p", "a", "b"), SHORT, "c0ffee")
     tiny_model("llama", vocab_size=512, max_position_embeddings=1024).save_pretrained("causal")
     train_tokenizer([message["content"]], 400, ()).save_pretrained("causal")
-    settings = JudgeSettings(
+    settings = JudgeConfig(
         judge=["causal"],
         judge_device="cpu",
         judge_dtype="bfloat16",
@@ -119,7 +119,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
     tiny_model("llama").save_pretrained("causal")
     tiny_tokenizer().save_pretrained("causal")
     with pytest.raises(ValueError, match="the labels A, B are not single tokens"):
-        load_judge(JudgeSettings(judge=["causal"], judge_device="cpu"))
+        load_judge(JudgeConfig(judge=["causal"], judge_device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
 )
 def test_a_mistake_is_one_error_message(settings, message):
     with pytest.raises(ValueError) as caught:
-        load_judge(JudgeSettings(**settings))
+        load_judge(JudgeConfig(**settings))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("spec, error", [("./absent", RuntimeError), ("reward:./absent", FileNotFoundError)])
 def test_a_folder_that_is_missing_is_one_error_message(spec, error):
     with pytest.raises(error, match="absent") as caught:
-        load_judge(JudgeSettings(judge=[spec], judge_device="cpu"))
+        load_judge(JudgeConfig(judge=[spec], judge_device="cpu"))
     assert "\n" not in str(caught.value)
 
 
@@ -164,13 +164,13 @@ def test_a_folder_that_is_missing_is_one_error_message(spec, error):
 )
 def test_a_check_that_is_not_there_is_named_with_its_tag(spec, message):
     with pytest.raises(ValueError, match="the rubric's check for the tag 'short': ") as caught:
-        load_judge(JudgeSettings(judge=["rubric"], rubric={"short": spec}), resolve_reward)
+        load_judge(JudgeConfig(judge=["rubric"], rubric={"short": spec}), resolve_reward)
     assert message in str(caught.value)
 
 
 def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_path):
     Path("constitution.yaml").write_text(CONSTITUTION + "  - {text: 'Which is kinder?', tags: [kind]}\n")
-    settings = JudgeSettings(
+    settings = JudgeConfig(
         judge=["./absent", URL, "rubric"], rubric={"short": short}, constitution="constitution.yaml"
     )
     with pytest.raises(ValueError, match="no check for the principle 'Which is kinder\\?', which has the tags kind"):
@@ -194,7 +194,6 @@ def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_
         ("judge_extra_body", {"max_tokens": 9}, "sets max_tokens, which the judge sets itself; set judge_verdict_tok"),
         ("judge_extra_body", {"seed": 9}, "sets seed, which the judge sets itself; leave it out"),
         ("judge_extra_body", {"chat_template_kwargs": {}}, "set judge_chat_template_kwargs instead"),
-        ("judge_extra_body", {"x": float("inf")}, "is not JSON"),
         ("rubric_temperature", float("inf"), "rubric_temperature is inf"),
         ("judge_min_label_mass", 1.5, "judge_min_label_mass is 1.5; set it from 0 to 1"),
         ("judge_method", "guess", "judge_method is 'guess'; expected one of auto, logprobs, votes"),
@@ -204,22 +203,22 @@ def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_
 )
 def test_a_setting_out_of_its_range_is_one_error_message(field, value, message):
     with pytest.raises(ValueError) as caught:
-        JudgeSettings(**{field: value})
+        JudgeConfig(**{field: value})
     assert message in str(caught.value)
 
 
 def test_settings_are_documented_and_need_no_judge():
     from dataclasses import fields
 
-    settings = JudgeSettings(judge="rubric")
-    assert settings.judge == ["rubric"] and JudgeSettings().judge is None
-    assert all(field.metadata["help"].endswith((".", "1.", "none.")) for field in fields(JudgeSettings))
+    settings = JudgeConfig(judge="rubric")
+    assert settings.judge == ["rubric"] and JudgeConfig().judge is None
+    assert all(field.metadata["help"].endswith((".", "1.", "none.")) for field in fields(JudgeConfig))
     assert judge_device("cpu") == torch.device("cpu")
 
 
 def test_a_rubric_loads_no_http_client_and_no_model():
     code = (
-        "import sys, onetrunk.judges.load as l; l.load_judge(l.JudgeSettings(judge='rubric', rubric={'a': len}));"
+        "import sys, onetrunk.judges.load as l; l.load_judge(l.JudgeConfig(judge='rubric', rubric={'a': len}));"
         "print([m for m in ('httpx2', 'onetrunk.judges.server', 'onetrunk.judges.local', 'peft') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -227,12 +226,12 @@ def test_a_rubric_loads_no_http_client_and_no_model():
 
 
 def test_a_loaded_judge_answers(reward_folder):
-    judge = load_judge(JudgeSettings(judge=["rubric", "reward:reward"], rubric={"short": short}, judge_device="cpu"))
+    judge = load_judge(JudgeConfig(judge=["rubric", "reward:reward"], rubric={"short": short}, judge_device="cpu"))
     (verdict,) = judge.compare([Pair("the cat ", "sings .", "no")], Principle("Which is shorter?", tags=("short",)))
     assert 0 < verdict.probability < 1 and set(verdict.details["members"]) == {"rubric", "reward"}
 
 
 def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_error_message():
     with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
-        load_judge(JudgeSettings(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
+        load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
     assert "\n" not in str(caught.value)

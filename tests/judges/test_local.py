@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from onetrunk.judges.base import Judge, Pair, Principle
+from onetrunk.judges.base import Judge, Pair, Principle, Single
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.local import CausalJudge, Options, Reader, label_shares, load_causal_judge
-from onetrunk.judges.template import LABELS, RATINGS, nonce_of, pairwise_messages, rating_messages
+from onetrunk.judges.local import CausalJudge, Reader, label_shares, load_causal_judge
+from onetrunk.judges.template import LABELS, RATINGS, nonce_of, question_messages
 from onetrunk.judges.verdicts import judge_pairs
 from onetrunk.models.new_scorer import train_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -30,7 +30,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def tokenizer():
     """Byte-level: every text has tokens, "A" and "B" are one each."""
-    (message,) = pairwise_messages(PAIRS[0], PRINCIPLE, "c0ffee")
+    (message,) = question_messages(PAIRS[0], PRINCIPLE, "c0ffee")
     return train_tokenizer([message["content"]] * 2, 400, ROLES)
 
 
@@ -60,7 +60,7 @@ def test_probabilities_are_the_softmax_of_full_logits_alone_or_in_a_batch(tokeni
     assert isinstance(judge, Judge)
     together = judge.compare(PAIRS, PRINCIPLE)
     for pair, verdict in zip(PAIRS, together, strict=True):
-        messages = pairwise_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE), judge.marks.words)
+        messages = question_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE), judge.marks.words)
         shares, mass = by_hand(judge, messages, LABELS)
         # Float32 forwards of other widths round differently.
         assert verdict.probability == pytest.approx(shares[0], abs=2e-4)
@@ -72,8 +72,8 @@ def test_probabilities_are_the_softmax_of_full_logits_alone_or_in_a_batch(tokeni
 def test_a_rating_is_the_mean_of_the_marks(tokenizer):
     judge = make_judge(tokenizer)
     (rating,) = judge.rate(["Say hello."], ["Hello!"], PRINCIPLE)
-    asked = ("Say hello.", "Hello!")
-    messages = rating_messages(*asked, PRINCIPLE, nonce_of(asked, PRINCIPLE), judge.marks.words)
+    asked = Single("Say hello.", "Hello!")
+    messages = question_messages(asked, PRINCIPLE, nonce_of(asked, PRINCIPLE), judge.marks.words)
     shares, _ = by_hand(judge, messages, RATINGS)
     assert rating.score == pytest.approx(sum(i * share for i, share in enumerate(shares)) / 4, abs=2e-4)
 
@@ -81,7 +81,7 @@ def test_a_rating_is_the_mean_of_the_marks(tokenizer):
 def test_shares_by_hand():
     # Labels mean tokens {0, 3} and {1, 4}: masses .3 + .1 and .2 + .05 of 1.
     logits = torch.tensor([[0.3, 0.2, 0.35, 0.1, 0.05]]).log()
-    shares, mass = label_shares(logits, Options(("A", "B"), ((0, 3), (1, 4))))
+    shares, mass = label_shares(logits, ((0, 3), (1, 4)))
     assert mass.item() == pytest.approx(0.65)
     assert shares[0].tolist() == pytest.approx([0.4 / 0.65, 0.25 / 0.65])
 
@@ -127,19 +127,13 @@ def test_long_texts_are_cut_alike_until_the_question_fits(tokenizer):
     assert verdict.probability is not None
     assert verdict.details["tokens"] <= 768 and verdict.details["cut_to_characters"] < 500
     with pytest.raises(ValueError, match="reads 100 tokens, too few for a question of"):
-        make_judge(tokenizer, max_length=100)
+        make_judge(tokenizer, positions=100)
 
 
 def test_labels_that_are_not_single_tokens_are_refused():
     # A word tokenizer that knows neither A nor B: both become the unknown token.
     with pytest.raises(ValueError, match="the labels A, B are not single tokens of the judge's tokenizer"):
         CausalJudge(tiny_model("llama"), tiny_tokenizer(chat_template=CHAT_TEMPLATE))
-
-
-def test_settings_out_of_range_are_refused(tokenizer):
-    for wrong in ({"batch_size": 0}, {"reasoning_tokens": -1}, {"min_label_mass": 1.5}):
-        with pytest.raises(ValueError, match="expected at least 1, at least 0, and from 0 to 1"):
-            make_judge(tokenizer, **wrong)
 
 
 def test_logits_that_are_not_finite_stop_the_run(tokenizer):
@@ -156,7 +150,7 @@ def test_the_identity_changes_with_whatever_changes_an_answer(tokenizer):
         make_judge(tokenizer, template=None),
         make_judge(tokenizer, family="qwen2"),
         make_judge(tokenizer, min_label_mass=0.1),
-        make_judge(tokenizer, max_length=1000),
+        make_judge(tokenizer, positions=1000),
     ]
     assert make_judge(tokenizer).identity == base
     assert all(other.identity != base for other in others)
@@ -184,9 +178,9 @@ def test_a_judge_is_loaded_by_name_and_an_adapter_counts(tokenizer, tmp_path):
     other = load_causal_judge(str(tmp_path / "adapter"), min_label_mass=0.0)
     assert other.identity["model"] != plain.identity["model"]
     with torch.no_grad():
-        messages = pairwise_messages(PAIRS[0], PRINCIPLE, nonce_of(PAIRS[0], PRINCIPLE), other.marks.words)
+        messages = question_messages(PAIRS[0], PRINCIPLE, nonce_of(PAIRS[0], PRINCIPLE), other.marks.words)
         logits = adapted(torch.tensor([other.reader.ids(messages)])).logits[:, -1].float()
-    shares, _ = label_shares(logits, other.reader.options(messages, LABELS))
+    shares, _ = label_shares(logits, other.reader.label_ids(messages, LABELS))
     # Merged weights round differently from base and adapter in turn.
     assert other.compare(PAIRS[:1], PRINCIPLE)[0].probability == pytest.approx(shares[0, 0].item(), abs=2e-4)
     with pytest.raises(RuntimeError, match="cannot be loaded"):
@@ -198,4 +192,4 @@ def test_a_space_at_the_end_of_a_chat_template_belongs_to_the_answer(tokenizer):
     reader, messages = Reader(tokenizer), [{"role": "user", "content": "A or B?"}]
     learned = tokenizer(reader.text(messages) + " A<|end|>", add_special_tokens=False)["input_ids"]
     assert learned[:-2] == reader.ids(messages)
-    assert learned[-2] in reader.options(messages, LABELS).token_ids[0]
+    assert learned[-2] in reader.label_ids(messages, LABELS)[0]

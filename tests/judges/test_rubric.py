@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.judges.base import Judge, Pair, Principle
+from onetrunk.judges.base import Judge, Pair, Principle, logistic
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.rubric import RubricJudge, logistic
+from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.verdicts import judge_pairs
 
 SHORT, MILD = Principle("Which is shorter?", tags=("short",)), Principle("Which is milder?", tags=("kind", "mild"))
@@ -135,9 +135,6 @@ def test_what_cannot_be_a_rubric_is_refused():
         RubricJudge({})
     with pytest.raises(ValueError, match="for the tag 'short' is 'checks.py:short'; expected a function"):
         RubricJudge({"short": "checks.py:short"})
-    for temperature in (0, -1, math.inf, math.nan):
-        with pytest.raises(ValueError, match="the temperature of the rubric"):
-            RubricJudge({"short": short}, temperature)
 
 
 def test_a_principle_without_a_check_is_refused_before_anything_is_asked():

@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.base import Pair, Principle, Single
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
     RATINGS,
     SPECIAL_TOKENS,
     nonce_of,
-    pairwise_messages,
-    rating_messages,
+    question_messages,
     sanitized,
 )
 
@@ -22,7 +21,7 @@ PRINCIPLE = Principle("Which completion is kinder?")
 
 
 def question(first, second="second", prompt="prompt", nonce="c0ffee"):
-    (message,) = pairwise_messages(Pair(prompt, first, second), PRINCIPLE, nonce)
+    (message,) = question_messages(Pair(prompt, first, second), PRINCIPLE, nonce)
     assert message["role"] == "user"
     return message["content"]
 
@@ -32,7 +31,7 @@ def test_a_question_holds_the_principle_the_material_and_the_labels():
     assert PRINCIPLE.text in text and "> first\n" in text and "> second\n" in text and "> prompt\n" in text
     assert text.index("first") < text.index("second") < text.index("Answer with one letter")
     assert all(label in text.splitlines()[-1] for label in LABELS)
-    (message,) = rating_messages("prompt", "first", PRINCIPLE, "c0ffee")
+    (message,) = question_messages(Single("prompt", "first"), PRINCIPLE, "c0ffee")
     assert all(mark in message["content"].splitlines()[-1] for mark in RATINGS)
 
 

@@ -1,22 +1,22 @@
 """Labels are means over orders and principles; a biased judge is found and its bias cancelled."""
 
 import math
-import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.judges.base import Pair, Verdict
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.base import Pair, Rating, Verdict
 from onetrunk.judges.constitution import parse_constitution
 from onetrunk.judges.verdicts import (
     JudgeStatistics,
     PairLabel,
-    Question,
+    answer_key,
     judge_pairs,
     judge_warnings,
-    questions,
-    verdict_key,
+    keep_answer,
+    kept_answer,
 )
 
 ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})
@@ -48,6 +48,29 @@ class SlotJudge:
         return verdicts
 
 
+class Book(dict):
+    """A memory of answers."""
+
+    def put(self, key, value):
+        self[key] = value
+
+    replace = put
+
+
+PAIR = Pair("p", "a", "b")
+
+
+def told_label(constitution, verdicts, **settings):
+    """Return the label of PAIR from probabilities by (principle, flipped); every question has its answer."""
+    judge, book = SlotJudge(), Book()
+    for (number, flipped), probability in verdicts.items():
+        key = answer_key(judge, constitution.principles[number], PAIR.flipped() if flipped else PAIR)
+        keep_answer(book, key, Verdict(probability))
+    (label,) = judge_pairs(judge, [PAIR], constitution, memory=book, **settings)
+    assert judge.asked == []
+    return label
+
+
 def labels_and_statistics(judge, pairs, constitution=ONE, **settings):
     labels, statistics = judge_pairs(judge, pairs, constitution, **settings), JudgeStatistics()
     for label in labels:
@@ -58,13 +81,13 @@ def labels_and_statistics(judge, pairs, constitution=ONE, **settings):
 def test_a_label_by_hand():
     verdicts = {
         # The first principle: .8 as given; flipped .4 for `second`, so .6 for `first`. Mean .7, weight 3.
-        Question(0, 0, False): Verdict(0.8),
-        Question(0, 0, True): Verdict(0.4),
+        (0, False): 0.8,
+        (0, True): 0.4,
         # The second: .5 and 1 - .3 = .7. Mean .6, weight 1.
-        Question(0, 1, False): Verdict(0.5),
-        Question(0, 1, True): Verdict(0.3),
+        (1, False): 0.5,
+        (1, True): 0.3,
     }
-    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], TWO, known=verdicts)
+    label = told_label(TWO, verdicts)
     assert label.probability == pytest.approx((3 * 0.7 + 0.6) / 4)
     assert label.consistent and label.errors == label.abstentions == 0
     assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
@@ -76,24 +99,24 @@ SEVEN = parse_constitution(
 
 
 def test_a_principle_that_ties_does_not_count():
-    told = {Question(0, 0, False): Verdict(0.8), Question(0, 0, True): Verdict(0.4)}
+    told = {(0, False): 0.8, (0, True): 0.4}
     # The second sees no difference in either order, the others neither.
-    idle = {Question(0, number, flipped): Verdict(0.5) for number in range(1, 7) for flipped in (False, True)}
-    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=told | idle)
+    idle = {(number, flipped): 0.5 for number in range(1, 7) for flipped in (False, True)}
+    label = told_label(SEVEN, told | idle)
     # .7 as without them; with six halves of weight 1 it would be (3 * .7 + 6 * .5) / 9 = .567.
     assert label.probability == pytest.approx((0.8 + 0.6) / 2) and label.consistent
     assert len(label.votes) == 7
 
     # Orders that contradict each other saw a difference: (3 * .7 + 1 * .5) / 4.
-    torn = {Question(0, 1, False): Verdict(0.9), Question(0, 1, True): Verdict(0.9)}
-    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=told | idle | torn)
+    torn = {(1, False): 0.9, (1, True): 0.9}
+    label = told_label(SEVEN, told | idle | torn)
     assert label.probability == pytest.approx((3 * 0.7 + 0.5) / 4)
 
     # Where all tie the label is a tie, and no abstention.
-    nothing = {Question(0, 0, False): Verdict(0.5), Question(0, 0, True): Verdict(0.5)}
-    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, known=nothing | idle)
+    nothing = {(0, False): 0.5, (0, True): 0.5}
+    label = told_label(SEVEN, nothing | idle)
     assert (label.probability, label.consistent, label.abstentions) == (0.5, True, 0)
-    (label,) = judge_pairs(SlotJudge(), [Pair("p", "a", "b")], SEVEN, both_orders=False, known=told | idle)
+    label = told_label(SEVEN, told | idle, both_orders=False)
     assert label.probability == pytest.approx(0.8)
 
 
@@ -138,21 +161,30 @@ def test_the_label_of_a_flipped_pair_is_the_rest_to_one(texts, bias):
 
 
 def test_what_is_known_is_not_asked_and_what_is_new_is_told_at_once():
-    pairs, judge, told = [Pair("p", "aa", "b"), Pair("p", "c", "dd")], SlotJudge(), {}
-    whole = judge_pairs(judge, pairs, TWO, on_verdict=told.__setitem__)
-    assert len(judge.asked) == len(told) == 8 and set(told) == set(questions(pairs, TWO))
-    known = {q: v for q, v in told.items() if zlib.crc32(repr(q).encode()) % 2}
-    again, told_again = SlotJudge(), {}
-    assert judge_pairs(again, pairs, TWO, known=known, on_verdict=told_again.__setitem__) == whole
-    assert set(told_again) == set(told) - set(known) and 0 < len(again.asked) == 8 - len(known) < 8
+    pairs, judge, told = [Pair("p", "aa", "b"), Pair("p", "c", "dd")], SlotJudge(), []
+    book = Book()
+    whole = judge_pairs(judge, pairs, TWO, memory=book, on_answer=lambda pair, _verdict: told.append(pair))
+    assert len(judge.asked) == len(book) == 8 and told == [pair for _, pair in judge.asked]
+    assert set(told) == {shown for pair in pairs for shown in (pair, pair.flipped())}
+    known = Book({key: value for key, value in book.items() if int(key, 16) % 2})
+    again, num_known = SlotJudge(), len(known)
+    told.clear()
+    assert judge_pairs(again, pairs, TWO, memory=known, on_answer=lambda pair, _verdict: told.append(pair)) == whole
+    assert 0 < len(again.asked) == len(told) == 8 - num_known < 8 and known == book
+
+
+def test_a_pair_that_is_there_twice_is_asked_once():
+    judge = SlotJudge()
+    one, other = judge_pairs(judge, [PAIR, PAIR], ONE)
+    assert one == other and len(judge.asked) == 2
 
 
 def test_a_verdict_is_kept_under_all_that_it_depends_on():
-    pair, judge, principle = Pair("p", "a", "b"), SlotJudge(), TWO.principles[0]
-    key = verdict_key(judge, principle, pair)
-    assert key == verdict_key(SlotJudge(), principle, Pair("p", "a", "b"))
-    others = [(judge, principle, pair.flipped()), (judge, TWO.principles[1], pair), (SlotJudge(1.0), principle, pair)]
-    assert len({key, *(verdict_key(*other) for other in others)}) == 4
+    judge, principle = SlotJudge(), TWO.principles[0]
+    key = answer_key(judge, principle, PAIR)
+    assert key == answer_key(SlotJudge(), principle, Pair("p", "a", "b"))
+    others = [(judge, principle, PAIR.flipped()), (judge, TWO.principles[1], PAIR), (SlotJudge(1.0), principle, PAIR)]
+    assert len({key, *(answer_key(*other) for other in others)}) == 4
 
 
 def counted(*votes, abstentions=0):
@@ -195,3 +227,65 @@ def test_questions_without_an_answer_are_counted_by_what_went_wrong():
     assert "the judge refused 2 questions and gave 1 a reply that is no verdict" in judge_warnings(
         statistics.as_dict()
     )
+
+
+KEY = "ab" * 32
+VOTES = {"method": "votes", "votes": {"A": 1, "B": 0, "unread": 4}}
+UNREAD = {"probability": None, "reason": "4 of 5 replies are no label", "error": None, "details": VOTES}
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        yield ledger
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"probability": 0.25, "reason": None, "error": None, "details": {"method": "logprobs", "label_mass": 0.9}},
+        {"probability": 1.0, "reason": "So it is.", "error": None, "details": VOTES},
+        # Measured: an abstention.
+        {
+            "probability": None,
+            "reason": "the labels have 20% of the probability",
+            "error": None,
+            "details": {"method": "logprobs", "label_mass": 0.2},
+        },
+        {"probability": None, "reason": "no check applies", "error": None, "details": {}},
+        {"probability": None, "reason": "a: silent", "error": None, "details": {"members": {"a": None}}},
+        {"probability": 0.5, "reason": "a: 1 of 5 replies are no label", "error": None, "details": {"members": {}}},
+    ],
+)
+def test_what_an_earlier_version_kept_counts(ledger, value):
+    ledger.put(KEY, value)
+    assert kept_answer(ledger, KEY, Verdict) == Verdict(**value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        UNREAD,
+        UNREAD
+        | {"reason": "rubric: fine\njudge-1: 5 of 5 replies are no label", "probability": 0.7}
+        | {"details": {"members": {"rubric": 0.7, "judge-1": None}, "disagreement": 0.0}},
+    ],
+)
+def test_replies_that_an_earlier_version_could_not_read_are_asked_for_again_and_replaced(ledger, value):
+    ledger.put(KEY, value)
+    assert kept_answer(ledger, KEY, Verdict) is None
+    keep_answer(ledger, KEY, Verdict(None, error="still down"))
+    assert ledger.get(KEY) == value
+    answer = Verdict(0.75, details={"method": "logprobs", "label_mass": 0.9})
+    keep_answer(ledger, KEY, answer)
+    assert kept_answer(ledger, KEY, Verdict) == answer
+    # What is replaced is kept like any other answer.
+    keep_answer(ledger, KEY, Verdict(0.25))
+    assert kept_answer(ledger, KEY, Verdict) == answer
+
+
+def test_ratings_are_kept_in_the_same_way(ledger):
+    ledger.put(KEY, {"score": None, "reason": "4 of 5 replies are no label", "error": None, "details": VOTES})
+    assert kept_answer(ledger, KEY, Rating) is None
+    keep_answer(ledger, KEY, Rating(0.5, error_kind="server"))
+    assert ledger.get(KEY) == {"score": 0.5, "reason": None, "error": None, "details": {}}

@@ -82,7 +82,7 @@ def train_judge(num_steps: int = 600, seed: int = 0, report=lambda step, loss: N
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     judge = CausalJudge(model, tokenizer, name="trained", batch_size=32)
-    answers = [ids[0] for ids in judge.reader.options(naive_messages(Pair("", "", ""), PRINCIPLE), LABELS).token_ids]
+    answers = [ids[0] for ids in judge.reader.label_ids(naive_messages(Pair("", "", ""), PRINCIPLE), LABELS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=num_steps)
     for step in range(num_steps):
@@ -122,6 +122,6 @@ class NaiveCausalJudge:
     def compare(self, pairs: Sequence[Pair], principle: Principle, done=None) -> list[Verdict]:
         reader = self.judge.reader
         rows = [reader.ids(naive_messages(pair, principle)) for pair in pairs]
-        options = reader.options(naive_messages(pairs[0], principle), LABELS)
-        shares, _ = label_shares(last_logits(self.judge.model, rows, self.judge.tokenizer.pad_token_id), options)
+        label_ids = reader.label_ids(naive_messages(pairs[0], principle), LABELS)
+        shares, _ = label_shares(last_logits(self.judge.model, rows, self.judge.tokenizer.pad_token_id), label_ids)
         return [Verdict(share[0]) for share in shares.tolist()]

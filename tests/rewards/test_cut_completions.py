@@ -11,12 +11,12 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
-from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.base import Pair, Principle, Single
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import EnsembleJudge
 from onetrunk.judges.reward_model import load_reward_judge
-from onetrunk.judges.verdicts import kept_ratings, rating_key, verdict_key
+from onetrunk.judges.verdicts import answer_key, kept_ratings
 from onetrunk.models.scorer import ScoreScale, encode_rows
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.teacher import Teacher, label_rows
@@ -176,9 +176,9 @@ def test_a_text_that_begins_with_bos_is_read_with_one():
 
 def test_answers_about_a_cut_completion_are_kept_under_keys_of_their_own(adapter):
     judge = load_reward_judge(str(adapter))
-    keys = {verdict_key(judge, PRINCIPLE, Pair("p", "a", "b", one, other)) for one in (0, 1) for other in (0, 1)}
+    keys = {answer_key(judge, PRINCIPLE, Pair("p", "a", "b", one, other)) for one in (0, 1) for other in (0, 1)}
     assert len(keys) == 4
-    assert rating_key(judge, PRINCIPLE, "p", "a", False) != rating_key(judge, PRINCIPLE, "p", "a")
+    assert answer_key(judge, PRINCIPLE, Single("p", "a", False)) != answer_key(judge, PRINCIPLE, Single("p", "a"))
 
 
 def test_a_student_learns_from_cut_rows_as_its_teacher_scores_them(adapter, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.judges.verdicts import kept_labels, kept_ratings
+from onetrunk.judges.verdicts import judge_pairs, kept_ratings
 from onetrunk.rewards import RewardSet
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText
@@ -144,10 +144,10 @@ class Kept(dict):
 def test_no_answer_is_asked_for_twice_and_an_error_again():
     memory, judge = Kept(), WordJudge(down=["fails"])
     pairs = [Pair("p", "a b", "x"), Pair("p", "fails", "x")]
-    first = kept_labels(judge, pairs, TWO, memory)
+    first = judge_pairs(judge, pairs, TWO, memory=memory)
     assert len(judge.asked) == 8 and len(memory) == 4  # 2 pairs, 2 orders, 2 principles; half of them down
     judge.down, judge.asked = set(), []
-    second = kept_labels(judge, pairs, TWO, memory)
+    second = judge_pairs(judge, pairs, TWO, memory=memory)
     assert judge.asked == [pairs[1], pairs[1].flipped()] * 2
     assert second[0] == first[0] and first[1].errors == 4 and second[1].errors == 0
 

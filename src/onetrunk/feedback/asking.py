@@ -6,21 +6,12 @@ A question without an answer (the server is down) is not kept; the next run asks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict, digest, stopped_keyword
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Single, Verdict, digest
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import (
-    JudgeStatistics,
-    PairLabel,
-    Question,
-    judge_pairs,
-    keep_answer,
-    kept_answer,
-    questions,
-    rating_key,
-    verdict_key,
-)
+from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, ask_missing, judge_pairs, rating_label
 from onetrunk.types import Prompt, SampledText
 
 # The failed fraction is taken of this number of questions at least.
@@ -45,28 +36,17 @@ class Asker:
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        keys = {q: self._key(pairs[q.pair], q) for q in questions(pairs, self.constitution, self.both_orders)}
-        kept = {question: kept_answer(self.ledger, key, Verdict) for question, key in keys.items()}
-
-        def keep(question: Question, verdict: Verdict) -> None:
-            keep_answer(self.ledger, keys[question], verdict)
-            self.limit.note(verdict.error, verdict.error_kind, pairs[question.pair].prompt)
-
         labels = judge_pairs(
             self.judge,
             pairs,
             self.constitution,
             both_orders=self.both_orders,
-            on_verdict=keep,
-            known={question: verdict for question, verdict in kept.items() if verdict is not None},
+            memory=self.ledger,
+            on_answer=self._note,
         )
         for label in labels:
             self.statistics.add(label)
         return labels
-
-    def _key(self, pair: Pair, question: Question) -> str:
-        principle = self.constitution.principles[question.principle]
-        return verdict_key(self.judge, principle, pair.flipped() if question.flipped else pair)
 
     def ratings(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
@@ -79,43 +59,27 @@ class Asker:
             RuntimeError: too many questions have no answer.
         """
         rows = [
-            (prompt, sampled.text, sampled.stopped)
+            Single(prompt, sampled.text, sampled.stopped)
             for prompt, texts in zip(prompts, completions, strict=True)
             for sampled in texts
         ]
         by_principle = [self._ratings(rows, principle) for principle in self.constitution.principles]
-        by_row = iter(zip(*by_principle, strict=True))
+        labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
         ratings = []
         for texts in completions:
-            answers = [next(by_row) for _ in texts]
-            has_failed = any(rating.error is not None for row in answers for rating in row)
-            ratings.append(([self._mean(row) for row in answers], has_failed))
+            rated = list(islice(labels, len(texts)))
+            ratings.append(([label.score for label in rated], any(label.errors for label in rated)))
         return ratings
 
-    def _mean(self, ratings: Sequence[Rating]) -> float | None:
-        weights = [principle.weight for principle in self.constitution.principles]
-        scored = [(r.score, weight) for r, weight in zip(ratings, weights, strict=True) if r.score is not None]
-        total = sum(weight for _, weight in scored)
-        return sum(score * weight for score, weight in scored) / total if scored else None
-
-    def _ratings(self, rows: Sequence[tuple[Prompt, str, bool]], principle: Principle) -> list[Rating]:
-        keys = [rating_key(self.judge, principle, *row) for row in rows]
-        ratings = {key: rating for key in keys if (rating := kept_answer(self.ledger, key, Rating)) is not None}
-        # The same text twice is one question.
-        missing = list({key: row for key, row in zip(keys, rows, strict=True) if key not in ratings}.items())
-
-        def keep(index: int, rating: Rating) -> None:
-            key, (prompt, *_) = missing[index]
-            ratings[key] = rating
-            keep_answer(self.ledger, key, rating)
-            self.limit.note(rating.error, rating.error_kind, prompt)
-
-        if missing:
-            prompts, texts, stopped = (list(column) for column in zip(*(row for _, row in missing), strict=True))
-            self.judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
-        for rating in ratings.values():
+    def _ratings(self, rows: Sequence[Single], principle: Principle) -> list[Rating]:
+        ratings = ask_missing(self.judge, rows, principle, self.ledger, self._note)
+        # The same text twice is one question, and one object.
+        for rating in {id(rating): rating for rating in ratings}.values():
             self.statistics.add_rating(rating)
-        return [ratings[key] for key in keys]
+        return ratings
+
+    def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
+        self.limit.note(answer.error, answer.error_kind, item.prompt)
 
 
 class FailureLimit:

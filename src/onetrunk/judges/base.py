@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal
 
-from onetrunk.types import Prompt
+from onetrunk.types import Message, Prompt
 
 # Why a question has no answer yet. server: the judge itself failed. refused: the server rejects this question or never
 # finishes it, but answers others. unread: it replied, and the reply is not a verdict.
@@ -38,6 +40,20 @@ class Principle:
     def key(self) -> str:
         """Hash for ledger keys. It leaves out the weight, so that a new weight does not pay for new answers."""
         return digest({"text": self.text, "tags": list(self.tags)})
+
+
+@dataclass(frozen=True)
+class Single:
+    """A completion that is judged alone; `stopped` is False if it was cut off at a length limit."""
+
+    prompt: Prompt
+    text: str
+    stopped: bool = True
+
+    @property
+    def completion(self) -> str | list[Message]:
+        """The completion in the form of its prompt, as reward functions get it: text or conversation."""
+        return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,11 @@ class Verdict:
     details: dict[str, Any] = field(default_factory=dict)
     error_kind: ErrorKind = "server"
 
+    @property
+    def number(self) -> float | None:
+        """The probability; a Rating's is its score."""
+        return self.probability
+
 
 @dataclass(frozen=True)
 class Rating:
@@ -87,12 +108,17 @@ class Rating:
     details: dict[str, Any] = field(default_factory=dict)
     error_kind: ErrorKind = "server"
 
+    @property
+    def number(self) -> float | None:
+        return self.score
 
-Answer = TypeVar("Answer", Verdict, Rating)
+
+Items = Sequence[Pair] | Sequence[Single]
+# Called with the index of an item and its Verdict or Rating.
+Done = Callable[[int, Any], None]
 
 
-@runtime_checkable
-class Judge(Protocol):
+class Judge(ABC):
     """Compares pairs of completions, and rates single completions.
 
     Args:
@@ -104,39 +130,77 @@ class Judge(Protocol):
     name: str
     identity: dict[str, Any]
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
+    def compare(self, pairs: Sequence[Pair], principle: Principle, done: Done | None = None) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
+        return self._in_order(pairs, principle, done)
 
     def rate(
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[str],
         principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
+        done: Done | None = None,
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion; `done` as in `compare`.
+        """Return a rating per completion; `done` as in `compare`, `stopped` as in `Single` (None: all are True)."""
+        rows = zip(prompts, completions, stopped or [True] * len(prompts), strict=True)
+        return self._in_order([Single(*row) for row in rows], principle, done)
 
-        `stopped` is passed only if a completion was cut off at a length limit (False there). It is for judges that
-        read an end token (reward models); judges that read text may ignore it.
-        """
+    def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
+        answers: dict[int, Any] = {}
+
+        def keep(index: int, answer: Any) -> None:
+            answers[index] = answer
+            if done is not None:
+                done(index, answer)
+
+        if items:
+            self._answer(items, principle, keep)
+        return [answers[index] for index in range(len(items))]
+
+    @abstractmethod
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        """Call `keep(index, answer)` once per item: a Verdict for a Pair, a Rating for a Single."""
 
 
-def stopped_keyword(stopped: Sequence[bool]) -> dict[str, list[bool]]:
-    """Return the keyword `stopped` of `Judge.rate`; empty if no completion was cut off."""
-    return {} if all(stopped) else {"stopped": list(stopped)}
+class ScoringJudge(Judge):
+    """A judge that scores each completion by itself; a verdict follows from two scores."""
+
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        if isinstance(items[0], Pair):
+            firsts = [Single(pair.prompt, pair.first, pair.first_stopped) for pair in items]
+            seconds = [Single(pair.prompt, pair.second, pair.second_stopped) for pair in items]
+            scores = self._scores(firsts + seconds, principle)
+            answers = map(self._verdict, scores[: len(items)], scores[len(items) :])
+        else:
+            answers = map(self._rating, self._scores(items, principle))
+        for index, answer in enumerate(answers):
+            keep(index, answer)
+
+    @abstractmethod
+    def _scores(self, rows: Sequence[Single], principle: Principle) -> list[Any]:
+        """Return what `_verdict` and `_rating` need to know of each completion."""
+
+    @abstractmethod
+    def _verdict(self, first: Any, second: Any) -> Verdict: ...
+
+    @abstractmethod
+    def _rating(self, score: Any) -> Rating: ...
 
 
-def collect(answers: Iterable[tuple[int, Answer]], done: Callable[[int, Answer], None] | None) -> list[Answer]:
-    """Return answers in the order of their indices, and report each to `done` as it arrives."""
-    by_index: dict[int, Answer] = {}
-    for index, answer in answers:
-        by_index[index] = answer
-        if done is not None:
-            done(index, answer)
-    return [by_index[index] for index in range(len(by_index))]
+def ask(judge: Judge, items: Items, principle: Principle, done: Done | None = None) -> list[Any]:
+    """Return the judge's answers about pairs, or about single completions."""
+    if isinstance(items[0], Pair):
+        return judge.compare(items, principle, done)
+    # Passed only if needed: judges that read text may ignore it.
+    stopped = {} if all(item.stopped for item in items) else {"stopped": [item.stopped for item in items]}
+    return judge.rate([item.prompt for item in items], [item.text for item in items], principle, done, **stopped)
+
+
+def logistic(x: float) -> float:
+    """Return 1 / (1 + exp(-x)), so that logistic(x) and logistic(-x) add up to 1 exactly."""
+    positive = 1 / (1 + math.exp(-abs(x)))
+    return positive if x >= 0 else 1 - positive
 
 
 def model_name(source: str) -> str:

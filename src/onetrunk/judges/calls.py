@@ -9,12 +9,14 @@ treat each call by itself.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import heapq
 import math
+import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, fields
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from onetrunk.judges.base import ErrorKind
@@ -42,10 +44,8 @@ class CallError(RuntimeError):
         timed_out: bool = False,
     ):
         super().__init__(reason)
-        self.kind = kind
-        self.overloaded = overloaded
-        self.retry_after_s = retry_after_s
-        self.timed_out = timed_out
+        self.kind, self.overloaded = kind, overloaded
+        self.retry_after_s, self.timed_out = retry_after_s, timed_out
 
     @property
     def error_kind(self) -> ErrorKind:
@@ -84,22 +84,19 @@ class RetryPolicy:
     max_timeouts: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_calls", "max_timeouts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; an item needs at least 1 call")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_s") and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name} is {value}; give a number of seconds above 0")
+        for name, value in vars(self).items():
+            if name.startswith("max_") and not name.endswith("_s") and value < 1:
+                raise ValueError(f"{name} is {value}; an item needs at least 1 call")
+            if name.endswith("_s") and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; give a number of seconds above 0")
 
-    def delay_s(self, key: str, failures: int, retry_after_s: float | None = None) -> float:
-        """Return the seconds to wait after `failures` failures: half to all of the doubled wait, or the time that the
-        server asked for and up to a tenth more.
+    def delay_s(self, index: int, failures: int, retry_after_s: float | None = None) -> float:
+        """Return the seconds to wait after `failures` failures of an item: half to all of the doubled wait, or the
+        time that the server asked for and up to a tenth more.
 
-        The jitter keeps callers from retrying all at once. It is derived from the key, not drawn at random.
+        The jitter keeps callers from retrying all at once. It is derived from the index, and so repeatable.
         """
-        number = hashlib.sha256(f"{key} {failures}".encode()).digest()[:8]
-        share = int.from_bytes(number, "big") / 2**64
+        share = random.Random(f"{index} {failures}").random()
         if retry_after_s is not None:
             return retry_after_s * (1 + 0.1 * share) + 0.1 * self.first_delay_s * share
         # Limited, because 2.0**1024 overflows.
@@ -170,7 +167,6 @@ class CallRun(Generic[T]):
         pace: how many calls at once; shared by the runs against one server.
         call: returns the answer for an index, or raises CallError.
         done: called once per item when it ends, with the answer or the last error.
-        key: of an index, for the jitter of its waits.
         control: a call that the server is known to answer. None: every failure is the server's.
     """
 
@@ -181,14 +177,11 @@ class CallRun(Generic[T]):
         pace: Pace,
         call: Callable[[int], Awaitable[T]],
         done: Callable[[int, T | CallError], None],
-        key: Callable[[int], str] = str,
         control: Callable[[], Awaitable[Any]] | None = None,
     ):
-        self.server = server
-        self.policy = policy
-        self.pace = pace
+        self.server, self.policy, self.pace = server, policy, pace
         self.num_answered = 0
-        self._call, self._done, self._key, self._control = call, done, key, control
+        self._call, self._done, self._control = call, done, control
         self._num_begun = self._num_answers = 0
         self._waiting: list[_Item] = []
         # Items that wait for the result of the control call, each with its last error.
@@ -205,7 +198,8 @@ class CallRun(Generic[T]):
                 if self._unclear and self._given_up is None:
                     await self._ask_control()
                 while len(in_flight) < int(self.pace.limit) and (item := self._next_item(num_items)):
-                    in_flight[asyncio.create_task(self._call_in_time(item.index))] = (item, _now())
+                    call = _within(self.policy.call_timeout_s, partial(self._call, item.index))
+                    in_flight[asyncio.create_task(call)] = (item, _now())
                 has_more = self._given_up is None and (self._waiting or self._num_begun < num_items)
                 if not in_flight and not has_more:
                     break
@@ -247,9 +241,6 @@ class CallRun(Generic[T]):
             await asyncio.sleep(seconds or 0.0)
             return set()
         return (await asyncio.wait(in_flight, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
-
-    async def _call_in_time(self, index: int) -> T:
-        return await _within(self.policy.call_timeout_s, lambda: self._call(index))
 
     async def _ask_control(self) -> None:
         """Find out whether the server answers at all, then decide about the unclear items."""
@@ -295,7 +286,7 @@ class CallRun(Generic[T]):
         item.failures += 1
         if self._failing_since is None:
             self._failing_since = now
-        item.not_before = now + policy.delay_s(self._key(item.index), item.failures, wait_s)
+        item.not_before = now + policy.delay_s(item.index, item.failures, wait_s)
         if error.kind == "stop":
             self._give_up(str(error))
         elif wait_s is not None and wait_s > policy.item_timeout_s:
@@ -347,7 +338,7 @@ async def ask_patiently(call: Callable[[], Awaitable[T]], policy: RetryPolicy, m
         wait_s = error.retry_after_s
         if failures == max_calls or error.kind != "again" or (wait_s or 0.0) > policy.patience_s:
             break
-        await asyncio.sleep(policy.delay_s("check", failures, wait_s))
+        await asyncio.sleep(policy.delay_s(0, failures, wait_s))
     raise error
 
 
@@ -365,21 +356,16 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(asyncio.run(coroutine))
+            result.set_result(asyncio.run(coroutine))
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="onetrunk-calls", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    threading.Thread(target=run, name="onetrunk-calls", daemon=True).start()
+    return result.result()
 
 
 def _now() -> float:

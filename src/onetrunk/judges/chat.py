@@ -9,32 +9,28 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
-from huggingface_hub import AsyncInferenceClient, ChatCompletionOutput, ChatCompletionOutputComplete
-from huggingface_hub.errors import HfHubHTTPError
 
 from onetrunk.judges.calls import CallError
 from onetrunk.judges.http import (
+    AN_HTML_PAGE,
     check_host,
     check_url,
-    failure_of,
     guarded_client,
     is_html,
+    post_json,
     read_secret,
+    send,
     shown,
-    use_client,
 )
-from onetrunk.judges.template import is_mark
+from onetrunk.judges.template import Opinion, is_mark
 from onetrunk.types import Message
 
 CHAT_PATH = "/chat/completions"
-AN_HTML_PAGE = "an HTML page where JSON was expected"
-UNEXPECTED_FORM = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 # A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
 VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
@@ -59,8 +55,7 @@ class ChatServer:
     Args:
         url: of the API, such as "http://127.0.0.1:8000/v1", or the whole path that ends in /chat/completions.
         model: its name on the server.
-        api_key_env: environment variable that holds the key; None sends no credentials.
-        allow_http: allows plain http also to hosts outside this machine and private networks.
+        api_key_env, allow_http: as in `read_secret` and `check_url`.
         extra_body: more entries for the body of every call.
 
     Raises:
@@ -78,10 +73,11 @@ class ChatServer:
         self.url = check_url(url, allow_http=allow_http)
         if not model or not model.strip():
             raise ValueError(f"judge_model is not set; name the model that {shown(self.url)} should answer with")
-        self.model = model
-        self.api_key_env = api_key_env
-        self.allow_http = allow_http
+        self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
         self.extra_body = extra_body or {}
+        base = self.url.removesuffix(CHAT_PATH)
+        # The base of the API; a bare address stands for its /v1.
+        self._api = base if base != self.url or base.endswith("/v1") else f"{base}/v1"
         read_secret(api_key_env)
 
     def __str__(self) -> str:
@@ -91,19 +87,17 @@ class ChatServer:
         """Look up the host and check its addresses (see `http.check_host`)."""
         check_host(self.url, allow_http=self.allow_http)
 
-    @asynccontextmanager
-    async def session(self, max_connections: int) -> AsyncIterator[AsyncInferenceClient]:
-        """Yield a client for this server, and close its connections at the end."""
-        # Read again for every session and not stored, so that no attribute of a judge holds its key.
-        secret = read_secret(self.api_key_env)
-        use_client(lambda: guarded_client(self.url, secret, max_connections))
-        # Without a key the hub's client would look up and send the token of the logged-in user.
-        async with AsyncInferenceClient(base_url=self.url, api_key=secret or "none") as client:
-            yield client
+    def session(self, max_connections: int = 1) -> httpx2.AsyncClient:
+        """Return a client for this server."""
+        return guarded_client(self.url, self._secret(), max_connections)
+
+    def _secret(self) -> str | None:
+        # Read for every call and not stored, so that no attribute of a judge holds its key.
+        return read_secret(self.api_key_env)
 
     async def reply(
         self,
-        client: AsyncInferenceClient,
+        client: httpx2.AsyncClient,
         messages: list[Message],
         *,
         max_tokens: int,
@@ -114,35 +108,25 @@ class ChatServer:
 
         Args:
             client: from `session`.
-            messages: the conversation.
-            max_tokens: of the reply.
+            messages, max_tokens: the conversation, and the limit of the reply.
             seed: makes replies differ; below 2**31.
             top_logprobs: candidates per token to return log probabilities of; 0 for none.
 
         Raises:
             CallError: no reply, or one of an unexpected form.
         """
-        secret = read_secret(self.api_key_env)
-        logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
-        try:
-            output = await client.chat_completion(
-                messages,
-                model=self.model,
-                max_tokens=max_tokens,
-                seed=seed,
-                temperature=1.0,
-                top_p=1.0,
-                extra_body=self.extra_body,
-                **logprobs,
-            )
-        except (httpx2.HTTPError, httpx2.InvalidURL, HfHubHTTPError) as error:
-            raise failure_of(error, secret) from None
-        except json.JSONDecodeError as error:
-            raise CallError(AN_HTML_PAGE if is_html("", error.doc) else "a body that is not whole JSON") from None
-        except UNEXPECTED_FORM as error:
-            # Raised by the hub's parser for another body: a list, a text instead of an object, other bytes.
-            raise CallError(f"a body of another form than a chat completion ({type(error).__name__})") from None
-        return checked_reply(_with_messages(output), self.model)
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "stream": False,
+        }
+        logprobs = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
+        output = await post_json(client, self._api + CHAT_PATH, body | logprobs | self.extra_body, self._secret())
+        return checked_reply(output, self.model)
 
     async def served_models(self) -> list[str] | None:
         """Return the names of the models that the server lists.
@@ -152,18 +136,14 @@ class ChatServer:
         Raises:
             CallError: no server, or one that answers with web pages.
         """
-        base = self.url.removesuffix(CHAT_PATH)
-        path = "/models" if base != self.url or base.endswith("/v1") else "/v1/models"
-        secret = read_secret(self.api_key_env)
-        async with guarded_client(self.url, secret, 1) as client:
-            try:
-                response = await client.get(base + path)
-            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                raise failure_of(error, secret) from None
-        if response.is_success and is_html(response.headers.get("content-type", ""), response.text):
+        async with self.session() as client:
+            response = await send(client, "GET", f"{self._api}/models", self._secret())
+        if not response.is_success:
+            return None
+        if is_html(response):
             raise CallError(AN_HTML_PAGE, "stop")
         try:
-            return [str(entry["id"]) for entry in response.json()["data"]] if response.is_success else None
+            return [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -173,32 +153,18 @@ class ChatServer:
         Uses `/tokenize` and `/detokenize` of vLLM. None from a server without them, or whose template does not take
         the conversation.
         """
-        root = self.url.removesuffix(CHAT_PATH).removesuffix("/v1")
+        root, secret = self._api.removesuffix("/v1"), self._secret()
         body = {"model": self.model, "messages": messages, "add_generation_prompt": True, "return_token_strs": True}
         try:
-            async with guarded_client(self.url, read_secret(self.api_key_env), 1) as client:
-                response = await client.post(f"{root}/tokenize", json=body)
-                tokenized = response.json() if response.is_success else {}
+            async with self.session() as client:
+                tokenized = await post_json(client, f"{root}/tokenize", body, secret)
                 body = {"model": self.model, "tokens": tokenized["tokens"]}
-                response = await client.post(f"{root}/detokenize", json=body)
-                text = response.json()["prompt"] if response.is_success else None
+                text = (await post_json(client, f"{root}/detokenize", body, secret))["prompt"]
                 names = tokenized.get("token_strs")
-        except (CallError, httpx2.HTTPError, httpx2.InvalidURL, *UNEXPECTED_FORM):
+        except (CallError, TypeError, AttributeError, KeyError):
             return None
         names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         return (text, names) if isinstance(text, str) else None
-
-
-def _with_messages(output: ChatCompletionOutput) -> dict[str, Any]:
-    """Return a body with the messages as the server sent them.
-
-    The hub's objects are dicts too, but a dict inside another one lacks the keys that the hub does not know, such as
-    reasoning_content and refusal. The message object still has them.
-    """
-    choices = output.choices if isinstance(output.choices, list) else []
-    if not all(isinstance(choice, ChatCompletionOutputComplete) for choice in choices):
-        return dict(output)
-    return {**output, "choices": [{**choice, "message": choice.message} for choice in choices]}
 
 
 @dataclass(frozen=True)
@@ -208,7 +174,7 @@ class Reply:
     Args:
         text: what the model wrote, without its hidden reasoning.
         is_whole: False if it was cut at the token limit.
-        positions: per token of the reply (the token, {candidate: logprob}); None if the server sent none.
+        positions: per token of the reply (the token, {candidate: probability}); None without usable ones.
         thought: the hidden reasoning, wherever the server puts it.
         refusal: what the server sent instead of an answer, if it did.
     """
@@ -225,12 +191,10 @@ class Reply:
         return bool(self.thought) and not self.is_whole and not self.text.strip()
 
 
-def checked_reply(output: Mapping[str, Any], model: str) -> Reply:
-    """Return the reply in a parsed body of `/chat/completions`.
-
-    Raises:
-        CallError: no reply, or a reply of another model.
-    """
+def checked_reply(output: Any, model: str) -> Reply:
+    """Return the reply in a parsed body of `/chat/completions`; raises CallError for none, or of another model."""
+    if not isinstance(output, Mapping):
+        raise CallError(f"a body of another form than a chat completion ({type(output).__name__})")
     if output.get("error"):
         raise CallError(f"an error in place of a reply ({str(output['error'])[:200]})")
     reported = output.get("model")
@@ -291,9 +255,9 @@ def label_probabilities(reply: Reply, labels: Sequence[str]) -> dict[str, float]
             # The written token alone says nothing about the other labels.
             return None
         probabilities = dict.fromkeys(labels, 0.0)
-        for candidate, logprob in candidates.items():
+        for candidate, probability in candidates.items():
             if _bare(candidate) in probabilities:
-                probabilities[_bare(candidate)] += math.exp(logprob)
+                probabilities[_bare(candidate)] += probability
         return probabilities
     return None
 
@@ -313,15 +277,6 @@ class Vote:
     probabilities: dict[str, float] | None = None
     reasoning: str | None = None
     problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Opinion:
-    """The result of the votes on one question: probabilities of the labels that add up to 1, or None (abstention)."""
-
-    shares: dict[str, float] | None
-    reason: str | None
-    details: dict[str, Any]
 
 
 def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None) -> Vote:
@@ -388,17 +343,31 @@ def _after_thinking(text: str) -> str:
 
 
 def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], ...] | None:
-    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
-    if not isinstance(content, Sequence) or not content:
+    """Return the positions that a reply has; None if they have another form or are those of another text."""
+    try:
+        positions = [(_token(entry), _candidates(entry["top_logprobs"])) for entry in logprobs["content"]]
+    except (TypeError, KeyError, ValueError):
         return None
-    positions = []
-    for entry in content:
-        token = entry.get("token") if isinstance(entry, Mapping) else None
-        candidates = _candidates(entry.get("top_logprobs")) if isinstance(token, str) else None
-        if candidates is None:
-            return None
-        positions.append((token, candidates))
-    return tuple(positions) if _spell([token for token, _ in positions], text) else None
+    return tuple(positions) if positions and _spell([token for token, _ in positions], text) else None
+
+
+def _candidates(entries: Any) -> dict[str, float]:
+    probabilities: dict[str, float] = {}
+    for entry in entries:
+        token, logprob = _token(entry), entry["logprob"]
+        if not logprob <= ROUNDING:
+            raise ValueError(f"{logprob} is no log probability")
+        # Two tokens may have the same text, such as bytes that are no text.
+        probabilities[token] = probabilities.get(token, 0.0) + math.exp(logprob)
+    if sum(probabilities.values()) > 1 + ROUNDING:
+        raise ValueError("probabilities of more than 1 together")
+    return probabilities
+
+
+def _token(entry: Any) -> str:
+    if not isinstance(entry["token"], str):
+        raise TypeError("a token that is no text")
+    return entry["token"]
 
 
 def _spell(tokens: Sequence[str], text: str) -> bool:
@@ -419,19 +388,6 @@ def _spell(tokens: Sequence[str], text: str) -> bool:
 
 def _comparable(text: str) -> str:
     return "".join(character for character in text if character.isascii() and not character.isspace())
-
-
-def _candidates(entries: Any) -> dict[str, float] | None:
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        return None
-    logprobs: dict[str, float] = {}
-    for entry in entries:
-        token, logprob = (entry.get("token"), entry.get("logprob")) if isinstance(entry, Mapping) else (None, None)
-        if not isinstance(token, str) or not isinstance(logprob, (int, float)) or not logprob <= ROUNDING:
-            return None
-        # Two tokens may have the same text, such as bytes that are no text.
-        logprobs[token] = math.log(math.exp(logprobs.get(token, -math.inf)) + math.exp(logprob) or 5e-324)
-    return logprobs if sum(map(math.exp, logprobs.values())) <= 1 + ROUNDING else None
 
 
 def _bare(text: str) -> str:

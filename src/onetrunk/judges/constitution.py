@@ -34,11 +34,6 @@ class Constitution:
         """Hash of everything a label depends on: texts, weights and tags in their order, not the name."""
         return digest([[p.text, p.weight, list(p.tags)] for p in self.principles])
 
-    @property
-    def tags(self) -> set[str]:
-        """All tags of all principles."""
-        return {tag for principle in self.principles for tag in principle.tags}
-
 
 def load_constitution(path: str | Path | None) -> Constitution:
     """Read and validate a constitution; raises ValueError for a missing file or a mistake in it."""

@@ -15,17 +15,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from itertools import accumulate
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import httpx2
-from huggingface_hub import get_async_session, set_async_client_factory
-from huggingface_hub.errors import HfHubHTTPError, InferenceTimeoutError
 
 from onetrunk.judges.calls import CallError
 from onetrunk.utils.redaction import add_secret
@@ -39,6 +36,7 @@ METADATA_ADDRESSES = frozenset(
     # AWS, Google, Azure and others; AWS and Google by IPv6; Azure's host; Alibaba; Oracle.
     for text in ("169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "100.100.100.200", "192.0.0.192")
 )
+FORBIDDEN = "where clouds hand out credentials; name the host of a judge or reward model"
 # IPv4 addresses inside IPv6 addresses (RFC 6052).
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # 13,000 tokens with 20 candidates each fit. Parsed, such an answer takes about ten times as much memory.
@@ -46,9 +44,10 @@ MAX_BYTES = 16 * 2**20
 # Answers nest less than ten deep; Python's parser fails at a thousand.
 MAX_DEPTH = 100
 LONGEST_EXCERPT = 200
+AN_HTML_PAGE = "an HTML page where JSON was expected"
 
-# 425 too early, 529 overloaded (several hosted servers), 520 to 524 a proxy whose server does not answer.
-AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
+# Besides all statuses from 500 on; 425: too early. 529: overloaded (several hosted servers).
+AGAIN = frozenset((408, 409, 425, 429))
 OVERLOADED = frozenset((408, 429, 503, 504, 529))
 # A deadline of the server, or of a proxy in front of it.
 TIMED_OUT = frozenset((408, 504, 522, 524))
@@ -73,13 +72,14 @@ def check_url(url: str, what: str = "the judge's address", allow_http: bool = Fa
     Raises:
         ValueError: names the setting and what to change, without repeating a password in the URL.
     """
+    example = "expected one such as https://host/v1"
     if not isinstance(url, str) or re.search(r"[\s\x00-\x1f\x7f\\]", url):
         raise ValueError(f"{what} is no URL: it holds a space, a backslash or a control character")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"{what} is no URL ({error}); expected one such as https://host/v1") from None
+        raise ValueError(f"{what} is no URL ({error}); {example}") from None
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             f"{what} holds a user name or password before '@'; put the key into an environment variable and give its"
@@ -88,18 +88,14 @@ def check_url(url: str, what: str = "the judge's address", allow_http: bool = Fa
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"{what} is {shown(url)!r}; expected http:// or https://, such as https://host/v1")
     if not host:
-        raise ValueError(f"{what} is {shown(url)!r}, which names no host; expected one such as https://host/v1")
+        raise ValueError(f"{what} is {shown(url)!r}, which names no host; {example}")
     if parts.query or parts.fragment:
         raise ValueError(f"{what} is {shown(url)!r} with '?' or '#' after it; give the address alone")
     if host.rstrip(".").lower() == METADATA_HOST:
-        raise ValueError(
-            f"{what}: {host} is where clouds hand out credentials; name the host of a judge or reward model"
-        )
+        raise ValueError(f"{what}: {host} is {FORBIDDEN}")
     address = _as_address(host)
     if address is not None:
-        check_address(address, host, what)
-        if parts.scheme == "http" and not allow_http and not _is_near(address):
-            raise ValueError(_plain_http(what, url))
+        _check_addresses([address], url, what, allow_http)
     return url.rstrip("/")
 
 
@@ -117,20 +113,25 @@ def check_host(url: str, what: str = "the judge's address", allow_http: bool = F
         raise RuntimeError(
             f"{what} {shown(url)}: the host {parts.hostname} is unknown ({error}); check its name and the network"
         ) from None
-    addresses = [_socket_address(entry[4]) for entry in entries]
+    _check_addresses([_socket_address(entry[4]) for entry in entries], url, what, allow_http)
+
+
+def _check_addresses(addresses: Sequence[Address], url: str, what: str, allow_http: bool) -> None:
+    parts = urlsplit(url)
     for address in addresses:
         check_address(address, parts.hostname, what)
-    if parts.scheme == "http" and not allow_http and not all(_is_near(address) for address in addresses):
-        raise ValueError(_plain_http(what, url))
+    if parts.scheme == "http" and not allow_http and not all(map(_is_near, addresses)):
+        raise ValueError(
+            f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
+            " others can read prompts and keys; use https"
+        )
 
 
 def check_address(address: Address, host: str, what: str) -> None:
     """Raise ValueError for the address of a metadata service, a link-local address, or 0.0.0.0."""
     address = _inner_address(address)
     if address in METADATA_ADDRESSES or address.is_link_local:
-        raise ValueError(
-            f"{what}: {host} is {address}, where clouds hand out credentials; name the host of a judge or reward model"
-        )
+        raise ValueError(f"{what}: {host} is {address}, {FORBIDDEN}")
     if address.is_unspecified:
         raise ValueError(f"{what}: {host} is {address}, which is no server's address; for this machine: 127.0.0.1")
 
@@ -145,7 +146,7 @@ def uses_proxy(url: str) -> bool:
 
 def shown(url: str) -> str:
     """Return a URL for a message, without user, password and query, which may hold secrets."""
-    parts: SplitResult = urlsplit(url)
+    parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
@@ -180,14 +181,7 @@ def _is_near(address: Address) -> bool:
     return address.is_loopback or address.is_private
 
 
-def _plain_http(what: str, url: str) -> str:
-    return (
-        f"{what} {shown(url)} is plain http to a host that is neither this machine nor in a private network, where"
-        " others can read prompts and keys; use https"
-    )
-
-
-def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
+def read_secret(variable: str | None) -> str | None:
     """Return the value of an environment variable; None without a variable.
 
     Raises:
@@ -197,58 +191,26 @@ def read_secret(variable: str | None, what: str = "api_key_env") -> str | None:
         return None
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", variable) or re.match(r"(sk|hf|gsk|xai)[-_]", variable):
         # Not repeated: it may be the key.
-        raise ValueError(f"{what} is not the name of an environment variable; give the name, never the key itself")
+        raise ValueError("api_key_env is not the name of an environment variable; give the name, never the key itself")
     secret = os.environ.get(variable, "").strip()
     if not secret:
-        raise ValueError(f"{what}: the environment variable {variable} is not set; export it, or drop {what}")
+        raise ValueError(
+            f"api_key_env: the environment variable {variable} is not set; export it, or drop api_key_env"
+        )
     if not secret.isascii() or re.search(r"[\s\x00-\x1f\x7f]", secret):
-        raise ValueError(f"{what}: the value of {variable} holds spaces or other characters that no key has")
+        raise ValueError(f"api_key_env: the value of {variable} holds spaces or other characters that no key has")
     add_secret(secret, variable)
     return secret
 
 
-def redact(text: str, secret: str | None) -> str:
-    """Return `text` with every occurrence of the secret, and of anything like a bearer token, replaced."""
-    if secret:
-        text = text.replace(secret, "[redacted]")
-    return re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
-
-
 def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2.AsyncClient:
-    """Return a client for one server that follows no redirect, sends no other credentials, and limits what it reads.
-
-    Args:
-        url: the server's, checked.
-        secret: sent as a bearer token. None: any authorization is removed, such as the Hub token of the logged-in
-            user, which AsyncInferenceClient sends to any server.
-        max_connections: open at once.
-    """
-    origin = httpx2.URL(url)
-
-    async def before(request: httpx2.Request) -> None:
-        if (request.url.scheme, request.url.host, request.url.port) != (origin.scheme, origin.host, origin.port):
-            raise CallError(f"a call meant for {origin.host} was about to go to {request.url.host}", "stop")
-        request.headers.pop("authorization", None)
-        if secret is not None:
-            request.headers["authorization"] = f"Bearer {secret}"
-
-    async def after(response: httpx2.Response) -> None:
-        # `check_host` ran before the run; the owner of the name may have changed its address since.
-        stream = response.extensions.get("network_stream")
-        peer = None if stream is None else stream.get_extra_info("server_addr")
-        if isinstance(peer, tuple):
-            try:
-                check_address(_socket_address(peer), origin.host, "the server's address")
-            except ValueError as error:
-                raise CallError(str(error), "stop") from None
-        if response.is_redirect:
-            raise CallError(f"a redirect to {_target(response)} instead of an answer")
-
-    return BoundedClient(
-        event_hooks={"request": [before], "response": [after]},
+    """Return a client for one server, for `send` alone; a secret goes along as a bearer token."""
+    return httpx2.AsyncClient(
+        headers={} if secret is None else {"authorization": f"Bearer {secret}"},
         follow_redirects=False,
         trust_env=uses_proxy(url),
         verify=_ssl_context(),
+        # Each call has its own deadline, from its start to the last byte.
         timeout=None,
         limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
     )
@@ -258,41 +220,58 @@ def guarded_client(url: str, secret: str | None, max_connections: int) -> httpx2
 _ssl_context = functools.cache(httpx2.create_ssl_context)
 
 
-def _target(response: httpx2.Response) -> str:
-    try:
-        return shown(str(response.request.url.join(response.headers.get("location", ""))))
-    except (httpx2.InvalidURL, ValueError):
-        return "nowhere"
+async def send(
+    client: httpx2.AsyncClient, method: str, url: str, secret: str | None, body: Any = None
+) -> httpx2.Response:
+    """Return a response of any status, read to its end within MAX_BYTES and MAX_DEPTH.
 
-
-class BoundedClient(httpx2.AsyncClient):
-    """An HTTP client that reads each response to its end before returning it, within MAX_BYTES and MAX_DEPTH.
+    `secret` is removed from messages. `body` is sent as JSON.
 
     Raises:
-        CallError: by a call whose answer is too long or too deep; its connection is closed.
+        CallError: no response, a redirect, or one that is too long or too deep; its connection is closed.
     """
+    try:
+        async with client.stream(method, url, json=body) as response:
+            _check_peer(response, url)
+            if response.is_redirect:
+                target = response.request.url.join(response.headers.get("location", ""))
+                target = target.copy_with(userinfo=b"", query=None, fragment=None)
+                raise CallError(f"a redirect to {target} instead of an answer")
+            content, problem = await _bounded_body(response)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        if isinstance(error, httpx2.DecodingError):
+            raise CallError("an answer that cannot be unpacked") from None
+        what = "the connection" if isinstance(error, httpx2.TransportError) else "the call"
+        raise CallError(f"{what} failed ({_one_line(str(error), secret) or type(error).__name__})") from None
+    if problem:
+        # Not raised in `_bounded_body`: the error would keep its frame, and so the whole body, in memory.
+        raise CallError(problem)
+    # The body is unpacked, so the headers that describe the packing are left out.
+    packed = ("content-encoding", "content-length", "transfer-encoding")
+    headers = [(name, value) for name, value in response.headers.multi_items() if name.lower() not in packed]
+    return httpx2.Response(response.status_code, headers=headers, content=content, request=response.request)
 
-    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request, as AsyncClient does; its other methods call this one."""
-        response = await super().send(request, stream=True, **options)
-        if stream:
-            return response
+
+async def post_json(client: httpx2.AsyncClient, url: str, body: Any, secret: str | None) -> Any:
+    """Return the JSON value that a server answers; raises CallError as `send`, for an error, and for another body."""
+    response = await send(client, "POST", url, secret, body)
+    if not response.is_success:
+        raise failure_of_response(response, secret)
+    try:
+        return response.json()
+    except (ValueError, RecursionError):
+        raise CallError(AN_HTML_PAGE if is_html(response) else "a body that is not whole JSON") from None
+
+
+def _check_peer(response: httpx2.Response, url: str) -> None:
+    # `check_host` ran before the run; the owner of the name may have changed its address since.
+    stream = response.extensions.get("network_stream")
+    peer = None if stream is None else stream.get_extra_info("server_addr")
+    if isinstance(peer, tuple):
         try:
-            body, problem = await _bounded_body(response)
-        finally:
-            await response.aclose()
-        if problem:
-            # Not raised in `_bounded_body`: the error would keep its frame, and so the whole body, in memory.
-            raise CallError(problem)
-        # The body is unpacked, so the headers that describe the packing are left out.
-        packed = ("content-encoding", "content-length", "transfer-encoding")
-        return httpx2.Response(
-            response.status_code,
-            headers=[(name, value) for name, value in response.headers.multi_items() if name.lower() not in packed],
-            content=body,
-            request=request,
-            extensions=response.extensions,
-        )
+            check_address(_socket_address(peer), urlsplit(url).hostname, "the server's address")
+        except ValueError as error:
+            raise CallError(str(error), "stop") from None
 
 
 async def _bounded_body(response: httpx2.Response) -> tuple[bytes, str | None]:
@@ -315,51 +294,10 @@ def nesting(body: bytes) -> int:
     return max(accumulate(steps, initial=0))
 
 
-_OUR_CLIENT: ContextVar[Callable[[], httpx2.AsyncClient] | None] = ContextVar("onetrunk_http_client", default=None)
-_FACTORY: list[Callable[[], httpx2.AsyncClient]] = []
-
-
-def use_client(make: Callable[[], httpx2.AsyncClient]) -> None:
-    """Give the AsyncInferenceClients of this context (an asyncio task and the tasks it starts) our HTTP client.
-
-    huggingface_hub has one factory per process and none per client. Other users keep the client they had before.
-    """
-    if not _FACTORY:
-        # The hub does not return its factory, so we copy the settings of a client that it makes.
-        sample = get_async_session()
-        settings: dict[str, Any] = {"event_hooks": sample.event_hooks, "follow_redirects": sample.follow_redirects}
-
-        def factory() -> httpx2.AsyncClient:
-            ours = _OUR_CLIENT.get()
-            return ours() if ours is not None else httpx2.AsyncClient(timeout=sample.timeout, **settings)
-
-        _FACTORY.append(factory)
-    set_async_client_factory(_FACTORY[0])
-    _OUR_CLIENT.set(make)
-
-
-def failure_of(error: Exception, secret: str | None) -> CallError:
-    """Return what an error of huggingface_hub or httpx means for the call; raise any other error again."""
-    if isinstance(error, CallError):
-        return error
-    if isinstance(error, (httpx2.HTTPStatusError, HfHubHTTPError)):
-        return failure_of_response(error.response, secret)
-    if isinstance(error, (InferenceTimeoutError, httpx2.TimeoutException)):
-        return CallError("no answer in time", overloaded=True, timed_out=True)
-    if isinstance(error, httpx2.TransportError):
-        reason = redact(str(error), secret) or type(error).__name__
-        return CallError(f"the connection failed ({_one_line(reason)})")
-    if isinstance(error, httpx2.DecodingError):
-        return CallError("an answer that cannot be unpacked")
-    if isinstance(error, (httpx2.HTTPError, httpx2.InvalidURL)):
-        return CallError(f"the call failed ({_one_line(redact(str(error), secret))})")
-    raise error
-
-
 def failure_of_response(response: httpx2.Response, secret: str | None) -> CallError:
     """Return what a response with an error status means for the call."""
     status = response.status_code
-    reason = f"HTTP {status}: {excerpt(response, secret)}"
+    reason = f"HTTP {status}: {_excerpt(response, secret)}"
     if status in FOR_ALL:
         return CallError(f"{reason}; {FOR_ALL[status]}", "stop")
     if status in AGAIN or status >= 500:
@@ -371,39 +309,31 @@ def failure_of_response(response: httpx2.Response, secret: str | None) -> CallEr
 def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
     """Return the seconds that a Retry-After header asks for, as a number or as a date; None without a usable one.
 
-    Args:
-        headers: of the response.
-        now: seconds since 1970; a date is compared with the server's own clock if the response has it.
+    A date is compared with the server's own clock if the response has it, else with `now`, in seconds since 1970.
     """
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):
-        seconds = float(value)
-        return seconds if math.isfinite(seconds) else None
-    until = _timestamp(value)
-    if until is None:
-        return None
-    server_now = _timestamp(headers.get("date", ""))
-    return max(0.0, until - (now if server_now is None else server_now))
+        return float(value) if math.isfinite(float(value)) else None
+    until, server_now = _timestamp(value), _timestamp(headers.get("date", ""))
+    return None if until is None else max(0.0, until - (now if server_now is None else server_now))
 
 
-def excerpt(response: httpx2.Response, secret: str | None) -> str:
+def is_html(response: httpx2.Response) -> bool:
+    """Return whether a body is a web page, such as a proxy, a login or a wrong path returns."""
+    is_page = re.match(r"(?i)\s*<(!doctype|html|head|body)", response.text)
+    return "html" in response.headers.get("content-type", "").lower() or is_page is not None
+
+
+def _excerpt(response: httpx2.Response, secret: str | None) -> str:
     """Return a response for a message: the message of its error, the beginning of its text, or "an HTML page"."""
-    try:
-        text = response.text
-    except (httpx2.StreamError, httpx2.HTTPError, LookupError):
-        return "no text"
-    if is_html(response.headers.get("content-type", ""), text):
+    if is_html(response):
         return "an HTML page"
+    text = response.text
     try:
         text = _message(json.loads(text)) or text
     except (ValueError, RecursionError):
         pass
-    return _one_line(redact(text, secret)) or "an empty answer"
-
-
-def is_html(content_type: str, text: str) -> bool:
-    """Return whether a body is a web page, such as a proxy, a login or a wrong path returns."""
-    return "html" in content_type.lower() or re.match(r"(?i)\s*<(!doctype|html|head|body)", text) is not None
+    return _one_line(text, secret) or "an empty answer"
 
 
 def _message(body: Any) -> str | None:
@@ -415,7 +345,11 @@ def _message(body: Any) -> str | None:
     return None
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, secret: str | None) -> str:
+    """Return the beginning of a text in one line, without the secret and anything like a bearer token."""
+    if secret:
+        text = text.replace(secret, "[redacted]")
+    text = re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
     line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", text).strip()
     return line if len(line) <= LONGEST_EXCERPT else f"{line[:LONGEST_EXCERPT]}..."
 

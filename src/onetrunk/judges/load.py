@@ -10,21 +10,20 @@ judge: [a, b]                            the mean of several (`EnsembleJudge`)
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onetrunk.judges.base import Answer, ErrorKind, Judge, Pair, Principle, Rating, Verdict, stopped_keyword
+from onetrunk.judges.base import Done, Items, Judge, Principle, Rating, Verdict, ask
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
-from onetrunk.types import Prompt
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
@@ -48,12 +47,32 @@ INSTEAD = {
 # Questions that pass through all members before the next ones. A killed run can lose this many answers of every member
 # but the last.
 SLICE = 64
-Item = TypeVar("Item")
-EXAMPLES = {"rubric": '{"concise": "checks.py:concise"}'}
+# Settings, the test of each, and what to change.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "rubric judge_chat_template_kwargs judge_extra_body",
+        lambda value: value is None or isinstance(value, dict),
+        """expected a mapping, as JSON such as '{"name": "value"}'""",
+    ),
+    (
+        "judge_batch_size judge_max_concurrency judge_samples judge_max_calls judge_verdict_tokens",
+        lambda value: value >= 1,
+        "set it to 1 or more",
+    ),
+    ("judge_reasoning_tokens", lambda value: value >= 0, "set it to 0 or more"),
+    (
+        "judge_timeout_s judge_item_timeout_s judge_patience_s rubric_temperature",
+        lambda value: 0 < value < math.inf,
+        "set a finite number above 0",
+    ),
+    ("judge_min_label_mass", lambda value: 0 <= value <= 1, "set it from 0 to 1"),
+    ("judge_method", METHODS.__contains__, f"expected one of {', '.join(METHODS)}"),
+    ("judge_dtype", DTYPES.__contains__, f"expected one of {', '.join(DTYPES)}"),
+)
 
 
 @dataclass
-class JudgeSettings:
+class JudgeConfig:
     """Which judges, and by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
 
     judge: list[str] | None = option(
@@ -124,40 +143,14 @@ class JudgeSettings:
     def __post_init__(self) -> None:
         if isinstance(self.judge, str):
             self.judge = [self.judge]
-        for name in ("rubric", "judge_chat_template_kwargs", "judge_extra_body"):
-            setattr(self, name, _mapping(name, getattr(self, name)))
-        self._check_extra_body()
-        counts = "judge_batch_size judge_max_concurrency judge_samples judge_max_calls judge_verdict_tokens".split()
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
-        if self.judge_reasoning_tokens < 0:
-            raise ValueError(f"judge_reasoning_tokens is {self.judge_reasoning_tokens}; set it to 0 or more")
-        seconds = ("judge_timeout_s", "judge_item_timeout_s", "judge_patience_s")
-        for name in (*seconds, "rubric_temperature"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} is {getattr(self, name)}; set a finite number above 0")
-        if not 0 <= self.judge_min_label_mass <= 1:
-            raise ValueError(f"judge_min_label_mass is {self.judge_min_label_mass}; set it from 0 to 1")
-        for name, choices in (("judge_method", METHODS), ("judge_dtype", DTYPES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-
-    def _check_extra_body(self) -> None:
+        for names, is_allowed, expected in RANGES:
+            for name in names.split():
+                if not is_allowed(getattr(self, name)):
+                    raise ValueError(f"{name} is {getattr(self, name)!r}; {expected}")
         taken = sorted(SENT & set(self.judge_extra_body or {}))
         if taken:
-            instead = INSTEAD.get(taken[0])
-            raise ValueError(
-                f"judge_extra_body sets {taken[0]}, which the judge sets itself;"
-                f" {f'set {instead} instead' if instead else 'leave it out'}"
-            )
-        try:
-            json.dumps(self.extra_body, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"judge_extra_body or judge_chat_template_kwargs is not JSON ({error}); use text, finite numbers,"
-                " true, false, lists and mappings"
-            ) from None
+            instead = f"set {INSTEAD[taken[0]]} instead" if taken[0] in INSTEAD else "leave it out"
+            raise ValueError(f"judge_extra_body sets {taken[0]}, which the judge sets itself; {instead}")
 
     @property
     def extra_body(self) -> dict[str, Any]:
@@ -166,7 +159,7 @@ class JudgeSettings:
         return (self.judge_extra_body or {}) | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
-def load_judge(settings: JudgeSettings, resolve: Callable[[str], Check] | None = None) -> Judge:
+def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = None) -> Judge:
     """Return the judge that settings mean. Wrong settings are found before a model is loaded.
 
     Args:
@@ -198,7 +191,7 @@ def check_judge(judge: Judge) -> None:
             member.check()
 
 
-def _judge(spec: str, settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> Judge:
+def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Judge:
     if spec == RUBRIC:
         return _rubric(settings, resolve)
     if spec.startswith(SERVER):
@@ -208,10 +201,6 @@ def _judge(spec: str, settings: JudgeSettings, resolve: Callable[[str], Check] |
         from onetrunk.judges.reward_model import load_reward_judge
 
         return load_reward_judge(spec.removeprefix(REWARD), device=device, batch_size=settings.judge_batch_size)
-    return _causal(spec, settings, device)
-
-
-def _causal(spec: str, settings: JudgeSettings, device: torch.device) -> Judge:
     from onetrunk.judges.local import load_causal_judge
 
     return load_causal_judge(
@@ -224,7 +213,7 @@ def _causal(spec: str, settings: JudgeSettings, device: torch.device) -> Judge:
     )
 
 
-def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> RubricJudge:
+def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> RubricJudge:
     if not settings.rubric:
         raise ValueError(
             "judge is rubric and rubric is not set; give the check of each tag, such as"
@@ -244,7 +233,7 @@ def _rubric(settings: JudgeSettings, resolve: Callable[[str], Check] | None) -> 
     return judge
 
 
-def _server(spec: str, settings: JudgeSettings) -> Judge:
+def _server(spec: str, settings: JudgeConfig) -> Judge:
     # Not at the top: a rubric needs no HTTP.
     from onetrunk.judges.calls import RetryPolicy
     from onetrunk.judges.server import ServerJudge
@@ -321,21 +310,7 @@ def _address(spec: str) -> tuple[str, str | None]:
     return url, model
 
 
-def _mapping(name: str, setting: Any) -> dict[str, Any] | None:
-    """Return a setting that is a mapping, or the JSON of one."""
-    value = setting
-    if isinstance(setting, str):
-        try:
-            value = json.loads(setting)
-        except json.JSONDecodeError:
-            pass
-    if value is not None and not isinstance(value, dict):
-        example = EXAMPLES.get(name, '{"enable_thinking": false}')
-        raise ValueError(f"{name} is {setting!r}; expected a mapping, as JSON such as '{example}'")
-    return value
-
-
-class EnsembleJudge:
+class EnsembleJudge(Judge):
     """The mean of its members' answers (see `Judge`).
 
     A member that abstains is left out of the mean; if all abstain, so does the ensemble. A member's error is the
@@ -343,18 +318,13 @@ class EnsembleJudge:
     their disagreement, the population standard deviation.
 
     Args:
-        judges: two or more, in the order in which they are asked. Put a judge that costs money last: only the last
-            one's answers are reported one by one.
-
-    Raises:
-        ValueError: fewer than two, or one of them twice.
+        judges: two or more different ones, in the order in which they are asked. Put a judge that costs money last:
+            only the last one's answers are reported one by one.
     """
 
     name = "ensemble"
 
     def __init__(self, judges: Sequence[Judge]):
-        if len(judges) < 2:
-            raise ValueError(f"an ensemble of {len(judges)} judges has no mean to take; give two or more")
         identities = [judge.identity for judge in judges]
         twice = next((j.name for i, j in enumerate(judges) if j.identity in identities[:i]), None)
         if twice is not None:
@@ -363,89 +333,35 @@ class EnsembleJudge:
         self.names = _unique([judge.name for judge in judges])
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); raises what its members raise."""
-
-        def ask(judge: Judge, part: Sequence[Pair], done: Callable[[int, Verdict], None] | None) -> list[Verdict]:
-            return judge.compare(part, principle, done)
-
-        def joined(answers: Sequence[Verdict]) -> Verdict:
-            return Verdict(*self._joined([(a.probability, a.reason, a.error) for a in answers]), _worst_kind(answers))
-
-        return self._ask(pairs, ask, joined, done)
-
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion; raises what its members raise."""
-
-        def ask(
-            judge: Judge, part: Sequence[tuple[Prompt, str, bool]], done: Callable[[int, Rating], None] | None
-        ) -> list[Rating]:
-            prompts, texts, stopped = (list(column) for column in zip(*part, strict=True))
-            return judge.rate(prompts, texts, principle, done, **stopped_keyword(stopped))
-
-        def joined(answers: Sequence[Rating]) -> Rating:
-            return Rating(*self._joined([(a.score, a.reason, a.error) for a in answers]), _worst_kind(answers))
-
-        rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
-        return self._ask(rows, ask, joined, done)
-
-    def _ask(
-        self,
-        items: Sequence[Item],
-        ask: Callable[[Judge, Sequence[Item], Callable[[int, Answer], None] | None], list[Answer]],
-        joined: Callable[[Sequence[Answer]], Answer],
-        done: Callable[[int, Answer], None] | None,
-    ) -> list[Answer]:
-        """Return an answer per item; `done` is called when the last member has answered it."""
-        results: dict[int, Answer] = {}
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         for start in range(0, len(items), SLICE):
             part = items[start : start + SLICE]
-            earlier = [ask(judge, part, None) for judge in self.judges[:-1]]
+            earlier = [ask(judge, part, principle) for judge in self.judges[:-1]]
 
-            def finish(i: int, answer: Answer, start: int = start, earlier: list[list[Answer]] = earlier) -> None:
-                results[start + i] = joined([*(answers[i] for answers in earlier), answer])
-                if done is not None:
-                    done(start + i, results[start + i])
+            def finish(i: int, answer: Any, start: int = start, earlier: list[list[Any]] = earlier) -> None:
+                keep(start + i, self._joined([*(answers[i] for answers in earlier), answer]))
 
-            ask(self.judges[-1], part, finish)
-        return [results[index] for index in range(len(items))]
+            ask(self.judges[-1], part, principle, finish)
 
-    def _joined(
-        self, answers: Sequence[tuple[float | None, str | None, str | None]]
-    ) -> tuple[float | None, str | None, str | None, dict[str, Any]]:
-        """Return mean, reason, error and details of the members' (number, reason, error)."""
-        members = {name: number for name, (number, _, _) in zip(self.names, answers, strict=True)}
-        errors = [f"{name}: {error}" for name, (_, _, error) in zip(self.names, answers, strict=True) if error]
+    def _joined(self, answers: Sequence[Verdict] | Sequence[Rating]) -> Verdict | Rating:
+        named = list(zip(self.names, answers, strict=True))
+        members, kind = {name: answer.number for name, answer in named}, type(answers[0])
+        errors = [f"{name}: {answer.error}" for name, answer in named if answer.error]
         if errors:
-            return None, None, "; ".join(errors), {"members": members}
+            # "server" if one of the errors is the server's, else a kind that is the question's fault.
+            kinds = [answer.error_kind for answer in answers if answer.error is not None]
+            error_kind = "server" if "server" in kinds else kinds[0]
+            return kind(None, error="; ".join(errors), details={"members": members}, error_kind=error_kind)
         numbers = [number for number in members.values() if number is not None]
-        reasons = [f"{name}: {reason}" for name, (_, reason, _) in zip(self.names, answers, strict=True) if reason]
+        reasons = [f"{name}: {answer.reason}" for name, answer in named if answer.reason]
         details = {"members": members, "disagreement": pstdev(numbers) if numbers else None}
-        return (fmean(numbers) if numbers else None), "\n".join(reasons) or None, None, details
-
-
-def _worst_kind(answers: Sequence[Verdict | Rating]) -> ErrorKind:
-    """Return the kind of the members' errors: "server" if one of them is, else a kind that is the question's fault."""
-    kinds = [answer.error_kind for answer in answers if answer.error is not None]
-    return "server" if "server" in kinds else next(iter(kinds), "server")
+        return kind(fmean(numbers) if numbers else None, "\n".join(reasons) or None, details=details)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
     """Return different names: the second of a name becomes name_2."""
     unique: list[str] = []
     for name in names:
-        number, candidate = 1, name
-        while candidate in unique:
-            number += 1
-            candidate = f"{name}_{number}"
-        unique.append(candidate)
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
     return unique

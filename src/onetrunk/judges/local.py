@@ -8,7 +8,7 @@ reasons first.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.chat_template import apply_chat_template
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, collect, digest, model_name
+from onetrunk.judges.base import Done, Items, Judge, Principle, digest, model_name
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
     NO_REASONS,
-    RATINGS,
+    PAIRWISE,
+    RATING,
     REASON_FIRST,
     VERDICT_NOW,
     Marks,
+    Opinion,
     Query,
-    mean_rating,
-    pairwise_messages,
-    rating_messages,
+    form_of,
+    question_messages,
     with_reasons_asked,
     with_reasons_given,
 )
@@ -39,7 +40,7 @@ from onetrunk.models.scorer import length_limit
 from onetrunk.models.sources import adapter_base, base_fingerprint, base_of, check_base_marks
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.types import Message, Prompt
+from onetrunk.types import Message
 from onetrunk.utils.quiet import peft_calls
 
 ANSWER, REASONS = "Answer:", "Reasons:"
@@ -50,34 +51,22 @@ NO_THINKING = {"enable_thinking": False}
 MIN_LABEL_MASS = 0.5
 # Texts are not shortened further than this; a question that is still too long gets an abstention.
 LEAST_CHARACTERS = 40
-# A question without material: its tokens and control tokens are our own.
-BLANK, ANY_CODE = Pair("", "", ""), "0" * 12
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The model's answer to one question.
-
-    Args:
-        shares: per label its probability among the labels; None: it abstains.
-        reason: its reasoning, or why it abstains.
-        details: label mass, tokens of the question, and the character limit if its texts were shortened.
-    """
-
-    shares: list[float] | None
-    reason: str | None
-    details: dict[str, Any]
+# For a question without material: its tokens and control tokens are our own.
+ANY_CODE = "0" * 12
+# Per label the same number of token ids that mean it; all different.
+LabelIds = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A question that fits the model."""
+    """A question, its token ids, and what a report says of them."""
 
     messages: list[Message]
+    ids: list[int]
     details: dict[str, Any]
 
 
-class CausalJudge:
+class CausalJudge(Judge):
     """A causal language model that answers with one token (see `Judge`).
 
     Args:
@@ -87,10 +76,9 @@ class CausalJudge:
         batch_size: questions per forward.
         reasoning_tokens: longest reasoning before each answer, decoded greedily; 0 for none.
         min_label_mass: from 0 to 1; with less probability on the labels together the judge abstains.
-        max_length: tokens of a question; None for what model and tokenizer allow. The texts of longer ones are cut.
 
     Raises:
-        ValueError: labels that are not single tokens, a setting out of its range, or no room for a question.
+        ValueError: labels that are not single tokens, or no room for a question.
     """
 
     def __init__(
@@ -102,24 +90,17 @@ class CausalJudge:
         batch_size: int = 8,
         reasoning_tokens: int = 0,
         min_label_mass: float = MIN_LABEL_MASS,
-        max_length: int | None = None,
     ):
-        if batch_size < 1 or reasoning_tokens < 0 or not 0 <= min_label_mass <= 1:
-            raise ValueError(
-                f"batch_size is {batch_size}, reasoning_tokens {reasoning_tokens} and min_label_mass"
-                f" {min_label_mass}; expected at least 1, at least 0, and from 0 to 1"
-            )
         self.model, self.tokenizer = model.eval(), repair_padding(tokenizer)
         self.batch_size, self.reasoning_tokens, self.min_label_mass = batch_size, reasoning_tokens, min_label_mass
         self.marks, self.reader = Marks(tokenizer), Reader(tokenizer)
-        limits = [limit for limit in (length_limit(model, tokenizer), max_length) if limit is not None]
-        self.max_length = min(limits, default=None)
+        self.max_length = length_limit(model, tokenizer)
         self.name = model_name(name or model.name_or_path) or type(model).__name__
         example = Principle("Which completion is kinder?")
-        pairwise = pairwise_messages(BLANK, example, ANY_CODE)
-        pairwise_ids = self.reader.ids(pairwise)
-        rating_ids = self.reader.ids(rating_messages("", "", example, ANY_CODE))
-        self._options = self.reader.options(self._before_answer(pairwise, LABELS), LABELS)
+        pairwise, rating = (question_messages(form.blank, example, ANY_CODE) for form in (PAIRWISE, RATING))
+        pairwise_ids, rating_ids = self.reader.ids(pairwise), self.reader.ids(rating)
+        # An error for a tokenizer in which the labels are not single tokens.
+        self.reader.label_ids(self._before_answer(pairwise, LABELS), LABELS)
         if self._room(pairwise, LABELS) < len(pairwise_ids):
             raise ValueError(
                 f"judge {self.name} reads {self.max_length} tokens, too few for a question of {len(pairwise_ids)}"
@@ -135,72 +116,45 @@ class CausalJudge:
             "max_length": self.max_length,
         }
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); raises RuntimeError for logits that are not finite."""
-        blank = pairwise_messages(BLANK, principle, ANY_CODE)
-        answers = self._answers([self.marks.pairwise(p, principle) for p in pairs], blank, self._options)
-        verdicts = (
-            (index, Verdict(a.shares[0] if a.shares else None, a.reason, details=a.details)) for index, a in answers
-        )
-        return collect(verdicts, done)
-
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion: the mean of RATINGS, from 0 for the lowest to 1 for the highest.
-
-        Raises ValueError if RATINGS are not single tokens, and as `compare`.
-        """
-        blank = rating_messages("", "", principle, ANY_CODE)
-        options = self.reader.options(self._before_answer(blank, RATINGS), RATINGS)
-        queries = [self.marks.rating(p, c, principle) for p, c in zip(prompts, completions, strict=True)]
-        ratings = (
-            (index, Rating(mean_rating(a.shares) if a.shares else None, a.reason, details=a.details))
-            for index, a in self._answers(queries, blank, options)
-        )
-        return collect(ratings, done)
-
-    def _answers(
-        self, queries: Sequence[Query], blank: list[Message], options: Options
-    ) -> Iterator[tuple[int, Answer]]:
-        """Yield (index, answer), long questions first."""
-        controls, room = self._num_controls(self.reader.ids(blank)), self._room(blank, options.labels)
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        """Answer too long questions first, then the others from long to short."""
+        form = form_of(items[0])
+        blank = question_messages(form.blank, principle, ANY_CODE)
+        label_ids = self.reader.label_ids(self._before_answer(blank, form.labels), form.labels)
+        controls, room = self._num_controls(self.reader.ids(blank)), self._room(blank, form.labels)
         fitted: dict[int, _Fitted] = {}
-        for index, query in enumerate(queries):
-            messages, ids, details = self._fit(query, room)
-            if len(ids) > room:
-                yield index, Answer(None, f"the question has {len(ids)} tokens, at most {room} are read", details)
-            elif self._num_controls(ids) != controls:
-                yield index, Answer(None, "the texts bring control tokens of the judge along", details)
+        for index, item in enumerate(items):
+            question = self._fit(self.marks.query(item, principle), room)
+            if len(question.ids) > room:
+                problem = f"the question has {len(question.ids)} tokens, at most {room} are read"
+            elif self._num_controls(question.ids) != controls:
+                problem = "the texts bring control tokens of the judge along"
             else:
-                fitted[index] = _Fitted(messages, details)
-        order = sorted(fitted, key=lambda index: -fitted[index].details["tokens"])
+                fitted[index] = question
+                continue
+            keep(index, form.answer(Opinion(None, problem, question.details)))
+        order = sorted(fitted, key=lambda index: -len(fitted[index].ids))
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
-            yield from zip(batch, self._answer_batch([fitted[index] for index in batch], options), strict=True)
+            opinions = self._opinions([fitted[index] for index in batch], form.labels, label_ids)
+            for index, opinion in zip(batch, opinions, strict=True):
+                keep(index, form.answer(opinion))
 
-    def _fit(self, query: Query, room: float) -> tuple[list[Message], list[int], dict[str, Any]]:
-        """Return messages, ids and details, the texts shortened to fit (but not below LEAST_CHARACTERS)."""
+    def _fit(self, query: Query, room: float) -> _Fitted:
+        """Shorten the texts until the question fits, or they have LEAST_CHARACTERS."""
         size = min(query.longest, MAX_CHARACTERS)
         while True:
             messages = query.messages(size)
             ids = self.reader.ids(messages)
             if len(ids) <= room or size <= LEAST_CHARACTERS:
                 cut = {"cut_to_characters": size} if size < query.longest else {}
-                return messages, ids, {"tokens": len(ids), **cut}
+                return _Fitted(messages, ids, {"tokens": len(ids), **cut})
             size = max(LEAST_CHARACTERS, int(0.9 * size * room / len(ids)))
 
-    def _answer_batch(self, questions: Sequence[_Fitted], options: Options) -> list[Answer]:
+    def _opinions(self, questions: Sequence[_Fitted], labels: Sequence[str], label_ids: LabelIds) -> list[Opinion]:
         reasons = self._reasons(questions) if self.reasoning_tokens else [None] * len(questions)
         rows = [
-            self.reader.ids(self._before_answer(question.messages, options.labels, reason))
+            self.reader.ids(self._before_answer(question.messages, labels, reason))
             for question, reason in zip(questions, reasons, strict=True)
         ]
         logits = last_logits(self.model, rows, self.tokenizer.pad_token_id)
@@ -208,13 +162,14 @@ class CausalJudge:
             raise RuntimeError(
                 f"the logits of judge {self.name} are not finite; load it in another precision (bfloat16 or float32)"
             )
-        shares, masses = (values.tolist() for values in label_shares(logits, options))
-        answers = []
+        shares, masses = (values.tolist() for values in label_shares(logits, label_ids))
+        opinions = []
         for question, reason, row, mass in zip(questions, reasons, shares, masses, strict=True):
+            by_label = dict(zip(labels, row, strict=True))
             if mass < self.min_label_mass:
-                row, reason = None, f"label mass {mass:.3g} is below {self.min_label_mass:g}"
-            answers.append(Answer(row, reason, question.details | {"label_mass": mass}))
-        return answers
+                by_label, reason = None, f"label mass {mass:.3g} is below {self.min_label_mass:g}"
+            opinions.append(Opinion(by_label, reason, question.details | {"label_mass": mass}))
+        return opinions
 
     def _reasons(self, questions: Sequence[_Fitted]) -> list[str]:
         """Return the model's reasons, without marks: it may quote what it read."""
@@ -251,7 +206,6 @@ def load_causal_judge(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
-    revision: str | None = None,
     **settings: Any,
 ) -> CausalJudge:
     """Return the causal model at `name` as a judge; an adapter's weights are merged into its base.
@@ -260,40 +214,25 @@ def load_causal_judge(
         name: folder or Hub name of a model, or of an adapter.
         device: None leaves it on the CPU.
         dtype: of the weights; None for the checkpoint's own.
-        revision: branch, tag or commit on the Hub.
-        **settings: of CausalJudge.
+        **settings: of CausalJudge, which may raise ValueError.
 
     Raises:
         RuntimeError: nothing loadable there.
-        ValueError: not a causal model, no tokenizer, or as CausalJudge.
     """
-    base = adapter_base(name, revision)
-    tokenizer = load_tokenizer(name, revision=revision)
+    base = adapter_base(name)
+    tokenizer = load_tokenizer(name)
     if base is None:
-        model = load_base(name, dtype=dtype, revision=revision)
+        model = load_base(name, dtype=dtype)
     else:
         with base_of(name):
             model = load_base(base, dtype=dtype)
-        adapted = put_adapter_on(model, name, revision)
-        check_base_marks(adapted.get_base_model(), name, revision)
+        adapted = put_adapter_on(model, name)
+        check_base_marks(adapted.get_base_model(), name)
         # Not every type of adapter can be merged.
         with peft_calls(), reading("adapter", name, f"adapter_config.json in {name}"):
             model = adapted.merge_and_unload()
     model.requires_grad_(False)
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Labels and the tokens that mean them.
-
-    Args:
-        labels: L names.
-        token_ids: per label the same number of ids; all different.
-    """
-
-    labels: tuple[str, ...]
-    token_ids: tuple[tuple[int, ...], ...]
 
 
 class Reader:
@@ -317,7 +256,7 @@ class Reader:
         """Return `text` as token ids."""
         return self._prefix + self._encoded(self.text(messages, cue))
 
-    def options(self, messages: Sequence[Message], labels: Sequence[str]) -> Options:
+    def label_ids(self, messages: Sequence[Message], labels: Sequence[str]) -> LabelIds:
         """Return the tokens that mean the labels as an answer to messages, or raise ValueError if one has none."""
         text = self.text(messages)
         before = self._encoded(text)
@@ -336,7 +275,7 @@ class Reader:
                 f" ({labels[0]} ends in {end}), so one forward gives no probability of them; take another model,"
                 " or serve this one and give the server's URL, which samples votes"
             )
-        return Options(tuple(labels), tuple(zip(*forms, strict=True)))
+        return tuple(zip(*forms, strict=True))
 
     def _encoded(self, text: str) -> list[int]:
         # Not verbose: we shorten texts that exceed the model's limit.
@@ -347,11 +286,8 @@ class Reader:
 def last_logits(model: PreTrainedModel, rows: Sequence[list[int]], pad_token_id: int) -> Tensor:
     """Return the logits after each row: [R, V] float32.
 
-    Args:
-        model: a causal LM, in eval mode.
-        rows: R lists of token ids, none empty. They are padded on the LEFT, so that all end in the last column and
-            only that column's logits are computed.
-        pad_token_id: fills the left, where nothing attends to it.
+    The rows, none empty, are padded on the LEFT, so that all end in the last column and only that column's logits are
+    computed. Nothing attends to the padding.
     """
     width = max(map(len, rows))
     input_ids = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows], device=model.device)
@@ -368,14 +304,10 @@ def last_logits(model: PreTrainedModel, rows: Sequence[list[int]], pad_token_id:
     return outputs.logits[:, -1].float()
 
 
-def label_shares(logits: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def label_shares(logits: Tensor, label_ids: LabelIds) -> tuple[Tensor, Tensor]:
     """Return the probability of each of L labels among the labels, [R, L], and of all together, [R].
 
-    Args:
-        logits: [R, V] float32, where the answer begins.
-        options: the labels.
+    `logits` are those where the answer begins, [R, V] float32; `label_ids` come from the reader.
     """
-    logprobs = logits.log_softmax(-1)
-    token_ids = torch.tensor(options.token_ids, device=logits.device)
-    by_label = logprobs[:, token_ids].logsumexp(-1)
+    by_label = logits.log_softmax(-1)[:, torch.tensor(label_ids, device=logits.device)].logsumexp(-1)
     return by_label.softmax(-1), by_label.logsumexp(-1).exp()

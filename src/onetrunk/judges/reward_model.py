@@ -8,15 +8,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, collect, digest, model_name
-from onetrunk.judges.rubric import logistic
+from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, digest, logistic, model_name
 from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
 from onetrunk.models.scorer import (
@@ -31,12 +30,11 @@ from onetrunk.models.scorer import (
     score_token_ids,
 )
 from onetrunk.models.sources import base_fingerprint
-from onetrunk.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 
-class RewardModelJudge:
+class RewardModelJudge(ScoringJudge):
     """Judges by the scores of a sequence-classification model with one label (see `Judge`).
 
     Each different completion of a prompt is scored once per call, so equal completions tie exactly. Texts that are
@@ -50,7 +48,7 @@ class RewardModelJudge:
         name: for reports; None takes the last part of the model's path.
 
     Raises:
-        ValueError: not a scalar reward model, or a batch size below 1.
+        ValueError: not a scalar reward model.
     """
 
     def __init__(
@@ -62,8 +60,6 @@ class RewardModelJudge:
         batch_size: int = 16,
         name: str | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"the judge's batch_size is {batch_size}; set it to 1 or more")
         check_scorer(model)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.scale, self.batch_size = scale, batch_size
@@ -79,34 +75,10 @@ class RewardModelJudge:
             "scale": None if scale is None else [scale.mean, scale.std],
         }
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); it abstains if a score is not finite.
-
-        Raises:
-            ValueError: conversations, but a tokenizer without a chat template.
-        """
-        prompts = [pair.prompt for pair in pairs]
-        scores = self._scores(
-            [*prompts, *prompts],
-            [p.first for p in pairs] + [p.second for p in pairs],
-            [p.first_stopped for p in pairs] + [p.second_stopped for p in pairs],
-        )
-        halves = zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)
-        return collect(((index, _verdict(*both)) for index, both in enumerate(halves)), done)
-
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion; raises as `compare`."""
-        scores = self._scores(prompts, completions, stopped or [True] * len(prompts))
-        return collect(((index, self._rating(score)) for index, score in enumerate(scores)), done)
+    def _verdict(self, first: float | None, second: float | None) -> Verdict:
+        if first is None or second is None:
+            return Verdict(None, "a score is not finite")
+        return Verdict(logistic(first - second), details={"scores": [first, second]})
 
     def _rating(self, score: float | None) -> Rating:
         if score is None:
@@ -114,51 +86,30 @@ class RewardModelJudge:
         centred = score if self.scale is None else (score - self.scale.mean) / self.scale.std
         return Rating(logistic(centred), details={"score": score})
 
-    def _scores(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], stopped: Sequence[bool]
-    ) -> list[float | None]:
-        columns = list(zip(prompts, completions, stopped, strict=True))
-        keys = [
-            digest([prompt, text] if is_stopped else [prompt, text, False]) for prompt, text, is_stopped in columns
-        ]
-        rows_by_key = dict(zip(keys, columns, strict=True))
-        if not rows_by_key:
-            return []
-        # Sorted by key, so that the order of a pair changes no batch, and so not a bit of a score.
-        order = sorted(rows_by_key)
-        prompts, texts, stopped = zip(*(rows_by_key[key] for key in order), strict=True)
-        shown = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        rows, num_shortened = encode_rows(
+    def _scores(self, rows: Sequence[Single], principle: Principle) -> list[float | None]:
+        """Return the score of each row, None for one that is not finite."""
+        # Sorted, so that the order of a pair changes no batch, and so not a bit of a score.
+        keys = [digest([row.prompt, row.text] if row.stopped else [row.prompt, row.text, False]) for row in rows]
+        by_key = dict(sorted(zip(keys, rows, strict=True), key=lambda entry: entry[0]))
+        unique = list(by_key.values())
+        token_ids, num_shortened = encode_rows(
             self.tokenizer,
-            list(prompts),
-            shown,
+            [row.prompt for row in unique],
+            [row.completion for row in unique],
             self.max_length,
             reads_end_token(self.model),
             self.name,
-            list(stopped),
+            [row.stopped for row in unique],
         )
         if num_shortened and not self.num_shortened:
             logger.warning(
-                "judge %s: %d of %d texts had more than %d tokens and lost their beginning; logged once,"
-                " counted in num_shortened",
-                self.name,
-                num_shortened,
-                len(rows),
-                self.max_length,
+                f"judge {self.name}: {num_shortened} of {len(unique)} texts had more than {self.max_length} tokens and"
+                " lost their beginning; later ones are only counted, in num_shortened"
             )
         self.num_shortened += num_shortened
-        scores = score_token_ids(self.model, rows, self.batch_size)
-        by_key = dict(zip(order, scores.tolist(), strict=True))
-        return [by_key[key] if math.isfinite(by_key[key]) else None for key in keys]
-
-
-def _verdict(first: float | None, second: float | None) -> Verdict:
-    if first is None or second is None:
-        return Verdict(None, "a score is not finite")
-    return Verdict(logistic(first - second), details={"scores": [first, second]})
+        scores = score_token_ids(self.model, token_ids, self.batch_size).tolist()
+        finite = {key: score if math.isfinite(score) else None for key, score in zip(by_key, scores, strict=True)}
+        return [finite[key] for key in keys]
 
 
 def load_reward_judge(
@@ -166,10 +117,7 @@ def load_reward_judge(
 ) -> RewardModelJudge:
     """Return the reward model at `name` as a judge, with the score scale saved next to it, if any.
 
-    Args:
-        name: folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
-        device: None leaves it on the CPU.
-        batch_size: texts per forward.
+    `name` is the folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
 
     Raises:
         FileNotFoundError, RuntimeError: nothing loadable there.

@@ -13,23 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, collect
+from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, logistic
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
-from onetrunk.types import Prompt
 
 Check = Callable[..., Any]
 # A difference of one temperature makes odds of e to 1; one of a whole score, .993.
 TEMPERATURE = 0.2
 
 
-def logistic(x: float) -> float:
-    """Return 1 / (1 + exp(-x)), so that logistic(x) and logistic(-x) add up to 1 exactly."""
-    positive = 1 / (1 + math.exp(-abs(x)))
-    return positive if x >= 0 else 1 - positive
-
-
-class RubricJudge:
+class RubricJudge(ScoringJudge):
     """Compares completions by the scores of checks (see `Judge`).
 
     P(first better) = logistic((score of first - score of second) / temperature): exactly 1/2 for equal scores. A
@@ -42,7 +35,7 @@ class RubricJudge:
         temperature: of the logistic, in units of a score; above 0.
 
     Raises:
-        ValueError: no check, a check that is not callable, or a temperature out of its range.
+        ValueError: no check, or a check that is not callable.
     """
 
     name = "rubric"
@@ -57,8 +50,6 @@ class RubricJudge:
             raise ValueError(
                 f"the rubric's check for the tag {wrong[0]!r} is {checks[wrong[0]]!r}; expected a function"
             )
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"the temperature of the rubric is {temperature}; set a finite number above 0")
         self.checks = dict(checks)
         self.temperature = float(temperature)
         self.identity: dict[str, Any] = {
@@ -72,55 +63,32 @@ class RubricJudge:
         for principle in constitution.principles:
             self._tags(principle)
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`).
-
-        Raises:
-            ValueError: no check for the principle, or one that does not return one score per completion.
-            RuntimeError: a check raised an error, which is the cause.
-        """
-        prompts = [pair.prompt for pair in pairs]
-        texts = [pair.first for pair in pairs] + [pair.second for pair in pairs]
-        scores = self._scores([*prompts, *prompts], texts, principle)
-        verdicts = ((index, self._verdict(scores, index, index + len(pairs))) for index in range(len(pairs)))
-        return collect(verdicts, done)
-
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion: its score. Raises ValueError for one outside [0, 1], and as `compare`."""
-        by_tag = self._scores(prompts, completions, principle)
-        return collect(((index, _rating(by_tag, index)) for index in range(len(completions))), done)
-
-    def _verdict(self, by_tag: Mapping[str, Sequence[float | None]], first: int, second: int) -> Verdict:
-        both = {tag: [scores[first], scores[second]] for tag, scores in by_tag.items()}
-        both = {tag: scores for tag, scores in both.items() if None not in scores}
+    def _verdict(self, first: dict[str, float | None], second: dict[str, float | None]) -> Verdict:
+        both = {tag: [score, second[tag]] for tag, score in first.items() if None not in (score, second[tag])}
         if not both:
-            return Verdict(None, _not_applied(by_tag))
+            return Verdict(None, _not_applied(first))
         lead = sum(one - other for one, other in both.values()) / len(both)
         return Verdict(logistic(lead / self.temperature), details={"scores": both})
 
-    def _scores(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], principle: Principle
-    ) -> dict[str, list[float | None]]:
-        """Return the scores per tag of a principle that has a check; None for one that is not a finite number."""
-        tags = self._tags(principle)
-        if not completions:
-            return {tag: [] for tag in tags}
-        shown = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions, strict=True)
-        ]
-        return {tag: self._call(tag, list(prompts), shown) for tag in tags}
+    def _rating(self, by_tag: dict[str, float | None]) -> Rating:
+        scores = {tag: score for tag, score in by_tag.items() if score is not None}
+        for tag, score in scores.items():
+            if not 0 <= score <= 1:
+                raise ValueError(
+                    f"the check for the tag {tag!r} scores {score:g}; a rating must be from 0 to 1: scale the check,"
+                    " or compare in pairs, which works with any scale"
+                )
+        mean = sum(scores.values()) / len(scores) if scores else None
+        return Rating(mean, None if scores else _not_applied(by_tag), details={"scores": scores})
 
-    def _call(self, tag: str, prompts: list[Prompt], completions: list[Any]) -> list[float | None]:
+    def _scores(self, rows: Sequence[Single], principle: Principle) -> list[dict[str, float | None]]:
+        """Return the score of each row by each tag of the principle that has a check; None if that does not apply."""
+        tags = self._tags(principle)
+        columns = [self._call(tag, rows) for tag in tags]
+        return [dict(zip(tags, scores, strict=True)) for scores in zip(*columns, strict=True)]
+
+    def _call(self, tag: str, rows: Sequence[Single]) -> list[float | None]:
+        prompts, completions = [row.prompt for row in rows], [row.completion for row in rows]
         try:
             result = self.checks[tag](prompts=prompts, completions=completions, completion_ids=None)
             if inspect.iscoroutine(result):
@@ -148,18 +116,6 @@ class RubricJudge:
                 f" {', '.join(self.checks)}: give the principle one of them, or add a check"
             )
         return tags
-
-
-def _rating(by_tag: Mapping[str, Sequence[float | None]], index: int) -> Rating:
-    scores = {tag: values[index] for tag, values in by_tag.items() if values[index] is not None}
-    for tag, score in scores.items():
-        if not 0 <= score <= 1:
-            raise ValueError(
-                f"the check for the tag {tag!r} scores {score:g}; a rating must be from 0 to 1: scale the check,"
-                " or compare in pairs, which works with any scale"
-            )
-    mean = sum(scores.values()) / len(scores) if scores else None
-    return Rating(mean, None if scores else _not_applied(by_tag), details={"scores": scores})
 
 
 def _number(tag: str, value: Any) -> float | None:

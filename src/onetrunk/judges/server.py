@@ -1,21 +1,35 @@
 """A judge on any server with OpenAI's chat protocol: vLLM, TGI, transformers serve, or a hosted one.
 
-If the server returns log probabilities of the labels, one call gives a probability; otherwise votes, sampled at
-temperature 1, estimate it. Each reply is checked for log probabilities, because a server may leave them out.
+If the server returns log probabilities of the labels, one reply decides a question; otherwise votes, sampled at
+temperature 1, do. Each reply is checked for log probabilities, because a server may leave them out. No reply is bought
+twice: the votes on a question that is not decided yet are kept, and the next run asks only for the missing ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import httpx2
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Answer, Pair, Principle, Rating, Verdict, digest, model_name
-from onetrunk.judges.calls import CallError, Pace, RetryPolicy, run_async
-from onetrunk.judges.chat import ChatServer, Opinion
+from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Single, digest, model_name
+from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
+from onetrunk.judges.chat import (
+    MORE_TOKENS,
+    ChatServer,
+    Reply,
+    Vote,
+    is_same_model,
+    opinion_of_probabilities,
+    opinion_of_votes,
+    read_vote,
+)
+from onetrunk.judges.http import AN_HTML_PAGE
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
@@ -25,19 +39,58 @@ from onetrunk.judges.template import (
     VERDICT_NOW,
     VERDICT_TOKENS,
     Marks,
-    Query,
+    Opinion,
     ShownMarks,
-    mean_rating,
+    form_of,
     nonce_of,
-    pairwise_messages,
-    rating_messages,
+    question_messages,
+    sanitized,
     turns_of_places,
+    with_reasons_asked,
+    with_reasons_given,
 )
-from onetrunk.judges.votes import Abilities, ChatQuestion, Poll
-from onetrunk.types import Prompt
+from onetrunk.types import Message
+
+logger = logging.getLogger(__name__)
+
+# The most candidates that OpenAI and vLLM return; TGI takes 5 and rejects more.
+TOP_LOGPROBS = (20, 5)
+# Replies to it at temperature 1 are hardly ever the same.
+OPEN_QUESTION = "Write ten words at random, in any order."
+OPEN_TOKENS = 24
+OPEN_REPLIES = 4
 
 
-class ServerJudge:
+@dataclass(frozen=True)
+class ChatQuestion:
+    """A question, and the labels that answer it; equal questions have equal keys."""
+
+    messages: list[Message]
+    labels: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return digest(self.messages)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a server can do.
+
+    Args:
+        top_logprobs: candidates per token that it returns log probabilities of; 0: none.
+        samples: whether replies to the same question differ with the seed; True if that was not tested.
+    """
+
+    top_logprobs: int
+    samples: bool = True
+
+
+# Called with the key of a question, and its opinion or error.
+Decide = Callable[[str, Opinion | CallError], None]
+
+
+class ServerJudge(Judge):
     """A judge by HTTP (see `Judge`).
 
     A verdict takes one call with log probabilities, and `samples` calls without; with reasoning, twice as many. Calls
@@ -48,23 +101,14 @@ class ServerJudge:
     Args:
         url: of the API, such as "http://127.0.0.1:8000/v1".
         model: its name on the server; replies of any other model are rejected.
-        api_key_env: environment variable that holds the key; None sends no credentials.
-        max_concurrency: most calls in flight.
-        timeout_s: deadline of one call.
-        samples: votes for a question without log probabilities.
-        reasoning_tokens: longest reasoning before each verdict; 0 for none.
-        method: "auto" uses log probabilities if a reply has them; "votes" never asks for them; "logprobs" rejects a
-            server without them.
-        allow_http: allows plain http also to hosts outside this machine and private networks.
-        policy: waits, numbers of calls and deadlines; None for RetryPolicy's defaults, with `timeout_s`.
-        verdict_tokens: longest reply; a model that reasons by itself needs room for that too.
-        extra_body: more entries for the body of every call, such as {"chat_template_kwargs": {...}}.
+        policy: waits, numbers of calls and deadlines.
+        others: as the settings of these names in `JudgeConfig`.
         tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
             the judged texts. None: the marks that a vLLM server shows of its template. The general rule of
             `template.py` applies in either case.
 
     Raises:
-        ValueError: a setting out of its range, a URL that may not be called, a variable that is not set.
+        ValueError: a URL that may not be called, or a variable that is not set.
     """
 
     def __init__(
@@ -74,7 +118,6 @@ class ServerJudge:
         *,
         api_key_env: str | None = None,
         max_concurrency: int = 8,
-        timeout_s: float = 60.0,
         samples: int = 5,
         reasoning_tokens: int = 0,
         method: Literal["auto", "logprobs", "votes"] = "auto",
@@ -84,16 +127,9 @@ class ServerJudge:
         extra_body: dict[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        if method not in ("auto", "logprobs", "votes"):
-            raise ValueError(f"method is {method!r}; expected auto, logprobs or votes")
-        if samples < 1 or reasoning_tokens < 0 or verdict_tokens < 1:
-            raise ValueError(
-                f"samples is {samples}, reasoning_tokens {reasoning_tokens} and verdict_tokens {verdict_tokens};"
-                " expected at least 1, 0 and 1"
-            )
         self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
-        self.samples, self.reasoning_tokens, self.method = samples, reasoning_tokens, method
-        self.policy = policy or replace(RetryPolicy(), call_timeout_s=timeout_s)
+        self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
+        self.method, self.policy = method, policy or RetryPolicy()
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
@@ -113,78 +149,95 @@ class ServerJudge:
         if tokenizer is not None:
             self.identity["marks"] = digest(self.marks.words)[:16]
         self._abilities: Abilities | None = None
-        pace = Pace(max_concurrency)
-        self._poll = Poll(self.chat, self.policy, pace, samples, reasoning_tokens, verdict_tokens, _trial())
+        self._pace = Pace(max_concurrency)
+        # A question like those to come. It tests the server, and tells later whether the server is down or a single
+        # question hangs.
+        pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
+        self._trial = ChatQuestion(question_messages(pair, principle, nonce_of(pair, principle)), LABELS)
+        # By question and number, until the question is decided.
+        self._votes: dict[str, dict[int, Vote]] = {}
+        self._reasoning: dict[tuple[str, int], str] = {}
 
     def check(self) -> Abilities:
         """Ask a small question and return what the server can do. Runs once, before the first comparison at latest.
 
         Raises:
             ValueError: an address that may not be called.
-            RuntimeError: no server, no API, another model, a key that is not accepted.
+            RuntimeError: no server, no API, another model, a key that is not accepted, or no log probabilities
+                although `method` requires them.
         """
         if self._abilities is None:
             self.chat.check_host()
-            self._abilities = run_async(self._poll.probe(self.method))
+            try:
+                self._abilities = run_async(self._probe())
+            except CallError as error:
+                raise RuntimeError(_problem(self.chat, error)) from None
             if not self._knows_tokenizer:
                 self.marks = run_async(self._shown_marks())
         return self._abilities
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        """Return a verdict per pair (see `Judge`); raises ServerUnavailable when the server is given up."""
+    async def _probe(self) -> Abilities:
+        served = await ask_patiently(self.chat.served_models, self.policy)
+        async with self.chat.session() as client:
+            reply, top_logprobs = await self._trial_reply(client, served)
+            if reply.is_all_reasoning:
+                raise RuntimeError(
+                    f"{self.chat} cannot be used: all {self.verdict_tokens} tokens of a reply went to the model's"
+                    f" reasoning, and none to its verdict; {MORE_TOKENS}"
+                )
+            vote = read_vote(reply, LABELS)
+            if vote.label is None:
+                logger.warning(
+                    "%s answers a simple question with a reply that is no verdict: %s", self.chat, vote.problem
+                )
+            if top_logprobs and vote.probabilities is not None:
+                return Abilities(top_logprobs)
+            if self.method == "logprobs":
+                cause = "reasons before its verdict, which then has no" if reply.thought else "returns no"
+                raise RuntimeError(
+                    f"{self.chat} {cause} log probabilities of the labels though it is asked for them; set the method"
+                    " to auto or votes, which samples verdicts"
+                    f"{', or turn the reasoning off' if reply.thought else ''}"
+                )
+            return Abilities(0, samples=self.samples == 1 or await self._does_sample(client))
 
-        def verdict(outcome: Opinion | CallError) -> Verdict:
-            if isinstance(outcome, CallError):
-                return Verdict(None, error=str(outcome), error_kind=outcome.error_kind)
-            first = None if outcome.shares is None else outcome.shares[LABELS[0]]
-            return Verdict(first, outcome.reason, details=outcome.details)
+    async def _trial_reply(self, client: httpx2.AsyncClient, served: list[str] | None) -> tuple[Reply, int]:
+        """Return a reply to the trial, and the number of candidates that the server took."""
+        for top_logprobs in (0,) if self.method == "votes" else (*TOP_LOGPROBS, 0):
+            try:
+                reply = await ask_patiently(lambda n=top_logprobs: self._reply_to_trial(client, n), self.policy)
+            except CallError as error:
+                if error.kind == "refused" and top_logprobs and _has_model(self.chat.model, served):
+                    continue
+                raise RuntimeError(_problem(self.chat, error, served)) from None
+            break
+        return reply, top_logprobs
 
-        return self._ask(len(pairs), lambda i: self.marks.pairwise(pairs[i], principle), LABELS, verdict, done)
+    def _reply_to_trial(self, client: httpx2.AsyncClient, top_logprobs: int = 0) -> Awaitable[Reply]:
+        tokens = self.verdict_tokens
+        return self.chat.reply(client, self._trial.messages, max_tokens=tokens, seed=1, top_logprobs=top_logprobs)
 
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion: the mean of RATINGS, from 0 to 1; raises as `compare`."""
+    async def _does_sample(self, client: httpx2.AsyncClient) -> bool:
+        messages: list[Message] = [{"role": "user", "content": OPEN_QUESTION}]
 
-        def rating(outcome: Opinion | CallError) -> Rating:
-            if isinstance(outcome, CallError):
-                return Rating(None, error=str(outcome), error_kind=outcome.error_kind)
-            shares = outcome.shares
-            score = None if shares is None else mean_rating([shares[label] for label in RATINGS])
-            return Rating(score, outcome.reason, details=outcome.details)
+        def call() -> Awaitable[Reply]:
+            return self.chat.reply(client, messages, max_tokens=OPEN_TOKENS, seed=seed)
 
-        rows = list(zip(prompts, completions, strict=True))
-        return self._ask(len(rows), lambda i: self.marks.rating(*rows[i], principle), RATINGS, rating, done)
-
-    def _ask(
-        self,
-        num_questions: int,
-        query: Callable[[int], Query],
-        labels: tuple[str, ...],
-        answer: Callable[[Opinion | CallError], Answer],
-        done: Callable[[int, Answer], None] | None,
-    ) -> list[Answer]:
-        if not num_questions:
-            return []
-        # First: the check finds the marks, which the questions need.
-        abilities = self.check()
-        questions = [ChatQuestion(query(i).messages(MAX_CHARACTERS), labels) for i in range(num_questions)]
-        answers: dict[int, Answer] = {}
-
-        def finish(index: int, outcome: Opinion | CallError) -> None:
-            answers[index] = answer(outcome)
-            if done is not None:
-                done(index, answers[index])
-
-        run_async(self._poll.ask(questions, abilities, self.marks.words, finish))
-        return [answers[index] for index in range(num_questions)]
+        texts: set[str] = set()
+        for number in range(OPEN_REPLIES):
+            seed = int(digest(["check", number])[:7], 16)
+            reply = await ask_patiently(call, self.policy)
+            texts.add(reply.thought + reply.text)
+            if len(texts) > 1:
+                return True
+        logger.warning(
+            "%s answers an open question %d times in the same words, though asked for temperature 1 and another seed"
+            " each time: it does not sample, so each question gets one vote, and labels are 0 or 1; turn sampling on"
+            " in the server (transformers serve: do_sample in the model's generation_config.json)",
+            self.chat,
+            OPEN_REPLIES,
+        )
+        return False
 
     async def _shown_marks(self) -> ShownMarks:
         try:
@@ -195,14 +248,150 @@ class ServerJudge:
         # A text without the places is no rendering of these turns.
         return ShownMarks(shown for shown in rendered if shown is not None and all(p in shown[0] for p in PLACES[:3]))
 
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        """Ask all questions; raises ServerUnavailable when the server is given up."""
+        form = form_of(items[0])
+        # First: the check finds the marks, which the questions need.
+        self.check()
+        queries = [self.marks.query(item, principle) for item in items]
+        questions = [ChatQuestion(query.messages(MAX_CHARACTERS), form.labels) for query in queries]
+        places: dict[str, list[int]] = {}
+        for index, question in enumerate(questions):
+            places.setdefault(question.key, []).append(index)
 
-def _trial() -> ChatQuestion:
-    pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
-    return ChatQuestion(pairwise_messages(pair, principle, nonce_of(pair, principle)), LABELS)
+        def decide(key: str, outcome: Opinion | CallError) -> None:
+            if isinstance(outcome, CallError):
+                answer = form.kind(None, error=str(outcome), error_kind=outcome.error_kind)
+            else:
+                answer = form.answer(outcome)
+                self._votes.pop(key, None)
+            for index in places[key]:
+                keep(index, answer)
+
+        run_async(self._decide({question.key: question for question in questions}, decide))
+
+    async def _decide(self, undecided: dict[str, ChatQuestion], decide: Decide) -> None:
+        """Call `decide` once per question, as soon as it is decided or has failed."""
+        abilities = self._abilities
+        num_votes = self.samples if abilities.samples else 1
+        async with self.chat.session(self._pace.max_concurrency) as client:
+            # Where log probabilities are expected, votes are bought one by one: a reply without them is a vote, but
+            # the next one may have them.
+            for needed in range(1, num_votes + 1) if abilities.top_logprobs else (num_votes,):
+                undecided = await self._buy(client, undecided, needed, num_votes, decide)
+
+    async def _buy(
+        self,
+        client: httpx2.AsyncClient,
+        questions: dict[str, ChatQuestion],
+        needed: int,
+        num_votes: int,
+        decide: Decide,
+    ) -> dict[str, ChatQuestion]:
+        """Buy the missing votes, up to `needed` per question; return the questions that need more."""
+        calls = [
+            (key, number) for key in questions for number in range(needed) if number not in self._votes.get(key, {})
+        ]
+        num_missing = Counter(key for key, _ in calls)
+        errors: dict[str, CallError] = {}
+        undecided: dict[str, ChatQuestion] = {}
+
+        def settle(key: str) -> None:
+            outcome = self._outcome(key, questions[key].labels, errors.get(key), num_votes)
+            if outcome is None:
+                undecided[key] = questions[key]
+            else:
+                decide(key, outcome)
+
+        def done(index: int, outcome: Vote | CallError) -> None:
+            key, number = calls[index]
+            if isinstance(outcome, CallError):
+                errors[key] = outcome
+            else:
+                self._votes.setdefault(key, {})[number] = outcome
+            num_missing[key] -= 1
+            if not num_missing[key]:
+                settle(key)
+
+        async def call(index: int) -> Vote:
+            key, number = calls[index]
+            return await self._vote(client, questions[key], number)
+
+        for key in questions:
+            if not num_missing[key]:
+                settle(key)
+        run = CallRun(
+            str(self.chat), self.policy, self._pace, call, done, control=lambda: self._reply_to_trial(client)
+        )
+        await run.answer_all(len(calls))
+        return undecided
+
+    def _outcome(
+        self, key: str, labels: Sequence[str], error: CallError | None, num_votes: int
+    ) -> Opinion | CallError | None:
+        """Return what the votes on a question decide; None if it needs more."""
+        votes = self._votes.get(key, {})
+        measured = [vote for vote in votes.values() if vote.probabilities is not None]
+        if measured:
+            return opinion_of_probabilities(measured[0])
+        if error is not None or len(votes) < num_votes:
+            return error
+        opinion = opinion_of_votes([votes[number] for number in sorted(votes)], labels)
+        if opinion.shares is not None:
+            return opinion
+        # The votes that are labels count when the question is asked again.
+        self._votes[key] = {number: vote for number, vote in votes.items() if vote.label is not None}
+        return CallError(opinion.reason, "unread")
+
+    async def _vote(self, client: httpx2.AsyncClient, question: ChatQuestion, number: int) -> Vote:
+        """Buy one vote, reusing the reasoning that was bought for it before."""
+        place = (question.key, number)
+        # A different seed for every vote and every question, and the same one for a retry.
+        seed = int(digest(place)[:7], 16)
+        messages, reasoning = question.messages, None
+        if self.reasoning_tokens:
+            if place not in self._reasoning:
+                asked = with_reasons_asked(messages)
+                reply = await self.chat.reply(client, asked, max_tokens=self.reasoning_tokens, seed=seed)
+                # The reasoning becomes a part of the conversation and may quote what the model read, so it must hold
+                # no marks either.
+                self._reasoning[place] = sanitized(reply.text, self.marks.words).strip()
+            reasoning = self._reasoning[place]
+            messages = with_reasons_given(messages, reasoning, question.labels)
+        reply = await self.chat.reply(
+            client,
+            messages,
+            max_tokens=self.verdict_tokens,
+            seed=seed,
+            top_logprobs=self._abilities.top_logprobs,
+        )
+        self._reasoning.pop(place, None)
+        return read_vote(reply, question.labels, reasoning)
+
+
+def _has_model(model: str, served: list[str] | None) -> bool:
+    return served is None or any(is_same_model(model, name) for name in served)
+
+
+def _problem(chat: ChatServer, error: CallError, served: list[str] | None = None) -> str:
+    """Return an error message that says what to change; `served`: names of the models that the server lists."""
+    reason = str(error)
+    if reason == AN_HTML_PAGE:
+        return f"{chat} answers {reason}; give the address of its API, which often ends in /v1"
+    if reason.startswith("a redirect"):
+        return f"{chat} answers {reason}; give that address, if you trust it"
+    if error.kind != "again" and not _has_model(chat.model, served):
+        names = ", ".join(served[:10]) or "none"
+        return f"{chat} does not serve the model {chat.model!r} ({reason}); it lists {names}: set judge_model"
+    if reason.startswith("a reply of model"):
+        return f"{chat} answers with {reason}; set judge_model to the model that is meant"
+    if reason.startswith(("the connection failed", "no answer")):
+        return f"{chat} does not answer: {reason}; start it, or correct its address"
+    return f"{chat} cannot be used: {reason}"
 
 
 def _template_digest() -> str:
     """Return a hash of the wording of the questions."""
-    pair, principle = Pair("prompt", "first", "second"), Principle("principle")
-    questions = [pairwise_messages(pair, principle, "nonce"), rating_messages("prompt", "first", principle, "nonce")]
+    items = Pair("prompt", "first", "second"), Single("prompt", "first")
+    questions = [question_messages(item, Principle("principle"), "nonce") for item in items]
     return digest([questions, LABELS, RATINGS, REASON_FIRST, VERDICT_NOW])[:16]

@@ -7,30 +7,23 @@ shows the bias. Answers that a `Memory` keeps are not asked again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict, digest, stopped_keyword
+from onetrunk.judges.base import ErrorKind, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
 
-T = TypeVar("T", Verdict, Rating)
+Answer = TypeVar("Answer", Verdict, Rating)
+# Called with an item and its new answer.
+OnAnswer = Callable[[Pair | Single, Verdict | Rating], None]
 TIE = 0.5
 # Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
 LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
 FEWEST_ANSWERS = 20
 # Under this reason earlier versions kept the answer of an ensemble with a member whose replies they could not read.
 UNREAD_MEMBER = re.compile(r"^[\w.-]+: \d+ of \d+ replies are no label$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question for a judge: the indices of a pair and a principle, and whether the pair is shown flipped."""
-
-    pair: int
-    principle: int
-    flipped: bool
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,17 @@ class RatingLabel:
     failure: str | None = None
 
 
-def questions(pairs: Sequence[Pair], constitution: Constitution, both_orders: bool = True) -> list[Question]:
-    """Return every question about some pairs, principle by principle."""
-    orders = (False, True) if both_orders else (False,)
-    numbers = range(len(constitution.principles))
-    return [Question(i, j, flipped) for j in numbers for flipped in orders for i in range(len(pairs))]
+class Memory(Protocol):
+    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk.
+
+    `get` returns None without a value; `put` keeps the first value under a key, and `replace` the new one.
+    """
+
+    def get(self, key: str) -> Any: ...
+
+    def put(self, key: str, value: Any) -> Any: ...
+
+    def replace(self, key: str, value: Any) -> Any: ...
 
 
 def judge_pairs(
@@ -88,96 +87,19 @@ def judge_pairs(
     constitution: Constitution,
     *,
     both_orders: bool = True,
-    on_verdict: Callable[[Question, Verdict], None] | None = None,
-    known: Mapping[Question, Verdict] | None = None,
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> list[PairLabel]:
-    """Return a label per pair.
+    """Return a label per pair, asked principle by principle.
 
     Args:
-        judge, pairs, constitution: the judge answers, principle by principle, the questions that are not in `known`.
         both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
-        on_verdict: called with each new verdict, also with an error, as soon as it arrives.
-        known: verdicts that need not be asked for.
+        memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
     """
-    verdicts: dict[Question, Verdict] = dict(known or {})
-    all_questions = questions(pairs, constitution, both_orders)
-    for number, principle in enumerate(constitution.principles):
-        missing = [q for q in all_questions if q.principle == number and q not in verdicts]
-        if not missing:
-            continue
-
-        def keep(index: int, verdict: Verdict, missing: list[Question] = missing) -> None:
-            if on_verdict is not None:
-                on_verdict(missing[index], verdict)
-
-        shown = [_shown(pairs, question) for question in missing]
-        verdicts.update(zip(missing, judge.compare(shown, principle, keep), strict=True))
-    orders = (False, True) if both_orders else (False,)
-    return [_label(number, verdicts, constitution, orders) for number in range(len(pairs))]
-
-
-def _shown(pairs: Sequence[Pair], question: Question) -> Pair:
-    pair = pairs[question.pair]
-    return pair.flipped() if question.flipped else pair
-
-
-def _label(
-    pair: int, verdicts: Mapping[Question, Verdict], constitution: Constitution, orders: Sequence[bool]
-) -> PairLabel:
-    votes, abstentions = [], 0
-    errors: list[ErrorKind] = []
-    answered: list[tuple[float, list[float]]] = []
-    for number, principle in enumerate(constitution.principles):
-        by_order: list[float | None] = []
-        for flipped in orders:
-            verdict = verdicts[Question(pair, number, flipped)]
-            errors += [verdict.error_kind] if verdict.error is not None else []
-            abstentions += verdict.error is None and verdict.probability is None
-            probability = verdict.probability if verdict.error is None else None
-            by_order.append(1 - probability if flipped and probability is not None else probability)
-        votes.append((principle.text, tuple(by_order)))
-        # An answer in one order alone would bring the slot's bias into the mean.
-        if None not in by_order:
-            answered.append((principle.weight, by_order))
-    # A principle that ties in every order would only pull the others towards 1/2. Two orders that contradict each
-    # other do count: the judge saw a difference, but cannot be trusted with it.
-    decided = [(weight, by_order) for weight, by_order in answered if any(p != TIE for p in by_order)] or answered
-    weights = sum(weight for weight, _ in decided)
-    means = [sum(weight * p[i] for weight, p in decided) / weights for i in range(len(orders)) if decided]
-    probability = sum(means) / len(means) if means else None
-    kinds = len(errors), errors.count("refused"), errors.count("unread")
-    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, *kinds)
-
-
-class Memory(Protocol):
-    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk."""
-
-    def get(self, key: str) -> Any:
-        """Return the value under a key, None without one."""
-
-    def put(self, key: str, value: Any) -> Any:
-        """Keep a value."""
-
-    def replace(self, key: str, value: Any) -> Any:
-        """Keep a value in place of the one under the key."""
-
-
-def kept_labels(
-    judge: Judge, pairs: Sequence[Pair], constitution: Constitution, memory: Memory | None = None
-) -> list[PairLabel]:
-    """Return a label per pair, from both orders; only questions that the memory does not hold are asked."""
-    if memory is None:
-        return judge_pairs(judge, pairs, constitution)
-
-    def key(question: Question) -> str:
-        return verdict_key(judge, constitution.principles[question.principle], _shown(pairs, question))
-
-    def keep(question: Question, verdict: Verdict) -> None:
-        keep_answer(memory, key(question), verdict)
-
-    kept = {question: kept_answer(memory, key(question), Verdict) for question in questions(pairs, constitution)}
-    known = {question: verdict for question, verdict in kept.items() if verdict is not None}
-    return judge_pairs(judge, pairs, constitution, on_verdict=keep, known=known)
+    shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
+    principles = constitution.principles
+    by_principle = [ask_missing(judge, shown, principle, memory, on_answer) for principle in principles]
+    return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
 
 
 def kept_ratings(
@@ -192,58 +114,94 @@ def kept_ratings(
 
     `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
-    rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
-    by_principle = [_ratings(judge, rows, principle, memory) for principle in constitution.principles]
-    weights = [principle.weight for principle in constitution.principles]
-    return [_rating_label(ratings, weights) for ratings in zip(*by_principle, strict=True)]
+    rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
+    by_principle = [ask_missing(judge, rows, principle, memory) for principle in constitution.principles]
+    return [rating_label(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
 
-def _ratings(
-    judge: Judge, rows: Sequence[tuple[Prompt, str, bool]], principle: Principle, memory: Memory | None
-) -> list[Rating]:
-    keys = [rating_key(judge, principle, *row) for row in rows]
-    kept = {} if memory is None else {key: kept_answer(memory, key, Rating) for key in keys}
-    ratings = {key: rating for key, rating in kept.items() if rating is not None}
-    # The same text twice is one question.
-    missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in ratings}
-    order = list(missing)
+def ask_missing(
+    judge: Judge,
+    items: Items,
+    principle: Principle,
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+) -> list[Any]:
+    """Return the judge's answers about pairs or single completions; equal items have one answer, the same object.
 
-    def keep(index: int, rating: Rating) -> None:
+    Args:
+        memory: what it holds is not asked, and each new answer is kept as soon as it arrives; None: all is asked.
+        on_answer: called with each new answer, also with an error, after it is kept.
+    """
+    kind = Verdict if items and isinstance(items[0], Pair) else Rating
+    keys = [answer_key(judge, principle, item) for item in items]
+    kept = {} if memory is None else {key: kept_answer(memory, key, kind) for key in keys}
+    answers = {key: answer for key, answer in kept.items() if answer is not None}
+    missing = {key: item for key, item in zip(keys, items, strict=True) if key not in answers}
+    missing_keys, missing_items = list(missing), list(missing.values())
+
+    def keep(index: int, answer: Verdict | Rating) -> None:
         if memory is not None:
-            keep_answer(memory, order[index], rating)
+            keep_answer(memory, missing_keys[index], answer)
+        if on_answer is not None:
+            on_answer(missing_items[index], answer)
 
     if missing:
-        prompts, texts, stopped = (list(column) for column in zip(*missing.values(), strict=True))
-        answers = judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
-        ratings |= dict(zip(order, answers, strict=True))
-    return [ratings[key] for key in keys]
+        answers |= zip(missing_keys, ask(judge, missing_items, principle, keep), strict=True)
+    return [answers[key] for key in keys]
 
 
-def _rating_label(ratings: Sequence[Rating], weights: Sequence[float]) -> RatingLabel:
+def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
+    """Return the label of a pair from its verdicts per principle, each as given and, if it was asked, flipped."""
+    votes, abstentions = [], 0
+    errors: list[ErrorKind] = []
+    answered: list[tuple[float, list[float]]] = []
+    for principle, in_orders in zip(principles, verdicts, strict=True):
+        by_order: list[float | None] = []
+        for is_flipped, verdict in enumerate(in_orders):
+            errors += [verdict.error_kind] if verdict.error is not None else []
+            abstentions += verdict.error is None and verdict.probability is None
+            probability = verdict.probability if verdict.error is None else None
+            by_order.append(1 - probability if is_flipped and probability is not None else probability)
+        votes.append((principle.text, tuple(by_order)))
+        # An answer in one order alone would bring the slot's bias into the mean.
+        if None not in by_order:
+            answered.append((principle.weight, by_order))
+    # A principle that ties in every order would only pull the others towards 1/2. Two orders that contradict each
+    # other do count: the judge saw a difference, but cannot be trusted with it.
+    decided = [(weight, by_order) for weight, by_order in answered if any(p != TIE for p in by_order)] or answered
+    weights = [weight for weight, _ in decided]
+    means = [_weighted_mean(in_order, weights) for in_order in zip(*(p for _, p in decided), strict=True)]
+    kinds = len(errors), errors.count("refused"), errors.count("unread")
+    probability = sum(means) / len(means) if means else None
+    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, *kinds)
+
+
+def rating_label(ratings: Sequence[Rating], constitution: Constitution) -> RatingLabel:
+    """Return the label of a completion from its ratings, one per principle."""
     failures = [rating.error for rating in ratings if rating.error is not None]
-    scores = [(r.score, w) for r, w in zip(ratings, weights, strict=True) if r.error is None and r.score is not None]
-    total = sum(weight for _, weight in scores)
-    score = sum(score * weight for score, weight in scores) / total if scores else None
-    return RatingLabel(score, len(ratings) - len(failures) - len(scores), len(failures), next(iter(failures), None))
+    scored = [
+        (rating.score, principle.weight)
+        for rating, principle in zip(ratings, constitution.principles, strict=True)
+        if rating.error is None and rating.score is not None
+    ]
+    score = _weighted_mean(*zip(*scored, strict=True)) if scored else None
+    return RatingLabel(score, len(ratings) - len(failures) - len(scored), len(failures), next(iter(failures), None))
 
 
-def verdict_key(judge: Judge, principle: Principle, pair: Pair) -> str:
-    """Return the key of a verdict: everything that it depends on. `pair` is in the order shown."""
-    shown: dict[str, Any] = {"prompt": pair.prompt, "first": pair.first, "second": pair.second}
-    if not (pair.first_stopped and pair.second_stopped):
-        shown["stopped"] = [pair.first_stopped, pair.second_stopped]
-    return digest({"verdict": shown, "principle": principle.key, "judge": judge.identity})
-
-
-def rating_key(judge: Judge, principle: Principle, prompt: Prompt, completion: str, stopped: bool = True) -> str:
-    """Return the key of a rating: everything that it depends on."""
-    about: dict[str, Any] = {"prompt": prompt, "completion": completion, "principle": principle.key}
-    if not stopped:
+def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
+    """Return the key of an answer: everything that it depends on. A pair is in the order shown."""
+    if isinstance(item, Pair):
+        shown: dict[str, Any] = {"prompt": item.prompt, "first": item.first, "second": item.second}
+        if not (item.first_stopped and item.second_stopped):
+            shown["stopped"] = [item.first_stopped, item.second_stopped]
+        return digest({"verdict": shown, "principle": principle.key, "judge": judge.identity})
+    about: dict[str, Any] = {"prompt": item.prompt, "completion": item.text, "principle": principle.key}
+    if not item.stopped:
         about["stopped"] = False
     return digest({"rating": about, "judge": judge.identity})
 
 
-def kept_answer(memory: Memory, key: str, kind: type[T]) -> T | None:
+def kept_answer(memory: Memory, key: str, kind: type[Answer]) -> Answer | None:
     """Return the Verdict or Rating (`kind`) under a key; None for a question that must be asked."""
     value = memory.get(key)
     return None if value is None or _is_unread(value) else kind(**value)
@@ -300,18 +258,17 @@ class JudgeStatistics:
         """Count the rating of one completion as a question without slots."""
         self.questions += 1
         self.abstained += rating.error is None and rating.score is None
-        self.errors += rating.error is not None
-        self.refused += rating.error is not None and rating.error_kind == "refused"
-        self.unread += rating.error is not None and rating.error_kind == "unread"
+        if rating.error is not None:
+            self.errors += 1
+            self.refused += rating.error_kind == "refused"
+            self.unread += rating.error_kind == "unread"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; a share of zero is None.
 
         answers, compared: verdicts, and (pair, principle) that were answered in both orders.
-        errors: questions without an answer yet; refused and unread are the errors of that kind.
         position_consistency: share of (pair, principle) whose two orders do not contradict each other.
         first_slot_rate: share of answers for the completion shown first, a tie counting half; .5 for a fair judge.
-        first_slot_probability: mean probability of the completion shown first.
         """
         return {
             "pairs": self.pairs,
@@ -356,6 +313,10 @@ def judge_warnings(statistics: dict[str, Any]) -> list[str]:
             " verdict"
         )
     return warnings
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _agree(one: float, other: float) -> bool:

@@ -6,11 +6,10 @@ the prediction of a logistic regression of the labels on the difference of lengt
 prompt are a cluster and are resampled together. Computed in float64; an empty reduction gives NaN, never 0.
 
 Source: AlpacaEval 2 (github.com/tatsu-lab/alpaca_eval, `metrics/`); the length-controlled win rate is that of Dubois
-et al. 2024 (2404.04475, equation 2) without two ingredients that exist only for AlpacaEval's prompts and baseline: the
-difficulty of each prompt, and two rewritings of the baseline's answers that keep the length coefficient low. On 57
-models of the leaderboard the other metrics equal the leaderboard's, and this one is within 0.7 points if each side is
-the longer one in about 40% of the pairs or more. If one side is longer in fewer than 20%, it is up to 24 points off,
-mostly too high for the shorter side; `is_extrapolated` reports that.
+et al. 2024 (2404.04475, equation 2) without what exists only for AlpacaEval's prompts and baseline (difficulties and
+rewritten answers). On 57 models of the leaderboard the other metrics equal the leaderboard's, and this one is within
+0.7 points if each side is the longer one in about 40% of the pairs or more. If one side is longer in fewer than 20%,
+it is up to 24 points off, mostly too high for the shorter side; `is_extrapolated` reports that.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onetrunk.judges.base import logistic
+
 NAN = float("nan")
 KINDS = ("win_rate", "discrete_win_rate", "length_controlled_win_rate")
 TIE = 0.5
+CONFIDENCE = 0.95
 # Per unit of weight, on each coefficient: keeps the fit finite if every label is 1, and moves it by 1e-4 otherwise.
 RIDGE = 1e-4
 # Most entries [resamples, pairs] in memory at once.
 CHUNK = 2**21
 MAX_NEWTON_STEPS = 200
-# If one side is the longer one in a smaller share of the pairs, the fit at equal length is an extrapolation.
 LEAST_RARER_SHARE = 0.2
 
 
@@ -75,16 +76,14 @@ class WinRate:
     """Win rates of one side against another.
 
     Args:
-        pairs, prompts: numbers of them.
         wins, ties, losses: of the first side; a pair whose two orders contradict each other is a tie.
         win_rate: mean label.
         standard_error: of `win_rate`; pairs of one prompt count as one observation.
         discrete_win_rate: (wins + ties / 2) / pairs.
         length_controlled_win_rate: the win rate at equal length, from `length_fit`.
-        length_fit: the regression on length.
         mean_length_difference: first minus second.
-        is_extrapolated: True if fewer than a fifth of the pairs have a difference of at most 0, or of at least 0, so
-            that there is little data near equal length.
+        is_extrapolated: True if fewer than LEAST_RARER_SHARE of the pairs have a difference of at most 0, or of at
+            least 0, so that there is little data near equal length.
     """
 
     pairs: int
@@ -115,16 +114,14 @@ def pair_outcomes(labels: Tensor, consistent: Tensor | None = None, tie_margin: 
     Args:
         labels: [n] in [0, 1].
         consistent: [n] bool, False if the two orders of a judge contradict each other: a tie, whatever their mean.
-        tie_margin: labels at most this far from 1/2 are ties.
+        tie_margin: labels at most this far from 1/2 are ties; below 1/2.
 
     Raises:
-        ValueError: labels outside [0, 1], or a margin outside [0, 1/2).
+        ValueError: labels outside [0, 1].
     """
     labels = labels.double()
     if not bool(((labels >= 0) & (labels <= 1)).all()):
         raise ValueError("labels must be probabilities from 0 to 1; leave pairs without a label out")
-    if not 0 <= tie_margin < TIE:
-        raise ValueError(f"tie_margin is {tie_margin}; expected a number from 0 to below 0.5")
     lead = labels - TIE
     outcomes = torch.where(lead.abs() <= tie_margin, TIE, (lead > 0).double())
     return outcomes if consistent is None else torch.where(consistent, outcomes, TIE)
@@ -137,7 +134,6 @@ def win_rate(
     *,
     consistent: Tensor | None = None,
     tie_margin: float = 0.0,
-    confidence: float = 0.95,
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> WinRate:
@@ -150,14 +146,12 @@ def win_rate(
         prompts: n keys; pairs of one key are drawn together.
         length_differences: [n] first minus second, in any unit; characters in AlpacaEval.
         consistent, tie_margin: as in `pair_outcomes`.
-        confidence: of the intervals, in (0, 1).
         num_resamples: of the prompts, with replacement.
         seed: of the resamples.
 
     Raises:
-        ValueError: inputs of different lengths, no pair, or a setting out of range.
+        ValueError: labels outside [0, 1].
     """
-    _check(labels, prompts, length_differences, confidence, num_resamples)
     labels, differences = labels.double(), length_differences.double()
     outcomes = pair_outcomes(labels, consistent, tie_margin)
     clusters = _numbered(prompts)
@@ -169,7 +163,7 @@ def win_rate(
         fit = LengthFit(intercept, slope, scale)
     drawn = _resampled_metrics(outcomes, labels, design, _resampled(clusters, num_resamples, seed))
     estimates = {
-        name: _estimate(value, drawn[name], confidence, num_prompts, float(values.mean()))
+        name: _estimate(value, drawn[name], num_prompts, float(values.mean()))
         for name, value, values in (
             ("win_rate", float(labels.mean()), labels),
             ("discrete_win_rate", float(outcomes.mean()), outcomes),
@@ -279,11 +273,11 @@ def _resampled_metrics(
     return drawn
 
 
-def _estimate(value: float, drawn: Sequence[Tensor], confidence: float, num_prompts: int, mean: float) -> Estimate:
+def _estimate(value: float, drawn: Sequence[Tensor], num_prompts: int, mean: float) -> Estimate:
     """Return a metric with the percentiles of its resamples; `mean`: of the labels, 0 or 1 if they all agree."""
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     if mean in (0.0, 1.0):
         # All resamples agree, but another sample might not: Clopper and Pearson's bound for no failure in n.
         bound = tail ** (1 / num_prompts)
@@ -302,23 +296,9 @@ def _standard_error(labels: Tensor, clusters: Tensor) -> float:
 
 
 def _numbered(keys: Sequence[Hashable]) -> Tensor:
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([numbers[key] for key in keys])
 
 
 def _sigmoid(x: float) -> float:
-    return NAN if math.isnan(x) else 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-def _check(labels: Tensor, prompts: Sequence[Hashable], lengths: Tensor, confidence: float, resamples: int) -> None:
-    if not len(labels):
-        raise ValueError("there is no labelled pair to compute a win rate from")
-    if not len(labels) == len(prompts) == len(lengths):
-        raise ValueError(
-            f"{len(labels)} labels, {len(prompts)} prompts and {len(lengths)} length differences; give one each per"
-            " pair"
-        )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}; expected a number between 0 and 1, such as 0.95")
-    if resamples < 1:
-        raise ValueError(f"num_resamples is {resamples}; expected 1 or more")
+    return NAN if math.isnan(x) else logistic(x)

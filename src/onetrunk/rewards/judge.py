@@ -12,7 +12,7 @@ from typing import Any
 
 from onetrunk.judges.base import Judge, Pair, digest
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import JudgeStatistics, Memory, PairLabel, kept_labels, kept_ratings
+from onetrunk.judges.verdicts import JudgeStatistics, Memory, PairLabel, judge_pairs, kept_ratings
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt, SampledText
 
@@ -117,9 +117,7 @@ class PairwiseReward:
             )
         ]
         different = [index for index, pair in enumerate(pairs) if pair.first != pair.second]
-        labels: list[PairLabel] = []
-        if different:
-            labels = kept_labels(self.judge, [pairs[i] for i in different], self.constitution, self.memory)
+        labels = judge_pairs(self.judge, [pairs[i] for i in different], self.constitution, memory=self.memory)
         probabilities: list[float | None] = [AS_GOOD] * len(pairs)
         for index, label in zip(different, labels, strict=True):
             # A label over some of the questions would change once the others are answered.

@@ -14,7 +14,6 @@ was cut off at max_completion_length) and answers {"scores": [number or null, ..
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +24,7 @@ import httpx2
 
 from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
 from onetrunk.judges.chat import is_same_model
-from onetrunk.judges.http import (
-    check_host,
-    check_url,
-    failure_of,
-    failure_of_response,
-    guarded_client,
-    is_html,
-    read_secret,
-    shown,
-)
+from onetrunk.judges.http import check_host, check_url, guarded_client, post_json, read_secret, shown
 from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.scorer import READS_END, encode_rows
 from onetrunk.models.sources import load_config
@@ -237,20 +227,7 @@ class RemoteReward:
     async def _call(self, client: httpx2.AsyncClient, rows: Rows) -> list[float | None]:
         token_ids = None if self._encode is None else self._encode(*rows)
         body = _request_body(self.kind, rows, self.model, token_ids)
-        secret = read_secret(self.api_key_env)
-        try:
-            response = await client.post(self.url, json=body)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise failure_of(error, secret) from None
-        if not response.is_success:
-            raise failure_of_response(response, secret)
-        try:
-            answer = response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-            html = is_html(response.headers.get("content-type", ""), response.text)
-            raise CallError(
-                "an HTML page where JSON was expected" if html else "a body that is not whole JSON"
-            ) from None
+        answer = await post_json(client, self.url, body, read_secret(self.api_key_env))
         reported = answer.get("model") if isinstance(answer, dict) else None
         if self.model is not None and isinstance(reported, str) and not is_same_model(self.model, reported):
             raise CallError(f"scores of model {reported!r}, where {self.model!r} was asked")

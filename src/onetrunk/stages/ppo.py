@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.judges.load import JudgeSettings
+from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_ppo(
     argv: Sequence[str],
-) -> tuple[PPODataArguments, PPOArguments, ModelArguments, JudgeSettings, PPOJudgeArguments]:
+) -> tuple[PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments]:
     """Parse and check the arguments of the stage."""
-    types = (PPODataArguments, PPOArguments, ModelArguments, JudgeSettings, PPOJudgeArguments)
+    types = (PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments)
     parsed = parse(argv, types, "ppo", "Train a LoRA policy on one frozen base by PPO.", knows_ppo=True)
     try:
         check_judges(parsed[0].reward_funcs, *parsed[3:])
@@ -44,7 +44,7 @@ def run(
     data: PPODataArguments,
     args: PPOArguments,
     model_args: ModelArguments,
-    judge_settings: JudgeSettings,
+    judge_settings: JudgeConfig,
     judge_args: PPOJudgeArguments,
 ) -> None:
     """Read the rows, load judges, build the trainer, train, save, compare, push."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import REWARD, JudgeSettings, check_judge, load_judge
+from onetrunk.judges.load import REWARD, JudgeConfig, check_judge, load_judge
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitor import ACTIONS, HackingMonitor, check_settings
 from onetrunk.ppo.reference_completions import FOLDER, sample_references
@@ -64,7 +64,7 @@ class PPOJudgeArguments:
         if changed and not self.monitor_judge:
             raise ValueError(f"{changed[0]} is set and monitor_judge is not; name a judge, or leave {changed[0]} out")
 
-    def monitor_settings(self, settings: JudgeSettings) -> JudgeSettings:
+    def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
         """Return the settings of the monitor's judge: those of the reward's judge with the monitor's own values."""
         return replace(
             settings,
@@ -74,7 +74,7 @@ class PPOJudgeArguments:
         )
 
 
-def check_judges(reward_funcs: Sequence[str], settings: JudgeSettings, arguments: PPOJudgeArguments) -> None:
+def check_judges(reward_funcs: Sequence[str], settings: JudgeConfig, arguments: PPOJudgeArguments) -> None:
     """Raise ValueError for a judge without settings, settings without a judge, or a judge that monitors itself."""
     words = [word for word in (JUDGE, PAIRWISE) if word in reward_funcs]
     if words and not settings.judge:
@@ -126,7 +126,7 @@ class RunJudges:
 
 @contextlib.contextmanager
 def run_judges(
-    reward_funcs: Sequence[str], args: PPOConfig, settings: JudgeSettings, arguments: PPOJudgeArguments
+    reward_funcs: Sequence[str], args: PPOConfig, settings: JudgeConfig, arguments: PPOJudgeArguments
 ) -> Iterator[RunJudges]:
     """Load the judges before any other model, and yield them.
 
@@ -169,7 +169,7 @@ def run_judges(
 
 
 def _monitor_parts(
-    args: PPOConfig, settings: JudgeSettings, arguments: PPOJudgeArguments
+    args: PPOConfig, settings: JudgeConfig, arguments: PPOJudgeArguments
 ) -> tuple[Judge | None, Constitution]:
     monitor = arguments.monitor_settings(settings)
     if args.process_index:
@@ -177,7 +177,7 @@ def _monitor_parts(
     return _load_parts(monitor)
 
 
-def _load_parts(settings: JudgeSettings) -> tuple[Judge, Constitution]:
+def _load_parts(settings: JudgeConfig) -> tuple[Judge, Constitution]:
     constitution = load_constitution(settings.constitution)
     judge = load_judge(settings, resolve_reward)
     check_judge(judge)

@@ -15,7 +15,7 @@ from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import ErrorKind, Judge, Pair
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeSettings, check_judge, load_judge
+from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.rewards.combine import RewardSet
@@ -79,7 +79,7 @@ class ShownLimit(FailureLimit):
 
 
 def plan_comparison(
-    args: EvalArguments, settings: JudgeSettings, model_args: ModelArguments, columns: Sequence[str], is_first: bool
+    args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments, columns: Sequence[str], is_first: bool
 ) -> Comparison:
     """Check the opponent, the checks and the constitution, and load the judge last.
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.judges.load import JudgeSettings
+from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.sources import is_adapter, require_safetensors
 from onetrunk.models.trunk import TrunkModel
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_stage("eval", parse_eval, run, argv)
 
 
-def parse_eval(argv: Sequence[str]) -> tuple[EvalArguments, JudgeSettings, ModelArguments]:
+def parse_eval(argv: Sequence[str]) -> tuple[EvalArguments, JudgeConfig, ModelArguments]:
     """Parse and check the arguments of the stage."""
-    types = (EvalArguments, JudgeSettings, ModelArguments)
+    types = (EvalArguments, JudgeConfig, ModelArguments)
     parsed = parse(argv, types, "eval", "Sample, score and compare completions of held-out prompts.", knows_ppo=True)
     try:
         check_purpose(parsed[0], parsed[1].judge, parsed[1].constitution)
@@ -52,7 +52,7 @@ def parse_eval(argv: Sequence[str]) -> tuple[EvalArguments, JudgeSettings, Model
     return parsed
 
 
-def run(args: EvalArguments, judge_settings: JudgeSettings, model_args: ModelArguments) -> None:
+def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
     """Read the prompts, load the model, sample and score, let a judge compare, write and show."""
     rows = prompt_rows(load_dataset_rows(args))
     config = args.ppo_config(model_args.init_kwargs())

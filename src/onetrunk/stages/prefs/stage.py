@@ -15,7 +15,7 @@ from onetrunk.stages.parsing import parse
 from onetrunk.stages.running import Terminated, run_stage, say
 
 if TYPE_CHECKING:
-    from onetrunk.judges.load import JudgeSettings
+    from onetrunk.judges.load import JudgeConfig
     from onetrunk.stages.arguments import ModelArguments
     from onetrunk.stages.prefs.arguments import PrefsArguments
     from onetrunk.stages.prefs.flow import Result
@@ -27,16 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_prefs(argv: Sequence[str]) -> tuple[Any, ...]:
-    """Return PrefsArguments, JudgeSettings and ModelArguments."""
-    from onetrunk.judges.load import JudgeSettings
+    """Return PrefsArguments, JudgeConfig and ModelArguments."""
+    from onetrunk.judges.load import JudgeConfig
     from onetrunk.stages.arguments import ModelArguments
     from onetrunk.stages.prefs.arguments import PrefsArguments
 
-    types = (PrefsArguments, JudgeSettings, ModelArguments)
+    types = (PrefsArguments, JudgeConfig, ModelArguments)
     return parse(argv, types, "prefs", "Make preference data, or revised completions, with a judge or a constitution.")
 
 
-def run(args: PrefsArguments, judge_settings: JudgeSettings, model_args: ModelArguments) -> None:
+def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
     """Make the rows of a run (or merge finished shards), and print a summary.
 
     Raises:
@@ -61,7 +61,7 @@ def run(args: PrefsArguments, judge_settings: JudgeSettings, model_args: ModelAr
     print_summary(result)
 
 
-def make(args: PrefsArguments, judge_settings: JudgeSettings, model_args: ModelArguments, folder: Path) -> Result:
+def make(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments, folder: Path) -> Result:
     """Check the rows, load constitution, judge and model, and make the rows."""
     from onetrunk.judges.constitution import load_constitution
     from onetrunk.judges.load import check_judge, load_judge

@@ -10,7 +10,7 @@ from transformers import AddedToken
 
 from onetrunk.judges.base import Pair
 from onetrunk.judges.local import Reader
-from onetrunk.judges.template import PLACES, Marks, ShownMarks, nonce_of, pairwise_messages, sanitized
+from onetrunk.judges.template import MAX_CHARACTERS, PLACES, Marks, ShownMarks, nonce_of, question_messages, sanitized
 from onetrunk.models.new_scorer import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
 from tests.judges.trained_judge import CHATML, MARKS
@@ -50,8 +50,7 @@ TOKENIZERS = {
 
 def controls(marks, pair):
     """Return the number of control tokens of a question as the judge reads it."""
-    shown = Pair(marks.cleaned_prompt(pair.prompt), marks.cleaned(pair.first), marks.cleaned(pair.second))
-    messages = pairwise_messages(shown, PRINCIPLE, nonce_of(pair, PRINCIPLE), marks.words)
+    messages = marks.query(pair, PRINCIPLE).messages(MAX_CHARACTERS)
     return sum(token in marks.token_ids for token in Reader(marks.tokenizer).ids(messages))
 
 
@@ -103,7 +102,7 @@ def controls_by_rule(name, text):
     """Return the control tokens of a question as a server's tokenizer reads it, where nobody told which it has."""
     tokenizer, pair = family(name), Pair([{"role": "user", "content": text}], f"a{text}", text)
     ids = set(tokenizer.convert_tokens_to_ids(list(FAMILIES[name])))
-    messages = pairwise_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE))
+    messages = question_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE))
     assert ids & set(tokenizer(text)["input_ids"]) or "\u200b" in text
     return [token for token in Reader(tokenizer).ids(messages) if token in ids]
 

@@ -98,8 +98,6 @@ def test_the_last_members_answers_are_told_one_by_one_until_it_breaks():
 
 
 def test_what_is_no_ensemble_is_refused():
-    with pytest.raises(ValueError, match="an ensemble of 1 judges"):
-        EnsembleJudge([FixedJudge(0.5)])
     with pytest.raises(ValueError, match="the judge 'fixed' is twice in the ensemble"):
         EnsembleJudge([FixedJudge(0.5), FixedJudge(0.5)])
 

@@ -112,7 +112,5 @@ def test_what_is_no_reward_model_is_one_error_message(folder, tmp_path):
         load_reward_judge(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="newly initialised"):
         load_reward_judge(str(folder / "base"))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        RewardModelJudge(load_reward_judge(str(folder / "model")).model, tiny_tokenizer(), batch_size=0)
     with pytest.raises(ValueError, match="labels; expected a sequence-classification model with 1"):
         RewardModelJudge(tiny_model("llama"), tiny_tokenizer())
