@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.shards import prompt_key, prompt_words
-from onetrunk.judges.base import digest
+from onetrunk.feedback.shards import prompt_words
+from onetrunk.judges.base import digest, prompt_key
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Prompt, SampledText
 

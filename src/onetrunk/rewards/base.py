@@ -14,9 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from onetrunk.types import Message, Prompt
-
-Completion = str | list[Message]
+from onetrunk.types import Completion, Prompt
 
 
 class RewardFunction(Protocol):

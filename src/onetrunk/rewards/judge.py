@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onetrunk.judges.base import Judge, Pair, digest
+from onetrunk.judges.base import Judge, Pair, prompt_key
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import JudgeStatistics, Memory, PairLabel, kept_labels, kept_ratings
 from onetrunk.rewards.base import Completion
-from onetrunk.types import Prompt, SampledText
+from onetrunk.types import Prompt, SampledText, as_text
 
 COLUMN = "reference_completion"
 AS_GOOD = 0.5
@@ -157,13 +157,3 @@ class PairwiseReward:
         consistency = statistics.as_dict()["position_consistency"]
         if consistency is not None:
             log_metric(f"score/{self.__name__}_consistency", consistency)
-
-
-def as_text(completion: Completion) -> str:
-    """Return a completion as the text that a judge reads."""
-    return completion if isinstance(completion, str) else "\n".join(message["content"] for message in completion)
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """Return the sha256 of a prompt's content."""
-    return digest({"prompt": prompt})
