@@ -1,14 +1,26 @@
-"""Ask a judge, keep its answers in a ledger, and stop the run if too many questions have no answer."""
+"""Ask a judge, and keep every answer in a ledger as soon as it arrives. What the ledger holds is not asked again.
+
+A question without an answer (the server is down) is not kept; the next run asks it again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Rating, Verdict, digest
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Verdict, digest, stopped_keyword
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, RatingLabel, kept_labels, kept_ratings
+from onetrunk.judges.verdicts import (
+    JudgeStatistics,
+    PairLabel,
+    Question,
+    judge_pairs,
+    keep_answer,
+    kept_answer,
+    questions,
+    rating_key,
+    verdict_key,
+)
 from onetrunk.types import Prompt, SampledText
 
 # The failed fraction is taken of this number of questions at least.
@@ -17,49 +29,93 @@ FEWEST = 50
 FEWEST_PROMPTS = 5
 
 
-@dataclass
 class Asker:
-    """Asks a judge about pairs and single completions under every principle of a constitution.
+    """Asks a judge about pairs and single completions under every principle of a constitution."""
 
-    Its methods raise a RuntimeError if too many questions have no answer.
-    """
-
-    judge: Judge
-    constitution: Constitution
-    ledger: Ledger
-    limit: FailureLimit
-    both_orders: bool = True
-    statistics: JudgeStatistics = field(default_factory=JudgeStatistics)
+    def __init__(
+        self, judge: Judge, constitution: Constitution, ledger: Ledger, limit: FailureLimit, both_orders: bool = True
+    ):
+        self.judge, self.constitution, self.ledger = judge, constitution, ledger
+        self.limit, self.both_orders = limit, both_orders
+        self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
-        """Return a label per pair; its `errors` count the questions without an answer."""
-        labels = kept_labels(
-            self.judge, pairs, self.constitution, self.ledger, both_orders=self.both_orders, on_answer=self._note
+        """Return a label per pair; its `errors` count the questions without an answer.
+
+        Raises:
+            RuntimeError: too many questions have no answer.
+        """
+        keys = {q: self._key(pairs[q.pair], q) for q in questions(pairs, self.constitution, self.both_orders)}
+        kept = {question: kept_answer(self.ledger, key, Verdict) for question, key in keys.items()}
+
+        def keep(question: Question, verdict: Verdict) -> None:
+            keep_answer(self.ledger, keys[question], verdict)
+            self.limit.note(verdict.error, verdict.error_kind, pairs[question.pair].prompt)
+
+        labels = judge_pairs(
+            self.judge,
+            pairs,
+            self.constitution,
+            both_orders=self.both_orders,
+            on_verdict=keep,
+            known={question: verdict for question, verdict in kept.items() if verdict is not None},
         )
         for label in labels:
             self.statistics.add(label)
         return labels
 
+    def _key(self, pair: Pair, question: Question) -> str:
+        principle = self.constitution.principles[question.principle]
+        return verdict_key(self.judge, principle, pair.flipped() if question.flipped else pair)
+
     def ratings(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
-    ) -> list[list[RatingLabel]]:
-        """Return the rating of each completion of each prompt."""
-        sampled = [text for texts in completions for text in texts]
-        ratings = kept_ratings(
-            self.judge,
-            [prompt for prompt, texts in zip(prompts, completions, strict=True) for _ in texts],
-            [text.text for text in sampled],
-            self.constitution,
-            self.ledger,
-            [text.stopped for text in sampled],
-            statistics=self.statistics,
-            on_answer=self._note,
-        )
-        by_row = iter(ratings)
-        return [[next(by_row) for _ in texts] for texts in completions]
+    ) -> list[tuple[list[float | None], bool]]:
+        """Return, per prompt, the rating of each completion, and whether a question about one has no answer.
 
-    def _note(self, answer: Verdict | Rating, prompt: Prompt) -> None:
-        self.limit.note(answer.error, answer.error_kind, prompt)
+        A rating is the weighted mean over the principles that the judge scored; None: it abstained from all.
+
+        Raises:
+            RuntimeError: too many questions have no answer.
+        """
+        rows = [
+            (prompt, sampled.text, sampled.stopped)
+            for prompt, texts in zip(prompts, completions, strict=True)
+            for sampled in texts
+        ]
+        by_principle = [self._ratings(rows, principle) for principle in self.constitution.principles]
+        by_row = iter(zip(*by_principle, strict=True))
+        ratings = []
+        for texts in completions:
+            answers = [next(by_row) for _ in texts]
+            has_failed = any(rating.error is not None for row in answers for rating in row)
+            ratings.append(([self._mean(row) for row in answers], has_failed))
+        return ratings
+
+    def _mean(self, ratings: Sequence[Rating]) -> float | None:
+        weights = [principle.weight for principle in self.constitution.principles]
+        scored = [(r.score, weight) for r, weight in zip(ratings, weights, strict=True) if r.score is not None]
+        total = sum(weight for _, weight in scored)
+        return sum(score * weight for score, weight in scored) / total if scored else None
+
+    def _ratings(self, rows: Sequence[tuple[Prompt, str, bool]], principle: Principle) -> list[Rating]:
+        keys = [rating_key(self.judge, principle, *row) for row in rows]
+        ratings = {key: rating for key in keys if (rating := kept_answer(self.ledger, key, Rating)) is not None}
+        # The same text twice is one question.
+        missing = list({key: row for key, row in zip(keys, rows, strict=True) if key not in ratings}.items())
+
+        def keep(index: int, rating: Rating) -> None:
+            key, (prompt, *_) = missing[index]
+            ratings[key] = rating
+            keep_answer(self.ledger, key, rating)
+            self.limit.note(rating.error, rating.error_kind, prompt)
+
+        if missing:
+            prompts, texts, stopped = (list(column) for column in zip(*(row for _, row in missing), strict=True))
+            self.judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
+        for rating in ratings.values():
+            self.statistics.add_rating(rating)
+        return [ratings[key] for key in keys]
 
 
 class FailureLimit:

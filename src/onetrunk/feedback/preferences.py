@@ -23,7 +23,7 @@ from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Pair
-from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, RatingLabel
+from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.types import SampledText, as_completion, as_text
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
@@ -84,13 +84,13 @@ class PreferenceMaker:
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        ratings: list[list[RatingLabel]] = [[] for _ in items]
+        ratings: list[tuple[list[float | None], bool]] = [([], False)] * len(items)
         if self.pairing == "best_worst":
             ratings = self.asker.ratings([item.prompt for item in items], completions)
         pairs = [
             Pair(item.prompt, row[first].text, row[second].text, row[first].stopped, row[second].stopped)
-            for item, row, labels in zip(items, completions, ratings, strict=True)
-            for first, second in self._pairs(item, [sampled.text for sampled in row], labels)
+            for item, row, rated in zip(items, completions, ratings, strict=True)
+            for first, second in self._pairs(item, [sampled.text for sampled in row], *rated)
         ]
         labels = zip(pairs, self.asker.labels(pairs), strict=True)
         rows = [_row(pair, label) for pair, label in labels if self._is_written(label)]
@@ -99,20 +99,22 @@ class PreferenceMaker:
         self.statistics.add(rows)
         return rows
 
-    def _pairs(self, item: PromptItem, texts: Sequence[str], ratings: Sequence[RatingLabel]) -> list[tuple[int, int]]:
+    def _pairs(
+        self, item: PromptItem, texts: Sequence[str], ratings: Sequence[float | None], is_unrated: bool
+    ) -> list[tuple[int, int]]:
         """Return the pairs of one prompt, as indices of its completions, and count the completions."""
         blank = sum(text_fault(text) is not None for text in texts)
         self.counts["completions"] += len(texts)
         self.counts["blank_completions"] += blank
         self.counts["repeated_completions"] += len(texts) - blank - len(distinct(texts))
-        if any(rating.errors for rating in ratings):
+        if is_unrated:
             # There will be a pair once the judge answers.
             self.counts["pairs"] += 1
             self.counts["unjudged"] += 1
             return []
         words = (self.seed, *prompt_words(item.key))
         if self.pairing == "best_worst":
-            pairs = best_worst_pair(texts, [rating.score for rating in ratings], words)
+            pairs = best_worst_pair(texts, ratings, words)
         elif self.pairing == "random":
             pairs = random_pairs(texts, words, self.pairs_per_prompt)
         else:

@@ -16,7 +16,6 @@ from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
 
 T = TypeVar("T", Verdict, Rating)
-OnAnswer = Callable[[Verdict | Rating, Prompt], None]
 TIE = 0.5
 # Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
 LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
@@ -164,33 +163,21 @@ class Memory(Protocol):
 
 
 def kept_labels(
-    judge: Judge,
-    pairs: Sequence[Pair],
-    constitution: Constitution,
-    memory: Memory | None = None,
-    *,
-    both_orders: bool = True,
-    on_answer: OnAnswer | None = None,
+    judge: Judge, pairs: Sequence[Pair], constitution: Constitution, memory: Memory | None = None
 ) -> list[PairLabel]:
-    """Return a label per pair; only questions that the memory does not hold are asked.
-
-    `on_answer` is called with each new verdict, also with an error, and its prompt, once the verdict is kept.
-    """
+    """Return a label per pair, from both orders; only questions that the memory does not hold are asked."""
     if memory is None:
-        return judge_pairs(judge, pairs, constitution, both_orders=both_orders)
-    keys = {
-        question: verdict_key(judge, constitution.principles[question.principle], _shown(pairs, question))
-        for question in questions(pairs, constitution, both_orders)
-    }
-    kept = {question: kept_answer(memory, key, Verdict) for question, key in keys.items()}
-    known = {question: verdict for question, verdict in kept.items() if verdict is not None}
+        return judge_pairs(judge, pairs, constitution)
+
+    def key(question: Question) -> str:
+        return verdict_key(judge, constitution.principles[question.principle], _shown(pairs, question))
 
     def keep(question: Question, verdict: Verdict) -> None:
-        keep_answer(memory, keys[question], verdict)
-        if on_answer is not None:
-            on_answer(verdict, pairs[question.pair].prompt)
+        keep_answer(memory, key(question), verdict)
 
-    return judge_pairs(judge, pairs, constitution, both_orders=both_orders, on_verdict=keep, known=known)
+    kept = {question: kept_answer(memory, key(question), Verdict) for question in questions(pairs, constitution)}
+    known = {question: verdict for question, verdict in kept.items() if verdict is not None}
+    return judge_pairs(judge, pairs, constitution, on_verdict=keep, known=known)
 
 
 def kept_ratings(
@@ -200,54 +187,36 @@ def kept_ratings(
     constitution: Constitution,
     memory: Memory | None = None,
     stopped: Sequence[bool] | None = None,
-    *,
-    statistics: JudgeStatistics | None = None,
-    on_answer: OnAnswer | None = None,
 ) -> list[RatingLabel]:
     """Return a rating per completion; only questions that the memory does not hold are asked.
 
-    Args:
-        stopped: False for a completion that was cut off; None: no completion was cut off.
-        statistics: counts every rating, of equal rows one.
-        on_answer: called with each new rating, also with an error, and its prompt, once the rating is kept.
+    `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
     rows = list(zip(prompts, completions, stopped or [True] * len(prompts), strict=True))
-    by_principle = []
-    for principle in constitution.principles:
-        keys = [rating_key(judge, principle, *row) for row in rows]
-        # The same text twice is one question.
-        ratings = _ratings(judge, dict(zip(keys, rows, strict=True)), principle, memory, on_answer)
-        by_principle.append([ratings[key] for key in keys])
-        if statistics is not None:
-            for rating in ratings.values():
-                statistics.add_rating(rating)
+    by_principle = [_ratings(judge, rows, principle, memory) for principle in constitution.principles]
     weights = [principle.weight for principle in constitution.principles]
     return [_rating_label(ratings, weights) for ratings in zip(*by_principle, strict=True)]
 
 
 def _ratings(
-    judge: Judge,
-    rows: Mapping[str, tuple[Prompt, str, bool]],
-    principle: Principle,
-    memory: Memory | None,
-    on_answer: OnAnswer | None,
-) -> dict[str, Rating]:
-    """Return the ratings of rows, and keep the new ones, under the rows' keys."""
-    kept = {} if memory is None else {key: kept_answer(memory, key, Rating) for key in rows}
+    judge: Judge, rows: Sequence[tuple[Prompt, str, bool]], principle: Principle, memory: Memory | None
+) -> list[Rating]:
+    keys = [rating_key(judge, principle, *row) for row in rows]
+    kept = {} if memory is None else {key: kept_answer(memory, key, Rating) for key in keys}
     ratings = {key: rating for key, rating in kept.items() if rating is not None}
-    missing = [key for key in rows if key not in ratings]
+    # The same text twice is one question.
+    missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in ratings}
+    order = list(missing)
 
     def keep(index: int, rating: Rating) -> None:
         if memory is not None:
-            keep_answer(memory, missing[index], rating)
-        if on_answer is not None:
-            on_answer(rating, rows[missing[index]][0])
+            keep_answer(memory, order[index], rating)
 
     if missing:
-        prompts, texts, stopped = (list(column) for column in zip(*(rows[key] for key in missing), strict=True))
+        prompts, texts, stopped = (list(column) for column in zip(*missing.values(), strict=True))
         answers = judge.rate(prompts, texts, principle, keep, **stopped_keyword(stopped))
-        ratings |= dict(zip(missing, answers, strict=True))
-    return ratings
+        ratings |= dict(zip(order, answers, strict=True))
+    return [ratings[key] for key in keys]
 
 
 def _rating_label(ratings: Sequence[Rating], weights: Sequence[float]) -> RatingLabel:
