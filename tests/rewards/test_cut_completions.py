@@ -11,7 +11,7 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
-from onetrunk.judges.base import Pair, Principle, prompt_key
+from onetrunk.judges.base import Pair, Principle
 from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import EnsembleJudge
@@ -22,7 +22,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
 from onetrunk.rewards.ensemble import load_reward
-from onetrunk.rewards.judge import JudgeReward
+from onetrunk.rewards.judge import JudgeReward, prompt_key
 from onetrunk.types import SampledText
 from tests.judges.stub_server import StubServer
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict, prompt_key
+from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.verdicts import kept_labels, kept_ratings
 from onetrunk.rewards import RewardSet
-from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.judge import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText
 
 ONE = Constitution("one", (Principle("Which is longer?", tags=("long",)),))

@@ -69,14 +69,8 @@ class EnsembleReward:
         scores = [torch.tensor(member(**rows)) for member in self.members]
         return torch.stack([scale.standardize(s) for scale, s in zip(self.scales, scores, strict=True)])
 
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
-    ) -> list[float]:
-        """Return n scores. Ignores `completion_ids` and all columns but `completion_stopped`."""
+    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float]:
+        """Return n scores. Of the columns only `completion_stopped` counts."""
         if not prompts:
             return []
         scores = self.member_scores(prompts, completions, columns.get("completion_stopped"))

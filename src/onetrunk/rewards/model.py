@@ -96,14 +96,8 @@ class ModelReward:
         self.num_shortened = 0
         self.__name__ = name or Path(source).name or type(self.model).__name__
 
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
-    ) -> list[float]:
-        """Return n scores. Ignores `completion_ids` and all columns but `completion_stopped`."""
+    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float]:
+        """Return n scores. Of the columns only `completion_stopped` counts."""
         if not prompts:
             return []
         rows, num_shortened = encode_rows(

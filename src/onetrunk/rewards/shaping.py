@@ -22,11 +22,7 @@ def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tens
         scores: [n] one raw number per completion.
         stopped: [n] bool, True where the completion ended at a stop token.
         penalty: in units of the score, not negative.
-
-    Returns:
-        [n] of the dtype of `scores`.
     """
-    _check_penalty("missing_eos_penalty", scores, stopped, penalty)
     return torch.where(stopped.bool(), scores, scores - penalty)
 
 
@@ -38,25 +34,8 @@ def length_penalty(scores: Tensor, lengths: Tensor, max_completion_length: int, 
         lengths: [n] tokens of the completion, including the stop token.
         max_completion_length: tokens of the longest possible completion.
         penalty: in units of the score, at the full length; not negative.
-
-    Returns:
-        [n] of the dtype of `scores`.
     """
-    _check_penalty("length_penalty", scores, lengths, penalty)
-    if max_completion_length < 1:
-        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length}")
     return scores - penalty * lengths.to(scores.dtype) / max_completion_length
-
-
-def _check_penalty(name: str, scores: Tensor, per_row: Tensor, penalty: float) -> None:
-    if scores.shape != per_row.shape:
-        raise ValueError(
-            f"{name}: scores {tuple(scores.shape)} and {tuple(per_row.shape)} differ; give one entry per row"
-        )
-    if not (math.isfinite(penalty) and penalty >= 0):
-        raise ValueError(
-            f"{name} must be a finite number of at least 0, got {penalty}; it is subtracted from the score"
-        )
 
 
 def score_moments(scores: Tensor) -> tuple[float, float, float]:
