@@ -33,7 +33,7 @@ from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty, score_moments
+from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 
 __all__ = [
     "Completion",
@@ -49,5 +49,4 @@ __all__ = [
     "length_penalty",
     "missing_eos_penalty",
     "resolve_reward",
-    "score_moments",
 ]

@@ -1,7 +1,6 @@
 """Several reward functions become one score per completion: a weighted sum over the functions that apply.
 
-Checks the signature of each function before it is called and its result after. Synchronous functions are called one
-after the other, asynchronous ones together on an event loop in a background thread.
+Synchronous functions are called one after the other, asynchronous ones together in a background thread's event loop.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class RewardSet:
         Raises:
             TypeError: a function needs a keyword that is missing, or rejects one.
         """
-        keywords = ["prompts", "completions", "completion_ids", *EXTRAS]
-        keywords += [name for name in columns if name not in OWN_COLUMNS and name not in keywords]
-        keywords = [name for name in keywords if name != OPTIONAL]
+        others = [name for name in columns if name not in (*OWN_COLUMNS, OPTIONAL)]
+        keywords = list(dict.fromkeys(["prompts", "completions", "completion_ids", *EXTRAS, *others]))
         for name, function in zip(self.names, self.functions, strict=True):
             _check_signature(name, function, [*keywords, OPTIONAL] if _takes_optional(function) else keywords)
 
@@ -113,25 +111,17 @@ class RewardSet:
             ValueError: a list has the wrong length, from the caller or from a function.
         """
         stopped = [True] * len(prompts) if completion_stopped is None else list(completion_stopped)
-        lists = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped, **columns}
-        for name, entries in lists.items():
+        rows = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped}
+        for name, entries in {**rows, **columns}.items():
             if len(entries) != len(prompts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(prompts)} prompts; give one each")
         self.check_columns([*columns, *extras])
-        keywords = {
-            **{name: entries for name, entries in columns.items() if name not in OWN_COLUMNS},
-            "trainer_state": None,
-            "log_extra": _ignore,
-            "log_metric": _ignore,
-            **extras,
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            OPTIONAL: stopped,
-        }
+        others = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
+        ignored = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+        keywords = {**others, **ignored, **extras, "prompts": prompts, **rows}
         results = self._call_all(keywords, trunk_scores)
-        rows = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
-        return _weighted_sum(self.names, rows, self.weights)
+        scores = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
+        return _weighted_sum(self.names, scores, self.weights)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
         results: list[Any] = [None] * len(self.functions)
