@@ -12,12 +12,12 @@ import torch
 
 from onetrunk import cli
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Principle, prompt_key
+from onetrunk.judges.base import Principle, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
-from onetrunk.rewards.judge import PairwiseReward
+from onetrunk.rewards.judge import PairwiseReward, prompt_key
 from onetrunk.stages.ppo_judges import RunJudges
 from onetrunk.utils.files import load_tensors
 from tests.checkpoints.hub_stub import stand_in
@@ -240,3 +240,9 @@ def test_a_judge_that_is_not_there_is_one_sentence_before_the_model_loads(there,
     assert ppo("absent", "--model_name_or_path", "no-model", "--reward_funcs", "judge", *options) == 1
     err = capsys.readouterr().err
     assert sentence in err and "no-model" not in err and "Traceback" not in err
+
+
+def test_the_key_of_a_prompt_is_that_of_preference_data():
+    from onetrunk.feedback.shards import prompt_key as other
+
+    assert prompt_key("a lamp") == other("a lamp") == digest({"prompt": "a lamp"})

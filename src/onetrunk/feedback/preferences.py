@@ -24,7 +24,8 @@ from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
-from onetrunk.types import SampledText, as_completion, as_text
+from onetrunk.types import SampledText, as_completion
+from onetrunk.types import as_text as plain
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
 PAIRINGS = ("all", "best_worst", "random")
@@ -245,7 +246,7 @@ class PreferenceStatistics:
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows."""
         for row in rows:
-            chosen, rejected = len(as_text(row["chosen"])), len(as_text(row["rejected"]))
+            chosen, rejected = len(plain(row["chosen"])), len(plain(row["rejected"]))
             self.num_rows += 1
             # Bins of 0.05, the last one closed.
             self.histogram[min(BINS - 1, int((row["probability"] - 0.5) * 2 * BINS + 1e-9))] += 1

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from onetrunk.feedback.preferences import plain
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.ppo.evaluation import sample_table
@@ -18,7 +19,6 @@ from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.stages.eval.judge import Contest
 from onetrunk.stages.plots import plot_contest
 from onetrunk.stages.report import metrics_table, show, show_columns, write_metrics
-from onetrunk.types import as_text
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
@@ -110,7 +110,7 @@ def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
     for column in ("prompt", "policy", evaluation.opponent or "opponent", "outcome"):
         table.add_column(column, overflow="fold")
     for i, pair in enumerate(evaluation.pairs[:num_rows]):
-        texts = [_short(as_text(pair.prompt)), _short(pair.first), _short(pair.second), _verdict(evaluation, i)]
+        texts = [_short(plain(pair.prompt)), _short(pair.first), _short(pair.second), _verdict(evaluation, i)]
         table.add_row(*(text.replace("[", r"\[") for text in texts))
     return table
 
@@ -188,7 +188,7 @@ def _verdict(evaluation: Evaluation, index: int) -> str:
 
 def _sample(evaluation: Evaluation, index: int) -> str:
     pair = evaluation.pairs[index]
-    sides = (("prompt", as_text(pair.prompt)), ("policy", pair.first), (evaluation.opponent, pair.second))
+    sides = (("prompt", plain(pair.prompt)), ("policy", pair.first), (evaluation.opponent, pair.second))
     blocks = "\n\n".join(f"{name}:\n\n{_fenced(text)}" for name, text in sides)
     verdict = _verdict(evaluation, index)
     return f"### Prompt {index + 1}{verdict and f': {verdict}'}\n\n{blocks}"

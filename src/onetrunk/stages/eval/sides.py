@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
+from onetrunk.feedback.preferences import plain
 from onetrunk.judges.base import Pair
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.score_adapter import is_adapter_name
@@ -24,7 +25,7 @@ from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval.arguments import EvalArguments
-from onetrunk.types import Prompt, as_text
+from onetrunk.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Answers:
     @property
     def texts(self) -> list[str]:
         """The completions as plain text."""
-        return [as_text(completion) for completion in self.completions]
+        return [plain(completion) for completion in self.completions]
 
 
 def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: bool) -> str | None:

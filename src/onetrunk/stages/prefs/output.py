@@ -19,9 +19,9 @@ from typing import Any
 from huggingface_hub import DatasetCardData
 from rich.table import Table
 
+from onetrunk.feedback.preferences import plain
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.verdicts import judge_warnings
-from onetrunk.types import as_text
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact_all
 
@@ -169,7 +169,7 @@ def sample_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.3f}" if isinstance(value, float) else as_text(value)
+    text = f"{value:.3f}" if isinstance(value, float) else plain(value)
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ..."
 
 

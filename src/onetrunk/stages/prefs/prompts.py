@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from onetrunk.data.files import BUILDERS
 from onetrunk.feedback.sampling import PromptItem, encoded
-from onetrunk.judges.base import prompt_key
+from onetrunk.feedback.shards import prompt_key
 from onetrunk.models.sources import load_config
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.arguments import ModelArguments
