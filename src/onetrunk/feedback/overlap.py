@@ -59,14 +59,14 @@ def overlapped(
                 return
 
     def produce() -> None:
+        try:
+            for product in products:
+                put((product,))
+        except Stopped:
+            return
+        except BaseException as error:  # Raised again in the calling thread.
+            failures.append(error)
         with contextlib.suppress(Stopped):
-            try:
-                for product in products:
-                    put((product,))
-            except Stopped:
-                raise
-            except BaseException as error:  # Raised again in the calling thread.
-                failures.append(error)
             put(None)
 
     thread = threading.Thread(target=produce, name="feedback", daemon=True)

@@ -71,7 +71,7 @@ class Reviser:
             for item, row in zip(items, completions, strict=True)
             for index, sampled in enumerate(row)
         ]
-        texts = [text for _, _, text in originals]
+        texts = [text for *_, text in originals]
         trails: list[list[dict[str, str]]] = [[] for _ in originals]
         plans = [self.plan(item, index) for item, index, _ in originals]
         for number in range(self.num_revisions):

@@ -234,9 +234,8 @@ def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence
     if parameters is None:
         return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     rejected = [keyword for keyword in keywords if keyword not in {p.name for p in named}]
-    if rejected and not takes_any:
+    if rejected and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise TypeError(
             f"reward function {name!r} does not take {', '.join(rejected)}, which it is called with; "
             "add **kwargs to its parameters"
