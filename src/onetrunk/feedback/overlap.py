@@ -1,8 +1,7 @@
 """Overlap two stages: a thread produces, and the calling thread consumes, with a bounded queue between them.
 
-The consumer keeps the main thread: judges run an event loop, and checks of users may set signal handlers. The bound
-keeps memory constant, since the input may be a stream. An error of either stage ends the other and reaches the caller.
-The thread is a daemon, unlike those of `concurrent.futures`, whose executor would make an interrupted run wait for it.
+The consumer keeps the main thread: judges run an event loop, and checks of users may set signal handlers. The thread
+is a daemon, unlike those of `concurrent.futures`, whose executor would make an interrupted run wait for it.
 """
 
 from __future__ import annotations

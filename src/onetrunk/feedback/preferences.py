@@ -1,9 +1,7 @@
 """Completions become preference rows: which are paired, what the judge's labels make of the pairs, and statistics.
 
-A row has TRL's `prompt, chosen, rejected`, and ours: `chosen_stopped` and `rejected_stopped` (False for a completion
-that was cut off at the length limit), `probability` that chosen is better, `margin` (its logit), `votes` (JSON: the
-probabilities that each principle gave for chosen) and `consistent`. Pairs without an answer make no row and are
-counted as unjudged; ties make one only with `keep_ties`.
+README.md lists the columns of a row. Pairs without an answer make no row and are counted as unjudged; ties make one
+only with `keep_ties`.
 """
 
 from __future__ import annotations

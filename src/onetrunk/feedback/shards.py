@@ -1,7 +1,7 @@
 """Write rows to files that are whole or absent, and divide prompts among jobs by their content.
 
 A prompt belongs to shard `hash mod n`, wherever it stands in the input. So the shards of any division are disjoint and
-together hold every prompt. A file is written under a temporary name and renamed when it is complete.
+together hold every prompt.
 """
 
 from __future__ import annotations

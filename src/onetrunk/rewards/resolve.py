@@ -71,14 +71,13 @@ def _checked_callable(function: object, spec: str) -> RewardFunction:
 def _module_by_name(spec: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{name}.".startswith(f"{absent}."):
             raise ValueError(
-                f"reward function {spec!r}: there is no module {error.name!r}; install it, put its folder on "
+                f"reward function {spec!r}: there is no module {absent!r}; install it, put its folder on "
                 "PYTHONPATH, or give 'path/to/file.py:name'"
             ) from error
-        raise RuntimeError(f"reward function {spec!r}: importing {name} failed: {error}") from error
-    except Exception as error:
         raise RuntimeError(f"reward function {spec!r}: importing {name} failed: {error!r}") from error
 
 
