@@ -18,9 +18,20 @@ from torch import Tensor
 Message = dict[str, str]
 Conversation = list[Message]
 Prompt = str | Conversation
+Completion = str | list[Message]
 RowKey = tuple[int, ...]
 
 T = TypeVar("T")
+
+
+def as_text(completion: Completion) -> str:
+    """Return a completion as a judge reads it: the contents of messages, joined by line ends."""
+    return completion if isinstance(completion, str) else "\n".join(message["content"] for message in completion)
+
+
+def as_completion(prompt: Prompt, text: str) -> Completion:
+    """Return a completion in the form of its prompt: text, or one message of the assistant."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def to_device(item: T, device: torch.device | str) -> T:

@@ -11,8 +11,7 @@ from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, logit
 from onetrunk.feedback.sampling import PromptItem
-from onetrunk.feedback.shards import prompt_key
-from onetrunk.judges.base import Principle, Rating, Verdict
+from onetrunk.judges.base import Principle, Rating, Verdict, prompt_key
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.types import SampledText
 

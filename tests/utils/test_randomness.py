@@ -8,8 +8,8 @@ import pytest
 from onetrunk.feedback.preferences import all_pairs
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
-from onetrunk.feedback.shards import prompt_key, prompt_words
-from onetrunk.judges.base import Principle
+from onetrunk.feedback.shards import prompt_words
+from onetrunk.judges.base import Principle, prompt_key
 from onetrunk.ppo.sampling import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import row_uniforms

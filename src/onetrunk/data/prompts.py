@@ -24,7 +24,7 @@ from onetrunk.data.rows import (
     require_rows,
     text_fault,
 )
-from onetrunk.types import Message, Prompt
+from onetrunk.types import Completion, Prompt, as_completion
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dat
 
 def decode_completion(
     tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], stopped: bool, prompt: Prompt
-) -> str | list[Message]:
+) -> Completion:
     """Return a completion as reward functions read it: text, or one assistant message if the prompt is a conversation.
 
     Args:
@@ -270,8 +270,7 @@ def decode_completion(
         prompt: of the completion.
     """
     ids = completion_ids[:-1] if stopped else completion_ids
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    return as_completion(prompt, tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def without_second_bos(ids: list[int], bos_token_id: int | None) -> list[int]:

@@ -109,12 +109,12 @@ class FailureLimit:
             self._in_a_row = 0
             return
         allowed = self.max_failed_fraction * max(self.asked, FEWEST)
+        repair = "repair the judge"
         if kind == "server":
             self.failed += 1
             self._in_a_row += 1
-            too_many = self.failed > allowed or self._in_a_row >= FEWEST
+            is_passed = self.failed > allowed or self._in_a_row >= FEWEST
             what = f"left {self.failed} of {self.asked} questions without an answer"
-            advice = "repair the judge and run the same command again"
         else:
             # The judge is running: it has replied, or it answers other questions.
             self._in_a_row = 0
@@ -122,17 +122,14 @@ class FailureLimit:
             self.unread += kind == "unread"
             if len(self._prompts) < FEWEST_PROMPTS:
                 self._prompts.add(digest(prompt))
-            too_many = self.refused + self.unread > allowed and len(self._prompts) >= FEWEST_PROMPTS
+            is_passed = self.refused + self.unread > allowed and len(self._prompts) >= FEWEST_PROMPTS
             what = (
                 f"refused {self.refused} of {self.asked} questions, and gave {self.unread} of them a reply that is no"
                 " verdict"
             )
-            advice = (
-                "repair the judge, or raise max_failed_fraction to leave these questions out, and run the same command"
-                " again"
-            )
-        if too_many and self.max_failed_fraction < 1:
+            repair += ", or raise max_failed_fraction to leave these questions out,"
+        if is_passed and self.max_failed_fraction < 1:
             raise RuntimeError(
                 f"the judge {self.judge} {what}, past max_failed_fraction {self.max_failed_fraction:g} (the last:"
-                f" {error}); all answers are kept: {advice}"
+                f" {error}); all answers are kept: {repair} and run the same command again"
             )

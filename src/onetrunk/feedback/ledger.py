@@ -2,11 +2,12 @@
 
 Each line is a JSON object, `{"crc", "key", "value"}`. The key is the sha256 of everything that the value depends on;
 the crc32 is of key and value as written in the line. A line is passed to the operating system in one write, so kill -9
-loses at most the line being written. `fsync_every_s` bounds what a crash of the machine can lose.
+loses at most the line being written; a crash of the machine loses at most the lines of the last FSYNC_EVERY_S seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,37 +22,34 @@ from onetrunk.utils.locks import WriterLock
 
 KEY = re.compile(r"[0-9a-f]{64}")
 _LINE = re.compile(rb'\{"crc":"([0-9a-f]{8})",("key":"([0-9a-f]{64})","value":(.*))\}', re.DOTALL)
+FSYNC_EVERY_S = 5.0
 
 
 class Ledger:
-    """A mapping of sha256 keys to JSON values, in a file that only grows. Safe to share between threads.
+    """A mapping of sha256 keys (64 hexadecimal digits) to JSON values. Safe to share between threads.
 
     Memory holds only the place of each value (about 200 bytes per entry); values are read from the file. An incomplete
     last line is cut off when the file is opened; a damaged line anywhere else is an error.
 
     Args:
         path: the file; created with its folder if it is missing.
-        fsync_every_s: seconds between fsyncs (0: after every line; None: only in `close`).
 
     Raises:
         RuntimeError: another process writes to the file, or a line is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fsync_every_s: float | None = 5.0):
+    def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self.fsync_every_s = fsync_every_s
-        self.repaired_bytes = 0
         self._places: dict[bytes, tuple[int, int]] = {}
+        self._end = 0
         self._mutex = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock: WriterLock | None = WriterLock(self.path)
-        self._descriptor = -1
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(WriterLock(self.path).release)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            self._end = self._load()
-        except BaseException:
-            self._release()
-            raise
+            stack.callback(os.close, self._descriptor)
+            self._load()
+            self._resources: contextlib.ExitStack | None = stack.pop_all()
         self._synced = time.monotonic()
 
     def __enter__(self) -> Ledger:
@@ -64,7 +62,12 @@ class Ledger:
         return len(self._places)
 
     def __contains__(self, key: str) -> bool:
-        return bytes.fromhex(key) in self._places
+        return _as_bytes(key) in self._places
+
+    def keys(self) -> Iterator[str]:
+        """Return the keys in the order of their first `put`."""
+        with self._mutex:
+            return iter([key.hex() for key in self._places])
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value under `key`, or `default`.
@@ -73,125 +76,98 @@ class Ledger:
             RuntimeError: the line was changed after the file was opened.
         """
         with self._mutex:
-            place = self._places.get(bytes.fromhex(key))
-            if place is None:
+            if key not in self:
                 return default
             self._require_open()
-            line = os.pread(self._descriptor, place[1], place[0])
+            start, length = self._places[_as_bytes(key)]
+            line = os.pread(self._descriptor, length, start)
         entry = _read_line(line)
         if entry is None or entry[0].hex() != key:
-            raise RuntimeError(f"{self.path} was changed at byte {place[0]} while it was in use; start again")
+            raise RuntimeError(f"{self.path} was changed at byte {start} while it was in use; start again")
         return json.loads(entry[1])
 
     def put(self, key: str, value: Any) -> Any:
-        """Append a value unless the key has one already; return the value of the key.
+        """Append a value unless the key has one already; return the value of the key. Errors as in `replace`."""
+        with self._mutex:
+            return self.get(key) if key in self else self.replace(key, value)
 
-        Args:
-            key: 64 hexadecimal digits.
-            value: JSON, without NaN and infinity.
+    def replace(self, key: str, value: Any) -> Any:
+        """Append a value in place of the one of the key, if any: of several lines with one key the last counts.
 
         Raises:
-            ValueError: not a key, or not JSON.
+            ValueError: not a key, or a value that is not JSON (NaN and infinity are not).
             RuntimeError: the ledger is closed.
             OSError: the write failed (the disk is full); the file is unchanged.
         """
-        return self._put(key, value, replaces=False)
-
-    def replace(self, key: str, value: Any) -> Any:
-        """Append a value that replaces the one of the key, if any; otherwise like `put`.
-
-        The old line stays in the file; of several lines with one key the last counts.
-        """
-        return self._put(key, value, replaces=True)
-
-    def _put(self, key: str, value: Any, *, replaces: bool) -> Any:
-        if KEY.fullmatch(key) is None:
-            raise ValueError(f"the key is {key!r}; expected a sha256 as 64 hexadecimal digits")
-        line = _as_line(key, value)
+        line = _as_line(_as_bytes(key), value)
         with self._mutex:
             self._require_open()
-            if bytes.fromhex(key) in self._places and not replaces:
-                return self.get(key)
+            start = self._end
             self._append(line)
-            self._places[bytes.fromhex(key)] = (self._end, len(line) - 1)
-            self._end += len(line)
-            if self.fsync_every_s is not None and time.monotonic() - self._synced >= self.fsync_every_s:
-                self.sync()
+            self._places[_as_bytes(key)] = (start, len(line) - 1)
+            if time.monotonic() - self._synced >= FSYNC_EVERY_S:
+                os.fsync(self._descriptor)
+                self._synced = time.monotonic()
         return value
 
-    def keys(self) -> Iterator[str]:
-        """Yield the keys in the order of their first `put`."""
-        with self._mutex:
-            keys = list(self._places)
-        return (key.hex() for key in keys)
-
-    def sync(self) -> None:
-        """Write everything to the disk (fsync)."""
-        with self._mutex:
-            self._require_open()
-            os.fsync(self._descriptor)
-            self._synced = time.monotonic()
-
     def close(self) -> None:
-        """Sync and release the file for other writers; may be called twice."""
+        """Write everything to the disk (fsync), and release the file for other writers; may be called twice."""
         with self._mutex:
-            if self._lock is not None:
+            if self._resources is not None:
                 os.fsync(self._descriptor)
-                self._release()
-
-    def _release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+                self._resources.close()
+                self._resources = None
 
     def _require_open(self) -> None:
-        if self._lock is None:
+        if self._resources is None:
             raise RuntimeError(f"the ledger {self.path} is closed; open it again")
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, data: bytes) -> None:
         try:
             written = 0
-            while written < len(line):
-                written += os.pwrite(self._descriptor, line[written:], self._end + written)
+            while written < len(data):
+                written += os.pwrite(self._descriptor, data[written:], self._end + written)
         except OSError:
             # A full disk may have taken a part of the line; the next line must not follow that part.
             os.ftruncate(self._descriptor, self._end)
             raise
+        self._end += len(data)
 
-    def _load(self) -> int:
-        """Index the file, repair its end, and return its length."""
-        start, number = 0, 0
+    def _load(self) -> None:
+        """Index the lines of the file, and repair its end."""
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                entry = _read_line(line.rstrip(b"\n"))
+                text = line.rstrip(b"\n")
+                entry = _read_line(text)
                 if entry is None and line.endswith(b"\n"):
                     raise RuntimeError(
                         f"{self.path} line {number} is damaged (its checksum does not fit); delete that line, and what"
                         " it held is asked for again"
                     )
                 if entry is None:
-                    self.repaired_bytes = len(line)
-                    os.ftruncate(self._descriptor, start)
-                    break
-                self._places[entry[0]] = (start, len(line.rstrip(b"\n")))
-                start += len(line)
+                    os.ftruncate(self._descriptor, self._end)
+                    return
+                self._places[entry[0]] = (self._end, len(text))
+                self._end += len(line)
                 if not line.endswith(b"\n"):
-                    os.pwrite(self._descriptor, b"\n", start)
-                    self.repaired_bytes = 1
-                    return start + 1  # Another iteration would read this line end as a line.
-        return start
+                    self._append(b"\n")
+                    return  # Another iteration would read this line end as a line.
 
 
-def _as_line(key: str, value: Any) -> bytes:
+def _as_bytes(key: str) -> bytes:
+    if KEY.fullmatch(key) is None:
+        raise ValueError(f"the key is {key!r}; expected a sha256 as 64 hexadecimal digits")
+    return bytes.fromhex(key)
+
+
+def _as_line(key: bytes, value: Any) -> bytes:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         # A prompt from a damaged JSON file may hold half a surrogate pair; it is stored unchanged.
-        body = f'"key":"{key}","value":{text}'.encode("utf-8", "surrogatepass")
+        body = f'"key":"{key.hex()}","value":{text}'.encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the value under {key[:12]}... is not JSON ({error}); give texts, finite numbers") from error
+        name = key.hex()[:12]
+        raise ValueError(f"the value under {name}... is not JSON ({error}); give texts, finite numbers") from error
     return b'{"crc":"%08x",%s}\n' % (zlib.crc32(body), body)
 
 

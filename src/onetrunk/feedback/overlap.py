@@ -1,8 +1,7 @@
 """Overlap two stages: a thread produces, and the calling thread consumes, with a bounded queue between them.
 
-The consumer keeps the main thread: judges run an event loop, and checks of users may set signal handlers. The bound
-keeps memory constant, since the input may be a stream. An error of either stage ends the other and reaches the caller.
-The thread is a daemon, unlike those of `concurrent.futures`, whose executor would make an interrupted run wait for it.
+The consumer keeps the main thread: judges run an event loop, and checks of users may set signal handlers. The thread
+is a daemon, unlike those of `concurrent.futures`, whose executor would make an interrupted run wait for it.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ def overlapped(
                 return
 
     def produce() -> None:
+        try:
+            for product in products:
+                put((product,))
+        except Stopped:
+            return
+        except BaseException as error:  # Raised again in the calling thread.
+            failures.append(error)
         with contextlib.suppress(Stopped):
-            try:
-                for product in products:
-                    put((product,))
-            except Stopped:
-                raise
-            except BaseException as error:  # Raised again in the calling thread.
-                failures.append(error)
             put(None)
 
     thread = threading.Thread(target=produce, name="feedback", daemon=True)

@@ -1,9 +1,7 @@
 """Completions become preference rows: which are paired, what the judge's labels make of the pairs, and statistics.
 
-A row has TRL's `prompt, chosen, rejected`, and ours: `chosen_stopped` and `rejected_stopped` (False for a completion
-that was cut off at the length limit), `probability` that chosen is better, `margin` (its logit), `votes` (JSON: the
-probabilities that each principle gave for chosen) and `consistent`. Pairs without an answer make no row and are
-counted as unjudged; ties make one only with `keep_ties`.
+README.md lists the columns of a row. Pairs without an answer make no row and are counted as unjudged; ties make one
+only with `keep_ties`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
-from onetrunk.types import Message, Prompt, SampledText
+from onetrunk.types import SampledText, as_completion
+from onetrunk.types import as_text as plain
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
 PAIRINGS = ("all", "best_worst", "random")
@@ -76,9 +75,7 @@ class PreferenceMaker:
     pairs_per_prompt: int | None = None
     keep_ties: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.statistics = PreferenceStatistics()
+    statistics: PreferenceStatistics = field(default_factory=lambda: PreferenceStatistics())
 
     def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> list[dict[str, Any]]:
         """Return the rows of a chunk, in the order of prompts and pairs.
@@ -86,11 +83,13 @@ class PreferenceMaker:
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        plans = self._plans(items, completions)
+        ratings: list[tuple[list[float | None], bool]] = [([], False)] * len(items)
+        if self.pairing == "best_worst":
+            ratings = self.asker.ratings([item.prompt for item in items], completions)
         pairs = [
             Pair(item.prompt, row[first].text, row[second].text, row[first].stopped, row[second].stopped)
-            for item, row, plan in zip(items, completions, plans, strict=True)
-            for first, second in plan
+            for item, row, rated in zip(items, completions, ratings, strict=True)
+            for first, second in self._pairs(item, [sampled.text for sampled in row], *rated)
         ]
         labels = zip(pairs, self.asker.labels(pairs), strict=True)
         rows = [_row(pair, label) for pair, label in labels if self._is_written(label)]
@@ -99,45 +98,37 @@ class PreferenceMaker:
         self.statistics.add(rows)
         return rows
 
-    def _plans(
-        self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]
-    ) -> list[list[tuple[int, int]]]:
-        """Return the pairs of every prompt, as indices of its completions."""
-        unrated: set[int] = set()
+    def _pairs(
+        self, item: PromptItem, texts: Sequence[str], ratings: Sequence[float | None], is_unrated: bool
+    ) -> list[tuple[int, int]]:
+        """Return the pairs of one prompt, as indices of its completions, and count the completions."""
+        blank = sum(text_fault(text) is not None for text in texts)
+        self.counts["completions"] += len(texts)
+        self.counts["blank_completions"] += blank
+        self.counts["repeated_completions"] += len(texts) - blank - len(distinct(texts))
+        if is_unrated:
+            # There will be a pair once the judge answers.
+            self.counts["pairs"] += 1
+            self.counts["unjudged"] += 1
+            return []
+        words = (self.seed, *prompt_words(item.key))
         if self.pairing == "best_worst":
-            ratings = self.asker.ratings([item.prompt for item in items], completions)
-            unrated = {i for i, (_, has_failed) in enumerate(ratings) if has_failed}
-        plans = []
-        for i, (item, row) in enumerate(zip(items, completions, strict=True)):
-            texts = [sampled.text for sampled in row]
-            words = (self.seed, *prompt_words(item.key))
-            if i in unrated:
-                # There will be a pair once the judge answers.
-                plan = []
-                self.counts["pairs"] += 1
-                self.counts["unjudged"] += 1
-            elif self.pairing == "best_worst":
-                plan = best_worst_pair(texts, ratings[i][0], words)
-            elif self.pairing == "random":
-                plan = random_pairs(texts, words, self.pairs_per_prompt)
-            else:
-                plan = all_pairs(texts, words)
-            blank = sum(text_fault(text) is not None for text in texts)
-            self.counts["completions"] += len(texts)
-            self.counts["blank_completions"] += blank
-            self.counts["repeated_completions"] += len(texts) - blank - len(distinct(texts))
-            self.counts["prompts_without_pair"] += not plan and i not in unrated
-            plans.append(plan)
-        return plans
+            pairs = best_worst_pair(texts, ratings, words)
+        elif self.pairing == "random":
+            pairs = random_pairs(texts, words, self.pairs_per_prompt)
+        else:
+            pairs = all_pairs(texts, words)
+        self.counts["prompts_without_pair"] += not pairs
+        return pairs
 
     def _is_written(self, label: PairLabel) -> bool:
         # A label over some of the questions would change once the others are answered.
-        reason = "unjudged" if label.errors else "abstained" if label.probability is None else None
-        if reason is None and label.probability == 0.5:
-            reason = "ties"
-        if reason is not None:
-            self.counts[reason] += 1
-        return reason is None or (reason == "ties" and self.keep_ties)
+        if label.errors or label.probability is None:
+            self.counts["unjudged" if label.errors else "abstained"] += 1
+            return False
+        is_tie = label.probability == 0.5
+        self.counts["ties"] += is_tie
+        return self.keep_ties or not is_tie
 
 
 def _row(pair: Pair, label: PairLabel) -> dict[str, Any]:
@@ -160,11 +151,6 @@ def _row(pair: Pair, label: PairLabel) -> dict[str, Any]:
         "votes": json.dumps(votes, ensure_ascii=False),
         "consistent": label.consistent,
     }
-
-
-def as_completion(prompt: Prompt, text: str) -> str | list[Message]:
-    """Return a completion in the form of its prompt: text, or one message of the assistant."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def logit(probability: float) -> float:
@@ -248,7 +234,7 @@ def _ordered(pairs: list[tuple[int, int]], generator: np.random.Generator) -> li
 
 
 class PreferenceStatistics:
-    """Statistics of preference rows, added row by row. Lengths are in characters."""
+    """Sums over preference rows. Lengths are in characters."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -271,24 +257,23 @@ class PreferenceStatistics:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; None for a mean of nothing."""
-        edges = [round(0.5 + i / (2 * BINS), 2) for i in range(BINS + 1)]
+        lows = [0.5 + i / (2 * BINS) for i in range(BINS)]
+        bins = [f"{low:.2f}-{low + 0.5 / BINS:.2f}" for low in lows]
         return {
             "rows": self.num_rows,
-            "mean_probability": _ratio(self.sums["probability"], self.num_rows),
-            "consistent_fraction": _ratio(self.sums["consistent"], self.num_rows),
-            "label_histogram": {
-                f"{low:.2f}-{high:.2f}": n for low, high, n in zip(edges[:-1], edges[1:], self.histogram, strict=True)
-            },
+            "mean_probability": self._mean("probability"),
+            "consistent_fraction": self._mean("consistent"),
+            "label_histogram": dict(zip(bins, self.histogram, strict=True)),
             "length": {
-                "mean_chosen_characters": _ratio(self.sums["chosen"], self.num_rows),
-                "mean_rejected_characters": _ratio(self.sums["rejected"], self.num_rows),
-                "longer_is_chosen_fraction": _ratio(self.sums["longer"], self.sums["of_unequal_length"]),
+                "mean_chosen_characters": self._mean("chosen"),
+                "mean_rejected_characters": self._mean("rejected"),
+                "longer_is_chosen_fraction": self._mean("longer", self.sums["of_unequal_length"]),
             },
         }
 
-
-def _ratio(total: float, count: int) -> float | None:
-    return round(total / count, 6) if count else None
+    def _mean(self, name: str, count: float | None = None) -> float | None:
+        count = self.num_rows if count is None else count
+        return round(self.sums[name] / count, 6) if count else None
 
 
 def counts_of(counter: Counter[str]) -> dict[str, int]:
@@ -298,16 +283,9 @@ def counts_of(counter: Counter[str]) -> dict[str, int]:
 
 def merged_judge_statistics(shards: Iterable[dict[str, float]]) -> dict[str, Any]:
     """Return the statistics of a judge from the sums (`vars(JudgeStatistics)`) of one or several shards."""
-    total: Counter[str] = Counter()
+    total = JudgeStatistics()
     for sums in shards:
-        total.update(sums)
-    statistics = JudgeStatistics()
-    for name in vars(statistics):
-        setattr(statistics, name, total[name])
+        for name, value in sums.items():
+            setattr(total, name, getattr(total, name) + value)
     # Sums of floats differ in their last digits with the order of the shards.
-    return {name: round(v, 6) if isinstance(v, float) else v for name, v in statistics.as_dict().items()}
-
-
-def plain(text: str | list[Message]) -> str:
-    """Return a completion as text."""
-    return text if isinstance(text, str) else "\n".join(message["content"] for message in text)
+    return {name: round(v, 6) if isinstance(v, float) else v for name, v in total.as_dict().items()}

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from onetrunk.data.rows import text_fault
-from onetrunk.feedback.preferences import as_completion
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle
-from onetrunk.types import Prompt, SampledText
+from onetrunk.types import Prompt, SampledText, as_completion
 from onetrunk.utils.randomness import PRINCIPLE_STREAM, generator_of
 
 COLUMNS: dict[str, type] = {"prompt": list, "completion": list, "original": str, "trail": str}
@@ -72,7 +71,7 @@ class Reviser:
             for item, row in zip(items, completions, strict=True)
             for index, sampled in enumerate(row)
         ]
-        texts = [text for _, _, text in originals]
+        texts = [text for *_, text in originals]
         trails: list[list[dict[str, str]]] = [[] for _ in originals]
         plans = [self.plan(item, index) for item, index, _ in originals]
         for number in range(self.num_revisions):

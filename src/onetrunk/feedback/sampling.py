@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.shards import prompt_key, prompt_words
-from onetrunk.judges.base import digest
+from onetrunk.feedback.shards import prompt_words
+from onetrunk.judges.base import digest, prompt_key
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Prompt, SampledText
 
@@ -70,12 +70,10 @@ class TextSampler:
 
     def kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]] | None:
         """Return the texts of a chunk from the ledger; None if one of them is missing."""
-        values = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
-        if any(value is None for row in values for value in row):
+        rows = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
+        if any(None in row for row in rows):
             return None
-        return [
-            [SampledText(value) if isinstance(value, str) else SampledText(**value) for value in row] for row in values
-        ]
+        return [[SampledText(v) if isinstance(v, str) else SampledText(**v) for v in row] for row in rows]
 
     def draw(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
         """Sample `num_completions` texts for each of some different prompts, without the ledger."""
@@ -102,11 +100,9 @@ class TextSampler:
         return digest({"completion": about, "prompt": item.key, "token_ids": item.token_ids})
 
     def items(self, prompts: Sequence[Prompt], max_prompt_length: int | None = None) -> list[PromptItem]:
-        """Tokenize prompts that are made during the run, such as critiques; a longer one keeps its end.
+        """Tokenize prompts (all texts, or all conversations) that are made during the run, such as critiques.
 
-        Args:
-            prompts: all texts, or all conversations.
-            max_prompt_length: tokens; None: no limit.
+        A prompt of more than `max_prompt_length` tokens keeps its end.
         """
         rows = encoded(
             Dataset.from_list([{"prompt": prompt} for prompt in prompts]),

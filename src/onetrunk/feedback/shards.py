@@ -1,7 +1,7 @@
 """Write rows to files that are whole or absent, and divide prompts among jobs by their content.
 
 A prompt belongs to shard `hash mod n`, wherever it stands in the input. So the shards of any division are disjoint and
-together hold every prompt. A file is written under a temporary name and renamed when it is complete.
+together hold every prompt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onetrunk.judges.base import digest
-from onetrunk.types import Prompt
+from onetrunk.judges.base import prompt_key as prompt_key
 from onetrunk.utils.files import atomic_path, delete_temporaries
 
 FORMATS = ("jsonl", "parquet")
@@ -58,25 +57,16 @@ class Shard:
         return "" if self.count == 1 else f"-{self.index:05d}-of-{self.count:05d}"
 
 
-def prompt_key(prompt: Prompt) -> str:
-    """Return the sha256 of a prompt's content."""
-    return digest({"prompt": prompt})
-
-
 def prompt_words(key: str) -> tuple[int, int]:
     """Return 64 bits of a key as two integers below 2**32, for random draws that depend on the prompt."""
     return int(key[:8], 16), int(key[8:16], 16)
 
 
 def table_schema(columns: dict[str, type], conversational: bool) -> pa.Schema:
-    """Return the Parquet columns.
-
-    Args:
-        columns: name -> str, float, bool, or list for a column of texts or, if `conversational`, lists of messages.
-    """
-    plain = {str: pa.string(), float: pa.float64(), bool: pa.bool_()}
+    """Return the Parquet columns; `list` is a column of texts or, if `conversational`, of lists of messages."""
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    kinds = {**plain, list: pa.list_(message) if conversational else pa.string()}
+    texts = pa.list_(message) if conversational else pa.string()
+    kinds = {str: pa.string(), float: pa.float64(), bool: pa.bool_(), list: texts}
     return pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
 
 
@@ -105,22 +95,17 @@ def _parquet(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[
     waiting: list[dict[str, Any]] = []
     writer: pq.ParquetWriter | None = None
 
-    def flush() -> None:
+    def write(rows: Rows, fewest: int | None = None) -> None:
         nonlocal writer
-        columns = schema()
-        writer = writer or pq.ParquetWriter(path, columns)
-        writer.write_table(pa.Table.from_pylist(waiting[:ROWS_PER_GROUP], columns))
-        del waiting[:ROWS_PER_GROUP]
-
-    def write(rows: Rows) -> None:
         waiting.extend(rows)
-        while len(waiting) >= ROWS_PER_GROUP:
-            flush()
+        while len(waiting) >= (fewest or ROWS_PER_GROUP):
+            writer = writer or pq.ParquetWriter(path, schema())
+            writer.write_table(pa.Table.from_pylist(waiting[:ROWS_PER_GROUP], writer.schema))
+            del waiting[:ROWS_PER_GROUP]
 
     try:
         yield write
-        while waiting:
-            flush()
+        write([], fewest=1)
         # An empty file gets no row group: datasets cannot read an empty one.
         writer = writer or pq.ParquetWriter(path, schema())
     finally:

@@ -212,3 +212,8 @@ def digest(value: Any) -> str:
     """Return the sha256 of a JSON value, the same for equal values."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """Return the sha256 of a prompt's content."""
+    return digest({"prompt": prompt})

@@ -27,8 +27,7 @@ from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import Memory, kept_ratings
 from onetrunk.ppo.evaluation import evaluate_prompts
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.judge import as_text
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, as_text
 
 logger = get_logger(__name__)
 

@@ -18,12 +18,13 @@ from tqdm.auto import tqdm
 
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
+from onetrunk.judges.base import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.sampling import PromptOrder
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.judge import COLUMN, prompt_key
+from onetrunk.rewards.judge import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
 

@@ -13,15 +13,6 @@ It receives `prompts`, `completions` (texts, or lists with one assistant message
 dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
 It may change these lists: they are copies.
 
-| in YAML | reward |
-|---|---|
-| "my_package.rewards.ends_politely", "rewards.py:ends_politely" | a function |
-| a folder, a Hub name | `ModelReward`, or an adapter on the trunk |
-| "ensemble:runs/rm-0,runs/rm-1,penalty=0.5" | `EnsembleReward` |
-| "http://127.0.0.1:8000/classify#model=my-reward-model" | `RemoteReward` |
-| judge, with the settings of the judge | `JudgeReward`: its rating |
-| pairwise, with the settings of the judge | `PairwiseReward`: beta * log P(better than the reference) |
-
 Several rewards are summed with weights:
 
     rewards = RewardSet([ends_politely, ModelReward("path/to/reward-model")], weights=[0.5, 1.0])
@@ -30,10 +21,9 @@ Several rewards are summed with weights:
 A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
 update. An error in a function stops the run and names the function.
 
-A resumed run compares what its rewards are computed from (`contents.py`): the source file of a function and the values
-in its closure, the attributes of an object (except those whose name begins with an underscore), the columns that a
-function reads, the weights of a model, the address of a server. A change is an error unless `allow_config_change` is
-set.
+A resumed run compares what its rewards are computed from (`contents.py`): source file, closure and attributes (except
+those whose name begins with an underscore) of a function or object, the columns that it reads, the weights of a model,
+the address of a server. A change is an error unless `allow_config_change` is set. README.md lists what YAML can name.
 '''
 
 from onetrunk.rewards.base import Completion, RewardFunction, Scores
@@ -43,7 +33,7 @@ from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty, score_moments
+from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 
 __all__ = [
     "Completion",
@@ -59,5 +49,4 @@ __all__ = [
     "length_penalty",
     "missing_eos_penalty",
     "resolve_reward",
-    "score_moments",
 ]

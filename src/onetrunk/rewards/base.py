@@ -10,21 +10,18 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from onetrunk.types import Message, Prompt
-
-Completion = str | list[Message]
+from onetrunk.types import Completion, Prompt
 
 
 class RewardFunction(Protocol):
     """A function, async function or callable object that gives one raw number per completion.
 
-    It is called with keywords only. Besides the three below it receives `completion_stopped` (n booleans, False where
-    the completion was cut off at the length limit), every column of the dataset as a list of n entries, and
-    `trainer_state`, `log_extra` and `log_metric`. So it should accept `**columns`. All lists are copies.
+    It is called with keywords only: the three below and those that `onetrunk.rewards` lists, in `**columns`.
 
     Args:
         prompts: n texts or n conversations.
@@ -59,13 +56,13 @@ class Scores:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether calling `function` gives a coroutine; partials and async `__call__` methods count too."""
-    function = _without_partials(function)
+    function = without_partials(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def reward_name(function: Callable[..., Any]) -> str:
     """Return the name for metrics: `__name__`, else the object's `name`, else the name of its class."""
-    function = _without_partials(function)
+    function = without_partials(function)
     for attribute in ("__name__", "name"):
         name = getattr(function, attribute, None)
         if isinstance(name, str) and name:
@@ -73,7 +70,8 @@ def reward_name(function: Callable[..., Any]) -> str:
     return type(function).__name__
 
 
-def _without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -83,10 +81,7 @@ def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     """Return one name per function; a second function with the same name becomes `name_2`, and so on."""
     names: list[str] = []
     for function in functions:
-        name, number = reward_name(function), 1
-        candidate = name
-        while candidate in names:
-            number += 1
-            candidate = f"{name}_{number}"
-        names.append(candidate)
+        name = reward_name(function)
+        candidates = chain([name], (f"{name}_{number}" for number in count(2)))
+        names.append(next(candidate for candidate in candidates if candidate not in names))
     return names

@@ -1,7 +1,6 @@
 """Several reward functions become one score per completion: a weighted sum over the functions that apply.
 
-Checks the signature of each function before it is called and its result after. Synchronous functions are called one
-after the other, asynchronous ones together on an event loop in a background thread.
+Synchronous functions are called one after the other, asynchronous ones together in a background thread's event loop.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class RewardSet:
         Raises:
             TypeError: a function needs a keyword that is missing, or rejects one.
         """
-        keywords = ["prompts", "completions", "completion_ids", *EXTRAS]
-        keywords += [name for name in columns if name not in OWN_COLUMNS and name not in keywords]
-        keywords = [name for name in keywords if name != OPTIONAL]
+        others = [name for name in columns if name not in (*OWN_COLUMNS, OPTIONAL)]
+        keywords = list(dict.fromkeys(["prompts", "completions", "completion_ids", *EXTRAS, *others]))
         for name, function in zip(self.names, self.functions, strict=True):
             _check_signature(name, function, [*keywords, OPTIONAL] if _takes_optional(function) else keywords)
 
@@ -113,25 +111,17 @@ class RewardSet:
             ValueError: a list has the wrong length, from the caller or from a function.
         """
         stopped = [True] * len(prompts) if completion_stopped is None else list(completion_stopped)
-        lists = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped, **columns}
-        for name, entries in lists.items():
+        rows = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped}
+        for name, entries in {**rows, **columns}.items():
             if len(entries) != len(prompts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(prompts)} prompts; give one each")
         self.check_columns([*columns, *extras])
-        keywords = {
-            **{name: entries for name, entries in columns.items() if name not in OWN_COLUMNS},
-            "trainer_state": None,
-            "log_extra": _ignore,
-            "log_metric": _ignore,
-            **extras,
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            OPTIONAL: stopped,
-        }
+        others = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
+        ignored = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+        keywords = {**others, **ignored, **extras, "prompts": prompts, **rows}
         results = self._call_all(keywords, trunk_scores)
-        rows = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
-        return _weighted_sum(self.names, rows, self.weights, len(prompts))
+        scores = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
+        return _weighted_sum(self.names, scores, self.weights)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
         results: list[Any] = [None] * len(self.functions)
@@ -167,11 +157,7 @@ def _ends_the_run(error: BaseException) -> bool:
 
 
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    try:
-        message = str(error)
-    except Exception as second:
-        message = f"(its message cannot be read: {type(second).__name__})"
-    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {message}{_place(error)}")
+    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}{_place(error)}")
 
 
 def _place(error: BaseException) -> str:
@@ -248,9 +234,8 @@ def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence
     if parameters is None:
         return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     rejected = [keyword for keyword in keywords if keyword not in {p.name for p in named}]
-    if rejected and not takes_any:
+    if rejected and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise TypeError(
             f"reward function {name!r} does not take {', '.join(rejected)}, which it is called with; "
             "add **kwargs to its parameters"
@@ -265,49 +250,38 @@ def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence
 
 
 def _checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]:
+    returned = f"reward function {name!r} returned"
     if inspect.iscoroutine(result):
         result.close()
-        raise TypeError(f"reward function {name!r} returned a coroutine; define it with 'async def'")
-    if result is None or isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
-        raise TypeError(
-            f"reward function {name!r} returned {type(result).__name__}; expected a list of {num_rows} numbers"
-        )
+        raise TypeError(f"{returned} a coroutine; define it with 'async def'")
+    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+        raise TypeError(f"{returned} {type(result).__name__}; expected a list of {num_rows} numbers")
     values = result.tolist() if hasattr(result, "tolist") else list(result)
     if not isinstance(values, list):
-        raise TypeError(f"reward function {name!r} returned one number; expected a list of {num_rows} numbers")
+        raise TypeError(f"{returned} one number; expected a list of {num_rows} numbers")
     if len(values) != num_rows:
         raise ValueError(
-            f"reward function {name!r} returned {len(values)} scores, expected {num_rows}: one per completion, "
-            "None where it does not apply"
+            f"{returned} {len(values)} scores, expected {num_rows}: one per completion, None where it does not apply"
         )
-    return [_checked_score(name, index, value) for index, value in enumerate(values)]
+    scores: list[float | None] = []
+    for index, value in enumerate(values):
+        if value is not None and not hasattr(value, "__float__"):
+            kind = type(value).__name__
+            raise TypeError(f"{returned} {value!r} of type {kind} at index {index}; expected a number or None")
+        try:
+            scores.append(None if value is None else float(value))
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"{returned} {value!r} at index {index}, which is not one number: {error}") from error
+    return scores
 
 
-def _checked_score(name: str, index: int, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(
-            f"reward function {name!r} returned {value!r} of type {type(value).__name__} at index {index}; "
-            "expected a number or None"
-        )
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"reward function {name!r} returned {value!r} at index {index}, which is not one number: {error}"
-        ) from error
-
-
-def _weighted_sum(names: list[str], rows: list[list[float | None]], weights: list[float], num_rows: int) -> Scores:
-    total = torch.zeros(num_rows, dtype=torch.float64)
-    applied = torch.zeros(num_rows, dtype=torch.bool)
-    by_function = {}
-    for name, row, weight in zip(names, rows, weights, strict=True):
-        applies = torch.tensor([value is not None for value in row], dtype=torch.bool)
-        scores = torch.tensor([math.nan if value is None else value for value in row], dtype=torch.float64)
-        total = total + torch.where(applies, weight * scores, 0.0)
-        applied |= applies
-        by_function[name] = scores.float()
-    total = total.float()
-    return Scores(torch.where(applied & torch.isfinite(total), total, math.nan), by_function)
+def _weighted_sum(names: list[str], rows: list[list[float | None]], weights: list[float]) -> Scores:
+    applies = torch.tensor([[value is not None for value in row] for row in rows], dtype=torch.bool)
+    scores = torch.tensor(
+        [[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64
+    )
+    weighted = scores * torch.tensor(weights, dtype=torch.float64)[:, None]
+    # One after the other, so that the sum does not depend on the kernel.
+    total = sum(torch.where(applies, weighted, 0.0)).float()
+    total[~applies.any(dim=0) | ~total.isfinite()] = math.nan
+    return Scores(total, dict(zip(names, scores.float(), strict=True)))

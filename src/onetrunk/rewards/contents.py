@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from onetrunk.judges.http import shown
 from onetrunk.judges.rubric import source_identity
 from onetrunk.models.score_adapter import ScoreAdapter
 from onetrunk.models.sources import scorer_fingerprint, tensors_digest
+from onetrunk.rewards.base import without_partials
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import COLUMN, JudgeReward, PairwiseReward
 from onetrunk.rewards.model import SAMPLE_TEXTS, ModelReward, TrunkReward
@@ -36,10 +36,10 @@ PASSING_IN_ADAPTERS = ("base_model_name_or_path", "revision", "peft_version", "i
 def content_of(reward: Callable[..., Any]) -> str:
     """Return what a reward function is computed from: the same text in every process, until something changes."""
     if not isinstance(reward, OURS):
-        return _function(reward)
-    if type(reward) not in OURS:
-        return f"{_content_of_ours(reward)}, {type(reward).__name__} sha256 {source_identity(reward)['source']}"
-    return _content_of_ours(reward)
+        return _function(reward, {id(reward)})
+    kind = type(reward)
+    own = "" if kind in OURS else f", {kind.__name__} sha256 {source_identity(reward)['source']}"
+    return f"{_content_of_ours(reward)}{own}"
 
 
 def _content_of_ours(reward: Any) -> str:
@@ -102,8 +102,7 @@ def _reads(code: types.CodeType, name: str) -> bool:
     )
 
 
-def _function(reward: Callable[..., Any], seen: set[int] | None = None) -> str:
-    seen = {id(reward)} if seen is None else seen
+def _function(reward: Callable[..., Any], seen: set[int]) -> str:
     inner = _inner_function(reward)
     # An attribute with an underscore, such as a counter, is not a setting.
     settings = {k: value for k, value in source_identity(reward)["settings"].items() if not k.startswith("_")}
@@ -120,8 +119,7 @@ def _function(reward: Callable[..., Any], seen: set[int] | None = None) -> str:
 def _inner_function(reward: Callable[..., Any]) -> Any:
     """Return the function inside partials, decorators and methods. For an object, its `__call__`, or its class if
     `__call__` is not written in Python."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
+    reward = without_partials(reward)
     if not inspect.isroutine(reward):
         call = type(reward).__call__
         reward = call if inspect.isfunction(call) else type(reward)
@@ -137,8 +135,8 @@ def _closure_contents(function: Any, seen: set[int]) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # Not assigned yet.
             values[name] = cell.cell_contents
-    values |= {f"default {index}": value for index, value in enumerate(function.__defaults__ or ())}
-    values |= {f"default {name}": value for name, value in (function.__kwdefaults__ or {}).items()}
+    defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+    values |= {f"default {name}": value for name, value in defaults.items()}
     contents: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, PLAIN):
@@ -153,8 +151,7 @@ def _closure_contents(function: Any, seen: set[int]) -> dict[str, Any]:
 
 def _sources(reward: Callable[..., Any], inner: Any) -> Iterator[str]:
     """Yield the source of an object's class, of the function, and of what it uses in its script or session."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
+    reward = without_partials(reward)
     if not inspect.isroutine(reward) and not inspect.isclass(inner):
         with contextlib.suppress(OSError, TypeError):
             yield inspect.getsource(type(reward))

@@ -65,18 +65,11 @@ class EnsembleReward:
         self, prompts: list[Prompt], completions: list[Completion], stopped: list[bool] | None = None
     ) -> Tensor:
         """Return the standardised scores [members, n]; `stopped` is False for completions that were cut off."""
-        rows = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
-        scores = [torch.tensor(member(**rows)) for member in self.members]
+        scores = [torch.tensor(member(prompts, completions, completion_stopped=stopped)) for member in self.members]
         return torch.stack([scale.standardize(s) for scale, s in zip(self.scales, scores, strict=True)])
 
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
-    ) -> list[float]:
-        """Return n scores. Ignores `completion_ids` and all columns but `completion_stopped`."""
+    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float]:
+        """Return n scores. Of the columns only `completion_stopped` counts."""
         if not prompts:
             return []
         scores = self.member_scores(prompts, completions, columns.get("completion_stopped"))
@@ -120,13 +113,13 @@ def ensemble_reward(spec: str, device: torch.device | str | None = None) -> Ense
     return EnsembleReward(paths, penalty, device=device)
 
 
-def load_reward(name: str | Path, *, device: torch.device | str | None = None, **settings: Any) -> ModelReward:
+def load_reward(name: str | Path, *, device: torch.device | str | None = None, batch_size: int = 16) -> ModelReward:
     """Return the reward model at `name` with its own tokenizer; an adapter is loaded on a base model of its own.
 
     Args:
         name: folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
         device: None: the CPU.
-        **settings: of ModelReward (batch_size, max_length, dtype).
+        batch_size: texts per forward.
 
     Raises:
         ValueError: the model or adapter has no trained score head.
@@ -134,10 +127,10 @@ def load_reward(name: str | Path, *, device: torch.device | str | None = None, *
     """
     name = str(name)
     if not is_adapter_name(name):
-        return ModelReward(name, device=device, **settings)
-    model = load_adapter_scorer(name, device=device, dtype=settings.pop("dtype", None))
-    tokenizer = adapter_tokenizer(name)
+        return ModelReward(name, device=device, batch_size=batch_size)
+    model, tokenizer = load_adapter_scorer(name, device=device), adapter_tokenizer(name)
     if tokenizer is None:
-        return ModelReward(model, read_score_adapter(name).base, name=Path(name).name, **settings)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return ModelReward(model, tokenizer, name=Path(name).name, **settings)
+        tokenizer = read_score_adapter(name).base
+    else:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return ModelReward(model, tokenizer, name=Path(name).name, batch_size=batch_size)

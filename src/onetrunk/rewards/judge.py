@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onetrunk.judges.base import Judge, Pair, digest
+from onetrunk.judges.base import Judge, Pair, prompt_key
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import JudgeStatistics, Memory, PairLabel, judge_pairs, kept_ratings
 from onetrunk.rewards.base import Completion
-from onetrunk.types import Prompt, SampledText
+from onetrunk.types import Prompt, SampledText, as_text
 
 COLUMN = "reference_completion"
 AS_GOOD = 0.5
@@ -23,26 +23,14 @@ AS_GOOD = 0.5
 class JudgeReward:
     """The judge's mean rating over the principles of a constitution, weighted.
 
-    Args:
-        judge: rates the completions.
-        constitution: holds the principles.
-        memory: the judge's earlier answers; None: every question is asked.
-        name: for metrics.
+    Without a memory of the judge's earlier answers every question is asked. The name is for metrics.
     """
 
     def __init__(self, judge: Judge, constitution: Constitution, *, memory: Memory | None = None, name: str = "judge"):
-        self.judge = judge
-        self.constitution = constitution
-        self.memory = memory
+        self.judge, self.constitution, self.memory = judge, constitution, memory
         self.__name__ = name
 
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
+    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float | None]:
         """Return n ratings in [0, 1]."""
         if not prompts:
             return []
@@ -61,13 +49,11 @@ class PairwiseReward:
     beta * log 1/2. For a completion equal to y_ref the judge is not asked.
 
     Args:
-        judge: any judge; for a reward model as the judge, P = sigmoid(score - score of y_ref).
-        constitution: holds the principles.
+        judge, constitution, memory, name: as in `JudgeReward`. With a reward model as the judge, P = sigmoid(score -
+            score of y_ref).
         beta: scale, above 0; compare it with PPO's own `beta`.
         floor: lower bound of P, in (0, 1/2): a judge of plain checks can give P = 0, whose log is infinite.
         references: `prompt_key(prompt)` -> y_ref, for rows without the column.
-        memory: the judge's earlier answers; None: every question is asked.
-        name: for metrics.
 
     Raises:
         ValueError: a setting is out of range.
@@ -88,21 +74,12 @@ class PairwiseReward:
             raise ValueError(f"the beta of a pairwise reward is {beta}; set a number above 0, such as 1")
         if not 0 < floor < AS_GOOD:
             raise ValueError(f"the floor of a pairwise reward is {floor}; set a probability above 0 and below 0.5")
-        self.judge = judge
-        self.constitution = constitution
-        self.beta = beta
-        self.floor = floor
+        self.judge, self.constitution, self.memory = judge, constitution, memory
+        self.beta, self.floor = beta, floor
         self.references = {} if references is None else references
-        self.memory = memory
         self.__name__ = name
 
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
+    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float | None]:
         """Return n rewards.
 
         Raises:
@@ -155,13 +132,3 @@ class PairwiseReward:
         consistency = statistics.as_dict()["position_consistency"]
         if consistency is not None:
             log_metric(f"score/{self.__name__}_consistency", consistency)
-
-
-def as_text(completion: Completion) -> str:
-    """Return a completion as the text that a judge reads."""
-    return completion if isinstance(completion, str) else "\n".join(message["content"] for message in completion)
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """Return the sha256 of a prompt's content."""
-    return digest({"prompt": prompt})

@@ -6,6 +6,7 @@ How prompt and completion become token ids, and token ids become scores, is in `
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,12 @@ class ModelReward:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
         is_model = isinstance(model_or_path, PreTrainedModel)
+        if is_model and dtype is not None:
+            raise ValueError(f"dtype {dtype} is for a model that is loaded here; convert the model before giving it")
         source = model_or_path.name_or_path if is_model else scorer_source(model_or_path)
         # The tokenizer first: an error appears before the weights are loaded.
         self.tokenizer = _load_tokenizer(tokenizer, source, revision)
         if is_model:
-            if dtype is not None:
-                raise ValueError(
-                    f"dtype {dtype} is for a model that is loaded here; convert the model before giving it"
-                )
             self.model = model_or_path if device is None else model_or_path.to(device)
         else:
             self.model = load_scorer(model_or_path, revision=revision, device=device, dtype=dtype)
@@ -96,25 +95,13 @@ class ModelReward:
         self.num_shortened = 0
         self.__name__ = name or Path(source).name or type(self.model).__name__
 
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
-    ) -> list[float]:
-        """Return n scores. Ignores `completion_ids` and all columns but `completion_stopped`."""
+    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float]:
+        """Return n scores. Of the columns only `completion_stopped` counts."""
         if not prompts:
             return []
-        rows, num_shortened = encode_rows(
-            self.tokenizer,
-            prompts,
-            completions,
-            self.max_length,
-            reads_end_token(self.model),
-            self.__name__,
-            columns.get("completion_stopped"),
-        )
+        settings = (self.max_length, reads_end_token(self.model), self.__name__)
+        stopped = columns.get("completion_stopped")
+        rows, num_shortened = encode_rows(self.tokenizer, prompts, completions, *settings, stopped)
         if num_shortened and not self.num_shortened:
             logger.warning(
                 f"reward model {self.__name__}: {num_shortened} of {len(rows)} texts had more than max_length"
@@ -127,11 +114,11 @@ class ModelReward:
 def _load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | Path | None, source: str, revision: str | None
 ) -> PreTrainedTokenizerBase:
-    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+    if not isinstance(tokenizer, (str, Path, type(None))):
         return tokenizer
-    if tokenizer is None and not source:
-        raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
     name = str(source if tokenizer is None else tokenizer)
+    if not name:
+        raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
     return read_tokenizer(name, "tokenizer of the reward model", revision=revision)
 
 
@@ -178,11 +165,19 @@ def trunk_reward(
         )
     tokenizer = tokenizer or adapter_tokenizer(name)
     if tokenizer is None:
-        pad_token_id = load_config(adapter.base).pad_token_id
-    else:
-        _check_tokens(name, tokenizer, policy_tokenizer)
-        pad_token_id = tokenizer.pad_token_id
-    return TrunkReward(ScoreAdapter(**vars(adapter) | {"pad_token_id": pad_token_id}))
+        return TrunkReward(replace(adapter, pad_token_id=load_config(adapter.base).pad_token_id))
+    difference = tokenizer_difference(tokenizer, policy_tokenizer)
+    if difference is not None:
+        raise ValueError(
+            f"the tokenizer of reward adapter {name} is not the policy's ({difference}), whose tokens it would read;"
+            " merge it into its base model and give that folder, which then runs with a tokenizer of its own"
+        )
+    if tokenizer.chat_template != policy_tokenizer.chat_template:
+        logger.warning(
+            f"reward adapter {name} has another chat template than the policy; it will read conversations in the"
+            " policy's"
+        )
+    return TrunkReward(replace(adapter, pad_token_id=tokenizer.pad_token_id))
 
 
 def tokenizer_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
@@ -192,17 +187,3 @@ def tokenizer_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenize
         return f"token {tokens[0][0]!r} is in one of them alone"
     texts = [text for text in SAMPLE_TEXTS if one(text)["input_ids"] != other(text)["input_ids"]]
     return f"{texts[0]!r} differs" if texts else None
-
-
-def _check_tokens(name: str, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    difference = tokenizer_difference(tokenizer, policy)
-    if difference is not None:
-        raise ValueError(
-            f"the tokenizer of reward adapter {name} is not the policy's ({difference}), whose tokens it would read;"
-            " merge it into its base model and give that folder, which then runs with a tokenizer of its own"
-        )
-    if tokenizer.chat_template != policy.chat_template:
-        logger.warning(
-            "reward adapter %s has another chat template than the policy; it will read conversations in the policy's",
-            name,
-        )

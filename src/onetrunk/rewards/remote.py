@@ -17,6 +17,8 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -26,7 +28,7 @@ from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ask_pat
 from onetrunk.judges.chat import is_same_model
 from onetrunk.judges.http import check_host, check_url, guarded_client, post_json, read_secret, shown
 from onetrunk.models.loading import read_tokenizer
-from onetrunk.models.scorer import READS_END, encode_rows
+from onetrunk.models.scorer import encode_rows, length_limit, reads_end_token
 from onetrunk.models.sources import load_config
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
@@ -56,8 +58,6 @@ OPTIONS = {
 Rows = tuple[Sequence[Prompt], Sequence[Completion], Sequence[bool]]
 TRIAL_ROWS: Rows = (["Say hello."] * 2, ("Hello!", "No, and go away."), [True] * 2)
 WHAT = "the address of a reward server"
-# Tokenizers without a limit report a larger number than this.
-NO_LIMIT = 10**9
 
 
 def remote_reward(spec: str) -> RemoteReward:
@@ -167,13 +167,9 @@ class RemoteReward:
             )
 
     async def __call__(
-        self,
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]] | None = None,
-        **columns: Any,
+        self, prompts: list[Prompt], completions: list[Completion], **columns: Any
     ) -> list[float | None]:
-        """Return n scores, None where there is none. Ignores all columns but `completion_stopped`.
+        """Return n scores, None where there is none. Of the columns only `completion_stopped` counts.
 
         Raises:
             ServerUnavailable: no call was answered within the patience of `policy`.
@@ -225,28 +221,22 @@ class RemoteReward:
         return failed
 
     async def _call(self, client: httpx2.AsyncClient, rows: Rows) -> list[float | None]:
-        token_ids = None if self._encode is None else self._encode(*rows)
+        prompts, completions, stopped = rows
+        token_ids = None if self._encode is None else self._encode(prompts, completions, stopped=stopped)[0]
         body = _request_body(self.kind, rows, self.model, token_ids)
         answer = await post_json(client, self.url, body, read_secret(self.api_key_env))
         reported = answer.get("model") if isinstance(answer, dict) else None
         if self.model is not None and isinstance(reported, str) and not is_same_model(self.model, reported):
             raise CallError(f"scores of model {reported!r}, where {self.model!r} was asked")
-        return _scores(self.kind, answer, len(rows[0]))
+        return _scores(self.kind, answer, len(prompts))
 
 
-def _encoder(source: str, name: str) -> Callable[..., list[list[int]]]:
+def _encoder(source: str, name: str) -> Callable[..., tuple[list[list[int]], int]]:
     """Return a function that tokenizes rows as the reward model at `source` was trained to read them."""
-    tokenizer, config = read_tokenizer(source), load_config(source)
-    ends = bool(config.to_dict().get(READS_END, False))
-    limits = [getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
-    max_length = min((limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT), default=None)
-
-    def encode(
-        prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool]
-    ) -> list[list[int]]:
-        return encode_rows(tokenizer, prompts, completions, max_length, ends, name, stopped)[0]
-
-    return encode
+    # Of a model, `length_limit` and `reads_end_token` read only its config.
+    tokenizer, model = read_tokenizer(source), SimpleNamespace(config=load_config(source))
+    limit, end_token = length_limit(model, tokenizer), reads_end_token(model)
+    return partial(encode_rows, tokenizer, max_length=limit, end_token=end_token, name=name)
 
 
 def kind_of(url: str) -> Kind:
@@ -262,15 +252,14 @@ def _request_body(kind: Kind, rows: Rows, model: str | None, token_ids: list[lis
     "continue_final_message" if the completion was cut off, so that no end token follows it. score: {"text_1": prompts,
     "text_2": completions}. json: the columns as in the dataset. All with {"model": name} if there is one.
     """
-    prompts, completions, stopped = rows
+    prompts, completions, stopped = map(list, rows)
     named = {} if model is None else {"model": model}
     if kind == "json":
-        columns = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
-        return {**named, **{name: list(values) for name, values in columns.items()}}
+        return {**named, "prompts": prompts, "completions": completions, "completion_stopped": stopped}
     # Raw scores: a sigmoid flattens large differences, and a softmax over one label is always 1.
     raw = {**named, "use_activation": False}
     if kind == "score":
-        return {**raw, "text_1": [_text(p) for p in prompts], "text_2": [_text(c) for c in completions]}
+        return {**raw, "text_1": list(map(_text, prompts)), "text_2": list(map(_text, completions))}
     if token_ids is not None:
         return {**raw, "input": token_ids}
     if isinstance(prompts[0], str):
@@ -284,11 +273,7 @@ def _text(value: Prompt | Completion) -> str:
 
 
 def _scores(kind: Kind, answer: Any, num_rows: int) -> list[float | None]:
-    """Return the n scores in an answer; None where a JSON service gives null.
-
-    Raises:
-        CallError: the answer has another form, or another number of rows.
-    """
+    """Return the n scores in an answer, None where a JSON service gives null; another form raises a CallError."""
     if kind == "json":
         entries = answer.get("scores") if isinstance(answer, Mapping) else answer
     else:
@@ -302,7 +287,7 @@ def _scores(kind: Kind, answer: Any, num_rows: int) -> list[float | None]:
     elif kind == "classify":
         entries = [_probability(entry.get("probs")) for entry in entries]
     for entry in entries:
-        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, (int, float))):
+        if type(entry) not in (int, float, type(None)):
             raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")
     return [None if entry is None else float(entry) for entry in entries]
 

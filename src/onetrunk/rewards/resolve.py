@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib
@@ -30,7 +29,7 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
     """
     if not isinstance(spec, str):
         return _checked_callable(spec, repr(spec))
-    if names_a_server(spec):
+    if spec.startswith(("http://", "https://")):
         return remote_reward(spec)
     if names_a_model(spec):
         raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
@@ -38,7 +37,9 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
     if separator:
         module = _module_from_file(spec, Path(path).expanduser())
     elif spec.endswith(".py"):
-        raise ValueError(_missing_name(spec))
+        functions = _public_functions(_module_from_file(spec, Path(spec).expanduser()))
+        hint = f", where NAME is {' or '.join(functions[:20])}" if functions else ""
+        raise ValueError(f"reward function {spec!r} names a file and no function in it; write '{spec}:NAME'{hint}")
     else:
         path, _, name = spec.rpartition(".")
         if not path or not all(part.isidentifier() for part in spec.split(".")):
@@ -59,11 +60,6 @@ def names_a_model(spec: str) -> bool:
     return "/" in spec and ":" not in spec and not spec.endswith(".py")
 
 
-def names_a_server(spec: str) -> bool:
-    """Return whether a text names a reward model behind HTTP (`rewards/remote.py`)."""
-    return spec.startswith(("http://", "https://"))
-
-
 def _checked_callable(function: object, spec: str) -> RewardFunction:
     if not callable(function):
         raise TypeError(f"reward function {spec} is of type {type(function).__name__}; expected something to call")
@@ -75,14 +71,13 @@ def _checked_callable(function: object, spec: str) -> RewardFunction:
 def _module_by_name(spec: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{name}.".startswith(f"{absent}."):
             raise ValueError(
-                f"reward function {spec!r}: there is no module {error.name!r}; install it, put its folder on "
+                f"reward function {spec!r}: there is no module {absent!r}; install it, put its folder on "
                 "PYTHONPATH, or give 'path/to/file.py:name'"
             ) from error
-        raise RuntimeError(f"reward function {spec!r}: importing {name} failed: {error}") from error
-    except Exception as error:
         raise RuntimeError(f"reward function {spec!r}: importing {name} failed: {error!r}") from error
 
 
@@ -90,7 +85,8 @@ def _module_from_file(spec: str, path: Path) -> ModuleType:
     if path.suffix != ".py":
         raise ValueError(f"reward function {spec!r}: {path} is not a Python file; give 'path/to/file.py:name'")
     if not path.is_file():
-        raise ValueError(_missing_file(spec, path))
+        folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
+        raise ValueError(f"reward function {spec!r}: there is no file {path}{folder}; check the path")
     # One module per file, registered before it runs: dataclasses and pickle look up their module by name.
     name = f"onetrunk_reward_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -107,28 +103,13 @@ def _module_from_file(spec: str, path: Path) -> ModuleType:
 
 
 def _suggestion(module: ModuleType, name: str) -> str:
-    members = vars(module).items()
-    public = sorted(n for n, v in members if not n.startswith("_") and callable(v) and not inspect.isclass(v))
-    near = difflib.get_close_matches(name, public, n=3)
+    functions = _public_functions(module)
+    near = difflib.get_close_matches(name, functions, n=3)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"it has {', '.join(public[:20]) or 'no public functions'}"
+    return f"it has {', '.join(functions[:20]) or 'no public functions'}"
 
 
-def _missing_name(spec: str) -> str:
-    path = Path(spec).expanduser()
-    if not path.is_file():
-        return _missing_file(spec, path)
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError):
-        body = []
-    functions = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    public = [name for name in functions if not name.startswith("_")]
-    hint = f", where NAME is {' or '.join(public[:20])}" if public else ""
-    return f"reward function {spec!r} names a file and no function in it; write '{spec}:NAME'{hint}"
-
-
-def _missing_file(spec: str, path: Path) -> str:
-    folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
-    return f"reward function {spec!r}: there is no file {path}{folder}; check the path"
+def _public_functions(module: ModuleType) -> list[str]:
+    members = vars(module).items()
+    return sorted(n for n, v in members if not n.startswith("_") and callable(v) and not inspect.isclass(v))

@@ -1,8 +1,4 @@
-"""What is done to raw scores before PPO sees them: penalties, and normalisation by running moments.
-
-Source of the merge of moments: Chan, Golub, LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing
-Sample Variances", equations 2.1.
-"""
+"""What is done to raw scores before PPO sees them: penalties, and normalisation by running moments."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+
+from onetrunk.ops.masking import merge_moments
 
 SMALLEST_STD = 1e-8
 
@@ -22,11 +20,7 @@ def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tens
         scores: [n] one raw number per completion.
         stopped: [n] bool, True where the completion ended at a stop token.
         penalty: in units of the score, not negative.
-
-    Returns:
-        [n] of the dtype of `scores`.
     """
-    _check_penalty("missing_eos_penalty", scores, stopped, penalty)
     return torch.where(stopped.bool(), scores, scores - penalty)
 
 
@@ -38,34 +32,8 @@ def length_penalty(scores: Tensor, lengths: Tensor, max_completion_length: int, 
         lengths: [n] tokens of the completion, including the stop token.
         max_completion_length: tokens of the longest possible completion.
         penalty: in units of the score, at the full length; not negative.
-
-    Returns:
-        [n] of the dtype of `scores`.
     """
-    _check_penalty("length_penalty", scores, lengths, penalty)
-    if max_completion_length < 1:
-        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length}")
     return scores - penalty * lengths.to(scores.dtype) / max_completion_length
-
-
-def _check_penalty(name: str, scores: Tensor, per_row: Tensor, penalty: float) -> None:
-    if scores.shape != per_row.shape:
-        raise ValueError(
-            f"{name}: scores {tuple(scores.shape)} and {tuple(per_row.shape)} differ; give one entry per row"
-        )
-    if not (math.isfinite(penalty) and penalty >= 0):
-        raise ValueError(
-            f"{name} must be a finite number of at least 0, got {penalty}; it is subtracted from the score"
-        )
-
-
-def score_moments(scores: Tensor) -> tuple[float, float, float]:
-    """Return (count, mean, m2) of the finite entries of `scores` in float64; (0, 0, 0) if there are none."""
-    finite = scores[torch.isfinite(scores)].double()
-    if finite.numel() == 0:
-        return 0.0, 0.0, 0.0
-    mean = finite.mean()
-    return float(finite.numel()), float(mean), float((finite - mean).square().sum())
 
 
 @dataclass
@@ -94,40 +62,23 @@ class RunningMoments:
             ValueError: a value is non-finite, or count or m2 is negative.
         """
         _check_moments(count, mean, m2)
-        if count == 0:
-            return
-        total = self.count + count
-        difference = mean - self.mean
-        self.m2 += m2 + difference * difference * (self.count * count / total)
-        self.mean += difference * (count / total)
-        self.count = total
+        if count:
+            parts = torch.tensor([[self.count, self.mean, self.m2], [count, mean, m2]], dtype=torch.float64)
+            self.count, self.mean, self.m2 = map(float, merge_moments([tuple(part) for part in parts]))
 
-    def normalize(self, scores: Tensor, shift_mean: bool = True, clip: float | None = None) -> Tensor:
-        """Return (`scores` - mean) / std, then clipped; NaN stays NaN.
+    def normalize(self, scores: Tensor) -> Tensor:
+        """Return (`scores` - mean) / std; NaN stays NaN.
 
         Does not divide while there are fewer than two scores or all are equal.
-
-        Args:
-            scores: [n] raw scores.
-            shift_mean: False only divides, so that scores keep their sign.
-            clip: largest absolute value of the result; None: no limit.
         """
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be greater than 0 or None, got {clip}")
-        shifted = scores - self.mean if shift_mean else scores
-        scaled = shifted / self.std if self.std > SMALLEST_STD else shifted
-        return scaled if clip is None else scaled.clamp(-clip, clip)
+        return (scores - self.mean) / (self.std if self.std > SMALLEST_STD else 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """Return count, mean and m2 as floats, which JSON stores exactly."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the moments of a `state_dict`.
-
-        Raises:
-            ValueError: the keys differ, or the values are invalid as in `update`.
-        """
+        """Restore the moments of a `state_dict`; a ValueError if its keys differ, or as in `update`."""
         if set(state) != {"count", "mean", "m2"}:
             raise ValueError(f"the state of RunningMoments has the keys {sorted(state)}; expected count, m2, mean")
         _check_moments(**state)
@@ -135,8 +86,8 @@ class RunningMoments:
 
 
 def _check_moments(count: float, mean: float, m2: float) -> None:
-    if not all(math.isfinite(value) for value in (count, mean, m2)) or count < 0 or m2 < 0:
+    if not all(map(math.isfinite, (count, mean, m2))) or count < 0 or m2 < 0:
         raise ValueError(
             f"moments must be finite with count and m2 at least 0, got count {count}, mean {mean}, m2 {m2}; "
-            "leave non-finite scores out (score_moments does)"
+            "leave non-finite scores out"
         )
