@@ -17,7 +17,7 @@ from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointSettings
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
-from onetrunk.ppo.alarm_settings import AlarmSettings, check_alarm_settings
+from onetrunk.ppo.alarms import RULES, AlarmConfig, stopping_alarms
 from onetrunk.ppo.foreign_keys import explain_unknown_keys
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
@@ -69,7 +69,7 @@ REFUSED_OPTIMIZERS = {
 
 
 @dataclass(repr=False)
-class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, TrainingArguments):
+class PPOConfig(AlarmConfig, CheckpointSettings, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
@@ -208,7 +208,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
-        check_alarm_settings(self)
+        self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
@@ -264,7 +264,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         require_seed("data_seed", self.data_seed)
         whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
         whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
-        whole += " per_device_train_batch_size per_device_eval_batch_size"
+        whole += " per_device_train_batch_size per_device_eval_batch_size alarm_patience"
         for name in whole.split():
             _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
         positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
@@ -287,6 +287,10 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
             ("trunk_cache", PLACES),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
+        for name, rule in RULES.items():
+            value, (low, high, words) = getattr(self, f"alarm_{name}"), rule.range
+            if value is not None and not (_is_number(value) and low <= value <= high):
+                raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
 
     def _check_rollout(self) -> None:
         if self.num_rollouts is not None:
