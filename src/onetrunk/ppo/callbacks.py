@@ -20,8 +20,9 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
+
+from onetrunk.ppo.config import PPOConfig
 
 SHOWN = {
     "score": "score/mean",
@@ -87,7 +88,7 @@ class StepGuard(TrainerCallback):
 
     def on_pre_optimizer_step(
         self,
-        args: TrainingArguments,
+        args: PPOConfig,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
@@ -117,7 +118,7 @@ class StepGuard(TrainerCallback):
 
     def on_optimizer_step(
         self,
-        args: TrainingArguments,
+        args: PPOConfig,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
@@ -134,9 +135,7 @@ class StepGuard(TrainerCallback):
                 " then resume from the last checkpoint"
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.is_bad:
             control.should_save = False
 
@@ -149,9 +148,7 @@ class StepEnd(TrainerCallback):
     def __init__(self, end_step: Callable[[TrainerState], None]):
         self.end_step = end_step
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.end_step(state)
 
 
@@ -176,9 +173,7 @@ class RolloutProgress(TrainerCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             if self.opening:
                 tqdm.write(self.opening, file=sys.stderr)
@@ -208,15 +203,13 @@ class RolloutProgress(TrainerCallback):
                 self._sampling_bar = tqdm(total=total_rows, desc=self._phase, unit="row", dynamic_ncols=True)
             self._sampling_bar.update(done_rows - self._sampling_bar.n)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: PPOConfig,
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
@@ -227,9 +220,7 @@ class RolloutProgress(TrainerCallback):
         self._shown |= {short: short_number(logs[name]) for short, name in SHOWN.items() if name in logs}
         self.bar.set_postfix(self._shown)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

@@ -433,9 +433,9 @@ class PPOTrainer(ResumableTrainer):
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
             dataset: Hub name of the prompts.
         """
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        data = {"language": language, "license": license, "tags": tags, "datasets": dataset}
-        write_card(self, self.args.output_dir, model_name=model_name, base=finetuned_from, **data)
+        tags = [tags] if isinstance(tags, str) else tags or []
+        data = {"language": language, "license": license, "datasets": dataset}
+        write_card(self, self.args.output_dir, model_name, finetuned_from, tags, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
