@@ -219,14 +219,12 @@ def stopping_alarms(config: AlarmConfig) -> list[str] | None:
 def find_breach(
     name: str, limit: float, metrics: Mapping[str, float], first: Mapping[str, float], num_rows: int
 ) -> tuple[float, float] | None:
-    """Return the metric's value and the bound that it is beyond; None if it is not, or is missing.
+    """Return the value of an alarm's metric and the bound that it is beyond; None if it is not, or is missing.
 
     Args:
-        name: of the alarm.
-        limit: its setting.
-        metrics: of the rollout.
+        name, limit: of the alarm.
+        metrics: of the rollout, which has `num_rows` completions.
         first: means over the first rollouts; empty until they are over.
-        num_rows: completions of a rollout.
     """
     rule, bound = RULES[name], limit
     if name == "negative_kl":
@@ -242,12 +240,7 @@ def find_breach(
 
 
 def fewest_checkpoints(every: int, slots: int) -> int:
-    """Return how many of the newest checkpoints reach back before a rollout that has just been found bad.
-
-    Args:
-        every: steps between two checkpoints.
-        slots: steps of a rollout.
-    """
+    """Return how many checkpoints, one `every` steps, reach back before a rollout of `slots` steps just found bad."""
     # The newest is at least gcd(every, slots) steps old, the one that is needed at most two rollouts.
     return 1 + math.ceil((2 * slots - math.gcd(every, slots)) / every)
 
@@ -344,15 +337,22 @@ class Alarms(EndingCallback):
 
     def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
         rule, num_rollouts = RULES[name], args.alarm_patience
-        # The first bad rollout was sampled by the weights at this step.
+        # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
         begin = state.global_step - num_rollouts * args.slots_per_rollout
+        good = last_checkpoint(args.output_dir, begin - args.slots_per_rollout)
+        remedy = "No checkpoint is left from before it: start a new run, with another output_dir"
+        if good is not None:
+            remedy = (
+                f"The last checkpoint from before it is {good}: --resume {Path(args.output_dir) / good}"
+                " (resume_from_checkpoint of train) resumes there, with allow_config_change if settings change"
+            )
         (value, bound), side = breach, "above" if rule.is_upper else "below"
         period = f"in {num_rollouts} rollouts in a row, sampled from step {begin} on"
         self.explanation = (
             f"alarm {name} at step {state.global_step}: {rule.description} is {value:.4g}, {side} the limit"
             f" {bound:.4g} (alarm_{name} {getattr(args, f'alarm_{name}'):g}),"
             f" {period if num_rollouts > 1 else 'in a rollout'}. The usual cause: {rule.cause}. What helps:"
-            f" {rule.change}. {self._how_to_resume(begin, args)}"
+            f" {rule.change}. {remedy}"
         )
         if name in (args.stop_on_alarm or ()):
             consequence = "Training stops"
@@ -360,13 +360,3 @@ class Alarms(EndingCallback):
         else:
             consequence = f"Training continues (stop_on_alarm [{name}] would end it)"
         logger.warning(f"{self.explanation}. {consequence}")
-
-    def _how_to_resume(self, begin: int, args: PPOConfig) -> str:
-        # The weights at `begin` were bad; those that sampled the rollout before were not.
-        good = last_checkpoint(args.output_dir, begin - args.slots_per_rollout)
-        if good is None:
-            return "No checkpoint is left from before it: start a new run, with another output_dir"
-        return (
-            f"The last checkpoint from before it is {good}: --resume {Path(args.output_dir) / good}"
-            " (resume_from_checkpoint of train) resumes there, with allow_config_change if settings change"
-        )

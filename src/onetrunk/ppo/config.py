@@ -103,20 +103,14 @@ class PPOConfig(AlarmConfig, CheckpointSettings, SecretFreeArguments, TrainingAr
     max_completion_length: int = option(256, "Longest completion, tokens.")
     temperature: float = option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
-    max_rollout_rows: int | None = option(
-        None, "Most rows that a process decodes at once; None: all rows of the rollout."
-    )
+    max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
 
     # Reward
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
-    missing_eos_penalty: float | None = option(
-        None, "Subtracted from the score of a completion without a stop token; 0 or more."
-    )
-    length_penalty: float = option(
-        0.0, "Subtracted from the score at max_completion_length tokens; in proportion below."
-    )
+    missing_eos_penalty: float | None = option(None, "Subtracted from the score of a cut-off completion; 0 or more.")
+    length_penalty: float = option(0.0, "Subtracted from the score at max_completion_length; in proportion below.")
     truncated_completions: str | None = option(
         None,
         "What happens to a completion cut off at max_completion_length: 'terminal' (as if it had ended), 'bootstrap'"
@@ -138,9 +132,7 @@ class PPOConfig(AlarmConfig, CheckpointSettings, SecretFreeArguments, TrainingAr
         "Add beta * KL to the loss instead of subtracting it from the rewards. A token is then not credited with the"
         " KL of later tokens, and with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
-    kl_target: float | None = option(
-        None, "KL per completion (nats) that an adaptive beta keeps; None: beta is fixed."
-    )
+    kl_target: float | None = option(None, "Nats per completion that an adaptive beta keeps; None: beta is fixed.")
     kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
     gamma: float = option(1.0, "Discount per token, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
@@ -189,10 +181,7 @@ class PPOConfig(AlarmConfig, CheckpointSettings, SecretFreeArguments, TrainingAr
 
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
-    check_memory: bool = option(
-        True,
-        "Run the largest possible pack once before the first rollout, and print the memory that the run needs.",
-    )
+    check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
     max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = option(4, "Rows of that table.")
