@@ -9,8 +9,7 @@ import torch
 from transformers import HfArgumentParser
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, last_checkpoint
-from onetrunk.ppo.alarm_settings import ALARMS, RULES
-from onetrunk.ppo.alarms import CHANCE_NATS, fewest_checkpoints, find_breach
+from onetrunk.ppo.alarms import CHANCE_NATS, RULES, fewest_checkpoints, find_breach
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Rollout
@@ -73,7 +72,7 @@ def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp
     assert sentence.startswith(f"alarm {name} at step 14: {rule.description} is ")
     for part in (f"(alarm_{name} ", "in 3 rollouts in a row, sampled from step 8 on", rule.cause, rule.change):
         assert part in sentence
-    others = {other: logged(trainer, f"alarm/{other}") for other in ALARMS if other != name}
+    others = {other: logged(trainer, f"alarm/{other}") for other in RULES if other != name}
     assert {other: sum(values) for other, values in others.items() if any(values)} == {}
 
 
@@ -203,7 +202,7 @@ def test_an_alarm_that_is_not_among_those_that_stop_only_warns(tmp_path, caplog)
     trainer = stopping(tmp_path, stop_on_alarm=["kl", "entropy"], num_rollouts=7)
     trainer.train()
     assert trainer.state.global_step == 14
-    assert said(caplog)[-1].endswith("Training goes on (stop_on_alarm [repeated_ngrams] would end it)")
+    assert said(caplog)[-1].endswith("Training continues (stop_on_alarm [repeated_ngrams] would end it)")
 
 
 @pytest.mark.slow
@@ -335,10 +334,10 @@ def test_where_the_alarm_falls_on_a_gradient_that_is_not_finite_the_run_ends_wit
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        (True, list(ALARMS)),
-        (["true"], list(ALARMS)),
-        ("all", list(ALARMS)),
-        (["all"], list(ALARMS)),
+        (True, list(RULES)),
+        (["true"], list(RULES)),
+        ("all", list(RULES)),
+        (["all"], list(RULES)),
         (False, None),
         ("false", None),
         (["null"], None),
@@ -379,7 +378,7 @@ def test_a_setting_that_can_not_work_is_refused(tmp_path, settings, sentence):
 
 
 def test_the_command_line_takes_names_and_true():
-    for words, kept in ((["true"], list(ALARMS)), (["kl", "entropy"], ["kl", "entropy"])):
+    for words, kept in ((["true"], list(RULES)), (["kl", "entropy"], ["kl", "entropy"])):
         argv = ["--output_dir", "unused", "--use_cpu", "--alarm_kl", "5", "--stop_on_alarm", *words]
         (parsed,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(argv)
         assert (parsed.alarm_kl, parsed.stop_on_alarm) == (5.0, kept)
@@ -387,11 +386,11 @@ def test_the_command_line_takes_names_and_true():
 
 def test_every_alarm_has_a_rule_and_a_limit(tmp_path):
     config = make_config(tmp_path)
-    assert tuple(RULES) == ALARMS and all(getattr(config, f"alarm_{name}") is not None for name in ALARMS)
+    assert all(getattr(config, f"alarm_{name}") is not None for name in RULES)
 
 
 def test_a_rule_says_nothing_without_its_figure_or_of_a_figure_that_is_no_number():
-    for name in ALARMS:
+    for name in RULES:
         figure = RULES[name].metric
         assert find_breach(name, 0.5, {}, {figure: 1.0}, 8) is None
         assert find_breach(name, 0.5, {figure: math.nan}, {figure: 1.0}, 8) is None

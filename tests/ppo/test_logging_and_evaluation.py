@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from onetrunk.ppo.alarm_settings import ALARMS
+from onetrunk.ppo.alarms import RULES
 from onetrunk.ppo.callbacks import short_number
 from onetrunk.ppo.metrics import MetricLog
 from tests.fakes import CannedBackend
@@ -29,7 +29,7 @@ ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/r
 sampling/logprob_gap_max sampling/logprob_gap_k3 completion/length
 completion/stopped_fraction completion/repeated_ngrams time/generate_s time/score_s
 throughput/completion_tokens_per_s""".split()
-ROLLOUT_END = [f"alarm/{name}" for name in ALARMS]
+ROLLOUT_END = [f"alarm/{name}" for name in RULES]
 
 
 def test_every_step_logs_its_metrics_and_the_first_of_a_rollout_those_of_the_rollout(tmp_path):

@@ -1,6 +1,5 @@
 """Repeated n-grams against a loop over windows, and by hand."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,8 +39,3 @@ def test_by_hand():
 def test_vectorised_equals_the_loop_and_padding_counts_nowhere(rows, n, fill):
     repeated, totals = repeated_ngrams(padded(rows, fill), torch.tensor([len(row) for row in rows]), n)
     assert (repeated.tolist(), totals.tolist()) == looped(rows, n)
-
-
-def test_a_window_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="n is 0"):
-        repeated_ngrams(torch.ones(1, 4, dtype=torch.int64), torch.tensor([4]), 0)

@@ -5,7 +5,7 @@ import torch
 
 from onetrunk.models.scorer import SCALE_FILE, ScoreScale, read_score_scale
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.setup import Policy, resolve_rewards
+from onetrunk.ppo.setup import ModelInputs, resolve_rewards
 from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import ensemble_reward, load_reward, names_an_ensemble
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
@@ -65,7 +65,7 @@ def test_an_ensemble_is_named_in_a_recipe(members, tmp_path):
     spec = f"ensemble:{members[0]}, {members[1]}, penalty=0.25"
     assert names_an_ensemble(spec) and not names_an_ensemble(members[0])
     config = PPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    (reward,) = resolve_rewards(spec, None, config, Policy("", tiny_tokenizer()))
+    (reward,) = resolve_rewards(ModelInputs(None, spec), config.device, "", tiny_tokenizer())
     assert isinstance(reward, EnsembleReward) and reward.penalty == 0.25 and len(reward.members) == 2
 
 

@@ -20,8 +20,9 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
+
+from onetrunk.ppo.config import PPOConfig
 
 SHOWN = {
     "score": "score/mean",
@@ -65,12 +66,10 @@ class StepGuard(TrainerCallback):
     if the optimizer's state is not finite, or if a step makes the state or the weights so.
 
     Args:
-        max_skipped_steps: non-finite steps in a row after which the run stops.
         has_scaler: returns whether the run has a gradient scaler (fp16).
     """
 
-    def __init__(self, max_skipped_steps: int, has_scaler: Callable[[], bool]):
-        self.max_skipped_steps = max_skipped_steps
+    def __init__(self, has_scaler: Callable[[], bool]):
         self.has_scaler = has_scaler
         self.grad_norm = 0.0
         self.is_empty = False
@@ -86,13 +85,7 @@ class StepGuard(TrainerCallback):
         self.grad_norm = norm
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        optimizer: Optimizer,
-        **kwargs: Any,
+        self, args: PPOConfig, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         self.is_bad = not self.grad_norm < float("inf")
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if self.is_bad else 0
@@ -102,41 +95,33 @@ class StepGuard(TrainerCallback):
         if self.is_empty and not (self.is_bad and has_scaler):
             for parameter in model.parameters():
                 parameter.grad = None
-        limit = max(self.max_skipped_steps, SCALER_PATIENCE) if has_scaler else self.max_skipped_steps
+        limit = max(args.max_skipped_steps, SCALER_PATIENCE) if has_scaler else args.max_skipped_steps
         if self.num_bad_in_a_row >= limit:
             raise RuntimeError(
                 f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
                 f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
                 " scores, then resume from the last checkpoint"
             )
-        if not self.is_empty and not are_finite(optimizer_state(optimizer)):
+        if not self.is_empty and not are_finite(optimizer_state(kwargs["optimizer"])):
             raise RuntimeError(
                 f"the optimizer's state is not finite before step {state.global_step + 1}; the weights are those"
                 " before it. Resume from an earlier checkpoint, or start a new run from the saved adapter"
             )
 
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        optimizer: Optimizer,
-        **kwargs: Any,
+        self, args: PPOConfig, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         if self.is_empty:
             return
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not are_finite([*weights, *optimizer_state(optimizer)]):
+        if not are_finite([*weights, *optimizer_state(kwargs["optimizer"])]):
             raise RuntimeError(
                 f"step {state.global_step + 1}, of a gradient with norm {short_number(self.grad_norm)}, left weights"
                 " or optimizer state that are not finite; it is not saved. Lower learning_rate or set max_grad_norm,"
                 " then resume from the last checkpoint"
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.is_bad:
             control.should_save = False
 
@@ -149,20 +134,15 @@ class StepEnd(TrainerCallback):
     def __init__(self, end_step: Callable[[TrainerState], None]):
         self.end_step = end_step
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.end_step(state)
 
 
 class RolloutProgress(TrainerCallback):
-    """A progress bar over optimizer steps, with the metrics that matter in PPO and the progress of sampling.
-
-    Args:
-        opening: text to print before the bar.
-    """
+    """A progress bar over optimizer steps, with the metrics that matter in PPO and the progress of sampling."""
 
     def __init__(self, opening: str | None = None) -> None:
+        # Printed before the bar.
         self.opening = opening
         self.bar: tqdm | None = None
         self._phase = "rollout"
@@ -176,9 +156,7 @@ class RolloutProgress(TrainerCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             if self.opening:
                 tqdm.write(self.opening, file=sys.stderr)
@@ -208,28 +186,18 @@ class RolloutProgress(TrainerCallback):
                 self._sampling_bar = tqdm(total=total_rows, desc=self._phase, unit="row", dynamic_ncols=True)
             self._sampling_bar.update(done_rows - self._sampling_bar.n)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
         if self.bar is None or not logs:
             return
         self._shown |= {short: short_number(logs[name]) for short, name in SHOWN.items() if name in logs}
         self.bar.set_postfix(self._shown)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

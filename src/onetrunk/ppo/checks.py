@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,8 @@ from onetrunk.utils.files import require_name, require_output_dir
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a rollout is divided.
+    """How many completions of a process are in a rollout, in an optimizer step, and at most in one forward."""
 
-    Args:
-        prompts_per_rank: prompts per process and rollout.
-        rows_per_rank: completions per process and rollout.
-        rows_per_minibatch: completions per process and optimizer step.
-        rows_per_pack: most completions in one forward.
-    """
-
-    prompts_per_rank: int
     rows_per_rank: int
     rows_per_minibatch: int
     rows_per_pack: int
@@ -60,18 +52,14 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
         )
     rows_per_minibatch = rows // config.num_minibatches
     rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
-    return BatchPlan(prompts, rows, rows_per_minibatch, rows_per_pack)
+    return BatchPlan(rows, rows_per_minibatch, rows_per_pack)
 
 
 TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
 def check_launch(args: PPOConfig) -> None:
-    """Check the type of the settings, the output folder, the GPUs of a process, sharding and the batch arithmetic.
-
-    Raises:
-        ValueError, TypeError: one of them cannot work.
-    """
+    """Check the type of the settings, the output folder, the GPUs of a process, sharding and the batch arithmetic."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"args is a {type(args).__name__}; PPOTrainer takes a PPOConfig (onetrunk.PPOConfig)")
     if args.should_save:
@@ -91,16 +79,18 @@ def check_launch(args: PPOConfig) -> None:
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
-    """Check what would fail late: evaluation without rows, names of evaluation sets, the rollout backend.
-
-    Raises:
-        ValueError, TypeError: one of them cannot work.
-    """
+    """Check what would fail late: evaluation without rows, names of evaluation sets, the rollout backend."""
     if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
         raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
-    for name in eval_dataset if isinstance(eval_dataset, dict) else ():
+    names = list(eval_dataset) if isinstance(eval_dataset, dict) else []
+    for name in names:
         require_name(name, "the name of an evaluation set")
-    check_best_metric(args, eval_dataset)
+    metric = args.metric_for_best_model
+    if names and metric and not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, and the evaluation sets are {', '.join(names)}: say which of them"
+            f" decides, for example {names[0]}_score/mean"
+        )
     if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
         raise TypeError(
             f"rollout_backend is a {type(rollout_backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
@@ -108,28 +98,8 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
         )
 
 
-def check_best_metric(args: PPOConfig, eval_dataset: Any) -> None:
-    """Check that an evaluation of several named datasets will have metric_for_best_model.
-
-    Raises:
-        ValueError: it will not; the message gives an example of a name that it will have.
-    """
-    metric = args.metric_for_best_model
-    if metric is None or not isinstance(eval_dataset, dict) or len(eval_dataset) == 0:
-        return
-    if not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in eval_dataset)):
-        raise ValueError(
-            f"metric_for_best_model is {metric!r}, and the evaluation sets are {', '.join(eval_dataset)}: say which"
-            f" of them decides, for example {next(iter(eval_dataset))}_score/mean"
-        )
-
-
 def check_optimizer(optimizer: Any) -> None:
-    """Check that the optimizer trains the same weights that are evaluated and saved.
-
-    Raises:
-        ValueError: it has modes, train() and eval(), as schedule-free optimizers have.
-    """
+    """Raise ValueError for a schedule-free optimizer, which does not evaluate and save the weights that it trains."""
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} has modes, train() and eval():"
@@ -138,11 +108,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
-    """Check the types of model and tokenizer, that a model exists at the name, and the keywords for loading it.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: one of them is wrong.
-    """
+    """Check the types of model and tokenizer, that a model exists at the name, and the keywords for loading it."""
     check_model_type(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(
@@ -159,20 +125,20 @@ def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
-    """Check that the model has the tokens of all prompts, and positions for prompt and completion.
-
-    Raises:
-        ValueError: it does not.
-    """
-    longest = max(len(ids) for dataset in datasets for ids in dataset["prompt_ids"])
+    """Check that the model has the tokens of all prompts, and positions for prompt and completion."""
+    prompts = [ids for dataset in datasets for ids in dataset["prompt_ids"]]
+    longest = max(map(len, prompts))
     most = longest + args.max_completion_length
     remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
     if args.microbatch_tokens is not None and most > args.microbatch_tokens:
         raise ValueError(
             f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it"
         )
-    config = _config(model, args.model_init_kwargs or {})
-    largest, vocab_size = max(max(ids) for d in datasets for ids in d["prompt_ids"]), config.vocab_size
+    if isinstance(model, str):
+        config = load_config(model, **source_of(args.model_init_kwargs or {}))
+    else:
+        config = (model.get_base_model() if isinstance(model, PeftModel) else model).config.get_text_config()
+    largest, vocab_size = max(map(max, prompts)), config.vocab_size
     if largest >= vocab_size:
         raise ValueError(
             f"the tokenizer gives token id {largest} and the model knows {vocab_size} tokens; take the tokenizer that"
@@ -194,9 +160,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequenc
         name: where it was loaded from.
         rows: with texts and conversations in any of TEXT_COLUMNS.
         vocab_size: entries of the model's embedding.
-
-    Raises:
-        ValueError: it does not.
     """
     columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
     if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
@@ -207,7 +170,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequenc
     special = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None]
     largest = max(special, default=0)
     if len(tokenizer) > vocab_size:  # Some models leave out tokens that no text has.
-        texts = [text for values in columns for text in _texts(values)]
+        cells = [[cell] if isinstance(cell, str) else cell for values in columns for cell in values]
+        texts = [part if isinstance(part, str) else part["content"] or "" for cell in cells for part in cell]
         largest = max([largest, *(i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in ids)])
     if largest >= vocab_size:
         raise ValueError(
@@ -216,19 +180,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequenc
         )
 
 
-def _texts(values: Iterable[Any]) -> Iterator[str]:
-    for value in values:
-        yield from [value] if isinstance(value, str) else (message["content"] or "" for message in value)
-
-
 def source_of(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords that choose the source of a model."""
     return {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
-
-
-def _config(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> Any:
-    if isinstance(model, PeftModel):
-        return model.get_base_model().config.get_text_config()
-    if isinstance(model, PreTrainedModel):
-        return model.config.get_text_config()
-    return load_config(model, **source_of(kwargs))

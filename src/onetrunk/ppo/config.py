@@ -17,7 +17,7 @@ from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointSettings
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
-from onetrunk.ppo.alarm_settings import AlarmSettings, check_alarm_settings
+from onetrunk.ppo.alarms import RULES, AlarmConfig, stopping_alarms
 from onetrunk.ppo.foreign_keys import explain_unknown_keys
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
@@ -69,7 +69,7 @@ REFUSED_OPTIMIZERS = {
 
 
 @dataclass(repr=False)
-class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, TrainingArguments):
+class PPOConfig(AlarmConfig, CheckpointSettings, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
@@ -103,20 +103,14 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
     max_completion_length: int = option(256, "Longest completion, tokens.")
     temperature: float = option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
-    max_rollout_rows: int | None = option(
-        None, "Most rows that a process decodes at once; None: all rows of the rollout."
-    )
+    max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
 
     # Reward
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
-    missing_eos_penalty: float | None = option(
-        None, "Subtracted from the score of a completion without a stop token; 0 or more."
-    )
-    length_penalty: float = option(
-        0.0, "Subtracted from the score at max_completion_length tokens; in proportion below."
-    )
+    missing_eos_penalty: float | None = option(None, "Subtracted from the score of a cut-off completion; 0 or more.")
+    length_penalty: float = option(0.0, "Subtracted from the score at max_completion_length; in proportion below.")
     truncated_completions: str | None = option(
         None,
         "What happens to a completion cut off at max_completion_length: 'terminal' (as if it had ended), 'bootstrap'"
@@ -138,9 +132,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         "Add beta * KL to the loss instead of subtracting it from the rewards. A token is then not credited with the"
         " KL of later tokens, and with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
-    kl_target: float | None = option(
-        None, "KL per completion (nats) that an adaptive beta keeps; None: beta is fixed."
-    )
+    kl_target: float | None = option(None, "Nats per completion that an adaptive beta keeps; None: beta is fixed.")
     kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
     gamma: float = option(1.0, "Discount per token, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
@@ -189,10 +181,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
 
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
-    check_memory: bool = option(
-        True,
-        "Run the largest possible pack once before the first rollout, and print the memory that the run needs.",
-    )
+    check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
     max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = option(4, "Rows of that table.")
@@ -208,7 +197,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
-        check_alarm_settings(self)
+        self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
@@ -264,7 +253,7 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
         require_seed("data_seed", self.data_seed)
         whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
         whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
-        whole += " per_device_train_batch_size per_device_eval_batch_size"
+        whole += " per_device_train_batch_size per_device_eval_batch_size alarm_patience"
         for name in whole.split():
             _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
         positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
@@ -287,6 +276,10 @@ class PPOConfig(AlarmSettings, CheckpointSettings, SecretFreeArguments, Training
             ("trunk_cache", PLACES),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
+        for name, rule in RULES.items():
+            value, (low, high, words) = getattr(self, f"alarm_{name}"), rule.range
+            if value is not None and not (_is_number(value) and low <= value <= high):
+                raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
 
     def _check_rollout(self) -> None:
         if self.num_rollouts is not None:

@@ -1,29 +1,56 @@
-"""Held-out evaluation: sample, score, and measure the KL of a policy to its reference; tables of samples.
+"""Held-out evaluation, tables of samples, and the reference's completions that pairwise rewards compare with.
 
 The same prompts get the same random numbers at every evaluation, so that differences come from the policy.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
+from transformers import Trainer
 
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.sampling import PromptItem, TextSampler
+from onetrunk.judges.base import prompt_key
+from onetrunk.models.adapters import REFERENCE, adapter_parameters
+from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import RolloutPack, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.rewards.judge import COLUMN
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import SampledText
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from onetrunk.utils.redaction import redact
+
+# What a resumed run needs from judges and reference. Trainer pushes no path that begins with an underscore to the Hub.
+KEPT_FOLDER = "_kept"
+# Prompts whose reference completions are sampled together; a killed run loses at most one chunk.
+CHUNK = 64
+# Characters of a text in a table.
+LONGEST_CELL = 400
+
+
+class EvaluationSettings(Protocol):
+    """The settings that an evaluation reads, under the names of PPOConfig."""
+
+    seed: int
+    per_device_eval_batch_size: int
+    microbatch_tokens: int | None
 
 
 def evaluate_prompts(
@@ -31,10 +58,8 @@ def evaluate_prompts(
     sampler: Sampler,
     dataset: Dataset,
     accelerator: Accelerator,
+    args: EvaluationSettings,
     *,
-    seed: int,
-    rows_per_pack: int,
-    max_tokens: int | None = None,
     role: str = "policy",
     version: int = 0,
     extras: dict[str, Any] | None = None,
@@ -46,9 +71,7 @@ def evaluate_prompts(
         sampler: backend, reward functions, tokenizer, sampling parameters.
         dataset: rows with `prompt` and `prompt_ids`, dealt to the processes in turn.
         accelerator: processes, device and autocast.
-        seed: of the completions.
-        rows_per_pack: most rows in one scoring forward.
-        max_tokens: most padded tokens in one; None: no bound.
+        args: of the run or of the evaluation.
         role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
         extras: keywords for the reward functions.
@@ -58,16 +81,15 @@ def evaluate_prompts(
     # Metrics are gathered, so every process has equally many rows; surplus rows repeat others and do not count.
     places = [process + i * num_processes for i in range(share)]
     rows, counted = [place % len(dataset) for place in places], torch.tensor(places) < len(dataset)
-    batch = prompt_batch(dataset, rows, [(seed, EVALUATION_STREAM, row) for row in rows])
+    batch = prompt_batch(dataset, rows, [(args.seed, EVALUATION_STREAM, row) for row in rows])
     with torch.no_grad(), accelerator.autocast(), model.as_role(role):
         sampler.backend.sync(model, version)
         rollout = sampler.generate(batch)
     roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
-    packs: list[RolloutPack] = []
+    packs, everything, pad_id = [], [range(len(rollout))], sampler.params.pad_token_id
     if roles:
-        pad_id = sampler.params.pad_token_id
-        everything = [range(len(rollout))]
-        packs = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device)
+        limits = (args.per_device_eval_batch_size, args.microbatch_tokens)
+        packs = rollout_packs(rollout, everything, *limits, pad_id, accelerator.device)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()
@@ -80,21 +102,11 @@ def evaluate_prompts(
     return metrics, scored
 
 
-FOLDER = "completions"
-LONGEST_CELL = 400
-
-
 class SampleLog:
-    """Prints the first rows of a scored rollout and writes all of them into `output_dir`/completions.
-
-    Args:
-        output_dir: output folder of the run.
-        num_rows: rows of the table; 0 prints none.
-        is_on: False records nothing.
-    """
+    """Prints the first `num_rows` of a scored rollout and writes all of them into `output_dir`/completions, if on."""
 
     def __init__(self, output_dir: str | Path, num_rows: int, is_on: bool):
-        self.folder = Path(output_dir) / FOLDER
+        self.folder = Path(output_dir) / "completions"
         self.num_rows = num_rows
         self.is_on = is_on
         self._extra: dict[str, list[Any]] = {}
@@ -113,7 +125,10 @@ class SampleLog:
             return
         write_samples(self.folder, name, scored, self._extra if with_columns else {})
         if self.num_rows:
-            show(sample_table(scored, name, self.num_rows))
+            console = Console()
+            with console.capture() as capture:
+                console.print(sample_table(scored, name, self.num_rows))
+            tqdm.write(capture.get())  # above a running progress bar
 
 
 def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
@@ -160,9 +175,72 @@ def _cell(text: Any) -> str:
     return plain.replace("[", r"\[")
 
 
-def show(table: Table) -> None:
-    """Print a table to the terminal, above a running progress bar."""
-    console = Console(width=None)
-    with console.capture() as capture:
-        console.print(table)
-    tqdm.write(capture.get())
+def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[str, SampledText]:
+    """Return a completion of the reference by `prompt_key`, for the prompts of the planned run and its evaluations.
+
+    Every process samples a share and saves it in `output_dir`/_kept, so a resumed run compares with the same texts.
+    All processes return all completions.
+
+    Args:
+        trainer: a PPOTrainer before training; its reference samples.
+        more: further tokenized prompts. Rows with a column for the reference completion need none.
+    """
+    held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    datasets = [_planned_rows(trainer), *(rows for rows in held_out.values() if rows is not None), *more]
+    prompts = {
+        prompt_key(prompt): (prompt, ids)
+        for dataset in datasets
+        if COLUMN not in dataset.column_names
+        for prompt, ids in zip(dataset["prompt"], dataset["prompt_ids"], strict=True)
+    }
+    process, num_processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    share = [PromptItem(prompt, key, ids) for key, (prompt, ids) in list(prompts.items())[process::num_processes]]
+    path = Path(trainer.args.output_dir) / KEPT_FOLDER / f"reference_completions-{process}.jsonl"
+    model: TrunkModel = trainer.model
+    bar_options = {"desc": "reference completions", "unit": "prompt", "dynamic_ncols": True}
+    is_hidden = trainer.args.disable_tqdm or process > 0
+    completions: dict[str, SampledText] = {}
+    with (
+        Ledger(path) as ledger,
+        torch.no_grad(),
+        trainer.accelerator.autocast(),
+        model.as_role("reference"),
+        tqdm(total=len(share), disable=is_hidden, **bar_options) as bar,
+    ):
+        sampler = TextSampler(
+            # In this process, whatever backend the run has: a server has only the policy.
+            backend=LocalBackend(model, max_rows=trainer.args.max_rollout_rows),
+            tokenizer=trainer.sampler.tokenizer,
+            params=trainer.sampler.params,
+            identity={"base": base_fingerprint(model.get_base_model()), "adapter": _adapter_fingerprint(model)},
+            seed=trainer.args.seed,
+            ledger=ledger,
+        )
+        for start in range(0, len(share), CHUNK):
+            items = share[start : start + CHUNK]
+            for item, texts in zip(items, sampler.sample(items, 1), strict=True):
+                completions[item.key] = texts[0]
+            bar.update(len(items))
+    return {key: text for part in gather_object([completions]) for key, text in part.items()}
+
+
+def _planned_rows(trainer: Trainer) -> Dataset:
+    """Return the rows that the planned rollouts use."""
+    args, dataset = trainer.args, trainer.train_dataset
+    order = PromptOrder.from_config(args, len(dataset))
+    if args.max_steps <= 0 or args.max_steps >= order.rollouts_per_pass * args.slots_per_rollout:
+        return dataset
+    num_rollouts = -(-args.max_steps // args.slots_per_rollout)
+    return dataset.select(sorted({int(row) for i in range(num_rollouts) for row in order.prompts(i)}))
+
+
+@torch.no_grad()
+def _adapter_fingerprint(model: TrunkModel) -> str | None:
+    """Return a digest of the reference's adapter; None if the reference is the bare base."""
+    if not model.has_reference_adapter:
+        return None
+    digest = hashlib.sha256()
+    for name, parameter in sorted(adapter_parameters(model, REFERENCE).items()):
+        digest.update(f"{name} {list(parameter.shape)}".encode())
+        digest.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.models.cache import TrunkCache
-from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
@@ -59,10 +58,8 @@ class ExperienceStream:
 
     Args:
         dataset: rows with `prompt` and `prompt_ids`; the other columns go to the reward functions.
-        sampler: backend, reward functions, tokenizer and sampling parameters.
+        sampler, config, accelerator: of the run.
         model: returns the TrunkModel; a function, because the trainer wraps the model late.
-        config: the settings.
-        accelerator: processes and device.
         metrics: receives the metrics of each rollout.
         trunk_cache: keeps the trunk states for the epochs of a rollout; None: every forward computes them.
         reward_extras: returns further keywords for the reward functions; called once per rollout.
@@ -137,18 +134,16 @@ class ExperienceStream:
         return experiences
 
     def shape(self, scored: ScoredRollout, packs: list[RolloutPack]) -> list[Experience]:
-        """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns.
-
-        Args:
-            scored: n rows and their scores.
-            packs: the same rows with the model's outputs.
-        """
+        """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns."""
         scores, stopped = self.shape_scores(scored), torch.tensor(scored.rollout.stopped)
         packs = self._with_rewards(packs, scores, stopped)
         experiences = [self._experience(pack, stopped) for pack in packs]
         require_finite(experiences, self.state.iteration)
         self._log_rollout(rollout_metrics(scored, packs, self.accelerator), scores.isfinite())
-        return whitened(experiences, self.accelerator) if self.config.whiten_advantages else experiences
+        if not self.config.whiten_advantages:
+            return experiences
+        moments = global_moments([(e.advantages, e.loss_mask) for e in experiences], self.accelerator)
+        return [replace(e, advantages=masked_whiten(e.advantages, e.loss_mask, moments=moments)) for e in experiences]
 
     def prompts(self, iteration: int) -> PromptBatch:
         """Return this process's prompts of a rollout, one per completion."""
@@ -196,6 +191,11 @@ class ExperienceStream:
         """Whether an override may read `next_values` (the value after a row's last token), which GAE does not need."""
         return any(getattr(type(self), n) is not getattr(ExperienceStream, n) for n in ("advantages", "shape"))
 
+    def take_scored(self) -> ScoredRollout | None:
+        """Return the last rollout if it has not been taken yet, else None."""
+        scored, self.last_scored = self.last_scored, None
+        return scored
+
     # --- the parts of a rollout -------------------------------------------------------------------------------------
 
     def _deal(self, iteration: int) -> tuple[list[int], list[list[int]]]:
@@ -203,10 +203,8 @@ class ExperienceStream:
 
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
-        max_tokens, pad_id = self.config.microbatch_tokens, self.sampler.params.pad_token_id
-        return rollout_packs(
-            rollout, minibatches, self.plan.rows_per_pack, max_tokens, pad_id, self.accelerator.device
-        )
+        limits, pad_id = (self.plan.rows_per_pack, self.config.microbatch_tokens), self.sampler.params.pad_token_id
+        return rollout_packs(rollout, minibatches, *limits, pad_id, self.accelerator.device)
 
     def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
@@ -255,11 +253,7 @@ class ExperienceStream:
         )
 
     def _log_rollout(self, metrics: dict[str, float], has_score: Tensor) -> None:
-        """Log the metrics of a rollout and update the KL coefficient.
-
-        Raises:
-            RuntimeError: too few rows have a score.
-        """
+        """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
         unscored = 1 - self.accelerator.gather(has_score.float().to(self.accelerator.device)).mean().item()
         if unscored > self.config.max_unscored_fraction:
             raise RuntimeError(
@@ -347,11 +341,7 @@ class ExperienceStream:
         save_buffer(folder, buffer, self.accelerator.process_index)
 
     def load(self, folder: str | Path) -> None:
-        """Restore the stream from a checkpoint.
-
-        Raises:
-            ValueError: a file is missing, or does not fit this run.
-        """
+        """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
         allowed = self.config.allow_config_change
         self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
         self._experiences = None
@@ -361,11 +351,7 @@ class ExperienceStream:
 
 
 def require_finite(experiences: Sequence[Experience], iteration: int) -> None:
-    """Check that no advantage or return would make a variance or the loss non-finite, before any weight changes.
-
-    Raises:
-        RuntimeError: one would.
-    """
+    """Raise RuntimeError for advantages or returns that would make the loss non-finite, before any weight changes."""
     pairs = [(tensor, e.loss_mask) for e in experiences for tensor in (e.advantages, e.returns)]
     if not torch.stack([tensor.masked_fill(~mask, 0).square().isfinite().all() for tensor, mask in pairs]).all():
         raise RuntimeError(
@@ -375,12 +361,6 @@ def require_finite(experiences: Sequence[Experience], iteration: int) -> None:
         )
 
 
-def whitened(experiences: Sequence[Experience], accelerator: Accelerator) -> list[Experience]:
-    """Return the experiences with advantages of zero mean and unit variance over the tokens of all processes."""
-    moments = global_moments([(e.advantages, e.loss_mask) for e in experiences], accelerator)
-    return [replace(e, advantages=masked_whiten(e.advantages, e.loss_mask, moments=moments)) for e in experiences]
-
-
 class PackScorer:
     """Runs the roles over packs in evaluation mode; with a cache, the frozen lower layers run once per pack.
 
@@ -388,7 +368,7 @@ class PackScorer:
         model: returns the TrunkModel, wrapped or not.
         accelerator: unwraps it.
         temperature: of logprobs.
-        cache: keeps the trunk states; None: every forward runs the frozen lower layers again.
+        cache: keeps the trunk states.
     """
 
     def __init__(
@@ -428,34 +408,25 @@ class PackScorer:
                 output = output._replace(states=self.cache.keep(states))
             scored.append(replace(item, states=None, output=output))
         # A score that is not finite leaves out its row only.
-        tensors = [
-            tensor
-            for item in scored
-            for name, tensor in item.output._asdict().items()
-            if tensor is not None and name not in ("states", "scores")
-        ]
-        if not torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all():
+        outputs = [item.output._replace(states=None, scores=None) for item in scored]
+        if not torch.stack([x.isfinite().all() for output in outputs for x in output if x is not None]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return scored
 
     def _outputs(self, pack: Pack, roles: Sequence[str], states: Tensor | None) -> PackOutput:
         """Return the model's outputs for a pack; after an out-of-memory error, joined from smaller parts."""
-        while True:
-            try:
-                parts = self.pack_size.parts(pack)
-                shares = [None] * len(parts) if states is None else states.split([p.num_rows for p in parts])
-                outputs = [
+
+        def run() -> PackOutput:
+            parts = self.pack_size.parts(pack)
+            shares = [None] * len(parts) if states is None else states.split([p.num_rows for p in parts])
+            return join_rows(
+                [
                     self.model()(pack=part, states=share, roles=roles, temperature=self.temperature)
                     for part, share in zip(parts, shares, strict=True)
                 ]
-                return join_rows(outputs)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error)
-            outputs = []
-            free_memory()
-            self.pack_size.shrink([pack], reason)
+            )
+
+        return self.pack_size.retry(run, [pack], before_retry=lambda reason: None)
 
     def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the experiences as a checkpoint keeps them: without the states that the same forwards make again.

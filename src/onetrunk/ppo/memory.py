@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
-from onetrunk.models.speedups.memory import is_out_of_memory, offloaded_activations
+from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.checks import plan_batches
@@ -30,6 +30,7 @@ from onetrunk.types import Experience, Pack, to_device
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
 Rows = TypeVar("Rows", Pack, Experience)
 
 GIB = 2**30
@@ -39,10 +40,10 @@ SAMPLER_COPIES = 3
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes that a process needs: `pack` is measured, the rest is arithmetic.
+    """Bytes that a process needs.
 
     Args:
-        pack: peak so far, after a forward and backward of the largest pack.
+        pack: measured peak after a forward and backward of the largest pack; the rest is arithmetic.
         optimizer: its state, two float32 numbers per trained weight (less in 8 bit).
         states: trunk states of a rollout, if they stay on this device.
         sampling: base model, key-value cache and logits at the longest rows.
@@ -69,11 +70,7 @@ def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
 
 
 def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
-    """Score and train on `pack`, and discard the gradients.
-
-    Raises:
-        RuntimeError: memory ran out.
-    """
+    """Score and train on `pack`, and discard the gradients; raises RuntimeError if memory runs out."""
     try:
         model.train()
         with torch.no_grad():
@@ -99,9 +96,7 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
 class MemoryCheck(TrainerCallback):
     """Runs the largest pack when training begins, and prints the memory that the run will need.
 
-    Args:
-        longest_prompt: in tokens.
-        states_stay: True if the trunk states of a rollout stay on the trunk's device.
+    `states_stay` says whether the trunk states of a rollout stay on the trunk's device.
     """
 
     def __init__(self, longest_prompt: int, states_stay: bool):
@@ -134,23 +129,18 @@ class MemoryCheck(TrainerCallback):
         decoding = min(rows, args.max_rollout_rows or rows)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         has_states = bool(model.cut) and self.states_stay
+        cache = kv_cache_bytes(shape, decoding * width, base.dtype.itemsize)
         logits = decoding * shape.vocab_size * 4 * SAMPLER_COPIES
         return MemoryForecast(
             pack=int(peak_gib() * GIB),
             optimizer=trained * (2 if "8bit" in str(args.optim) else 8),
             states=trunk_states_bytes(shape, rows * width, base.dtype.itemsize) if has_states else 0,
-            sampling=base.get_memory_footprint()
-            + kv_cache_bytes(shape, decoding * width, base.dtype.itemsize)
-            + logits,
+            sampling=base.get_memory_footprint() + cache + logits,
         )
 
 
 class PackSize:
-    """The most rows that a forward takes: a whole pack, until memory runs out.
-
-    Args:
-        what: names the work in messages ("the update").
-    """
+    """The most rows that a forward takes: a whole pack, until memory runs out; `what` names the work in messages."""
 
     def __init__(self, what: str):
         self.what = what
@@ -161,15 +151,26 @@ class PackSize:
         """Split a pack or an experience into parts of at most `most_rows` rows."""
         return split_rows(item, self.most_rows)
 
-    def shrink(self, packs: Sequence[Pack], error: str) -> None:
-        """Halve the rows of a forward after the largest of the packs did not fit; `error` is torch's message.
+    def retry(self, run: Callable[[], T], packs: Sequence[Pack], before_retry: Callable[[str], None]) -> T:
+        """Return what `run` returns for the packs; it runs with half the rows after each out-of-memory error.
 
-        Raises:
-            RuntimeError: a forward already has one row only.
+        `before_retry` receives the error's text, and discards what the failed run left.
         """
+        while True:
+            try:
+                return run()
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = (str(error) or "out of memory").splitlines()[0]
+            # Not within `except`: the error keeps the tensors of the failed forward alive.
+            before_retry(reason)
+            free_memory()
+            self._shrink(packs, reason)
+
+    def _shrink(self, packs: Sequence[Pack], reason: str) -> None:
         largest = max(min(pack.num_rows, self.most_rows or pack.num_rows) for pack in packs)
         width = max(pack.input_ids.shape[1] for pack in packs)
-        reason = error.splitlines()[0] if error else "out of memory"
         if largest == 1:
             raise RuntimeError(
                 f"out of memory in {self.what} of one row of {width} tokens ({reason}); lower max_completion_length,"

@@ -49,11 +49,7 @@ STEP_TOTALS = ("policy/entropy", "policy/clip_fraction")
 
 
 class MetricLog:
-    """What was measured since the last log.
-
-    Args:
-        accelerator: reduces over the processes.
-    """
+    """What was measured since the last log."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -92,9 +88,9 @@ class MetricLog:
         self.totals.end_step(self._pending, is_measured, skipped)
         for name, value in self._pending if is_measured else []:
             if name.endswith("_max"):
-                self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+                self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
             else:
-                _add(self._sums, name, value)
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._pending = []
 
     def _is_finite_everywhere(self) -> bool:
@@ -115,7 +111,7 @@ class MetricLog:
         self._local[name].append(float(value))
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add the duration of a phase: generate, score or update."""
+        """Add the duration of one of PHASES."""
         self._seconds[phase] += seconds
 
     def flush(self) -> dict[str, float]:
@@ -124,7 +120,12 @@ class MetricLog:
             name: max(values) if name.endswith("_max") else sum(values) / len(values)
             for name, values in self._rollouts.items()
         }
-        metrics |= self._local_means()
+        # Processes may have logged under different names, so the names are gathered too.
+        own: dict[str, list[float]] = defaultdict(list)
+        for local in gather_object([dict(self._local)]):
+            for name, values in local.items():
+                own[name] += values
+        metrics |= {name: sum(values) / len(values) for name, values in own.items()}
         stats = _step_means(self._sums, self._num_steps, self.accelerator)
         metrics |= {public: stats[n].item() for n, public in STEP_NAMES.items() if n in stats}
         metrics |= _explained_variance(stats)
@@ -138,14 +139,6 @@ class MetricLog:
         metrics["memory/peak_gib"] = peak_gib()
         self._clear()
         return metrics
-
-    def _local_means(self) -> dict[str, float]:
-        # Processes may have logged under different names, so the names are gathered too.
-        gathered: dict[str, list[float]] = defaultdict(list)
-        for metrics in gather_object([dict(self._local)]):
-            for name, values in metrics.items():
-                gathered[name] += values
-        return {name: sum(values) / len(values) for name, values in gathered.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured since the last flush, as JSON values; call it between two steps."""
@@ -188,19 +181,13 @@ class RolloutTotals:
         self._metrics |= {name: metrics[name] for name in ROLLOUT_TOTALS if name in metrics}
 
     def end_step(self, stats: Iterable[tuple[str, Tensor]], is_measured: bool, is_skipped: bool) -> None:
-        """Add an optimizer step.
-
-        Args:
-            stats: of its packs, as MetricLog has them.
-            is_measured: False leaves the stats out.
-            is_skipped: the weights stayed as they were.
-        """
+        """Add an optimizer step, and the stats of its packs if they are measured."""
         self._num_steps += 1
         self._num_skipped += is_skipped
         self._num_measured += is_measured
         for name, value in stats if is_measured else ():
             if name in STEP_TOTALS or (name.startswith("value/") and not name.endswith("_max")):
-                _add(self._sums, name, value)
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def finish(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of the rollout by their public names, and clear them. Every process calls it.
@@ -228,10 +215,6 @@ class RolloutTotals:
         self._metrics = dict(state["figures"])
         self._sums = _tensors(state["sums"], device)
         self._num_steps, self._num_measured, self._num_skipped = state["counts"]
-
-
-def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    sums[name] = sums[name] + value if name in sums else value
 
 
 def _tensors(numbers: dict[str, float], device: torch.device) -> dict[str, Tensor]:
@@ -267,14 +250,9 @@ def rollout_metrics(
     accelerator: Accelerator,
     counted: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of a rollout by their public names, equal on every process.
+    """Return the metrics of a rollout by their public names, equal on every process; the README explains each.
 
-    - `score/*`: means over the completions that have a score (raw, before penalties).
-    - `kl/ref`: the k1 estimate summed over a completion's tokens, mean over completions.
-    - `completion/repeated_ngrams`: share of all 4-grams that occurred before in the same completion.
-    - `sampling/logprob_gap_*`: the sampler's logprobs against the trainer's own forward, per token: mean and largest
-      difference, and the k3 estimate of KL(sampler || trainer). Only rounding remains if both are the same policy.
-    - `num_tokens`: completion tokens.
+    `sampling/logprob_gap_k3` estimates KL(sampler || trainer). `num_tokens` are the completion tokens.
 
     Args:
         scored: n rows of this process.
@@ -321,11 +299,9 @@ def rollout_metrics(
 
 
 def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:
-    """Return [4, R]: the KL to the reference, then sum and maximum of the logprob gap, and the sum of its k3.
+    """Return [4, R]: the KL to the reference (0 without one), sum and maximum of the logprob gap, the sum of its k3.
 
-    Args:
-        item: R rows with the policy's logprobs, and those of the reference or None (a KL of 0).
-        sampler_logprobs: [R, C], float64 because k3 is a difference of numbers near 1.
+    `sampler_logprobs` [R, C] are float64, because k3 is a difference of numbers near 1.
     """
     mask, output = item.pack.completion_mask, item.output
     kl = torch.zeros(item.pack.num_rows, device=mask.device)
@@ -350,21 +326,14 @@ def global_moments(parts: Sequence[tuple[Tensor, Tensor]], accelerator: Accelera
 def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, Tensor]:
     """Return how many n-grams of each row occurred before in that row, and how many n-grams it has.
 
-    Windows are numbered by pairs, so equal numbers mean equal tokens: no hash, no collision.
+    Windows are numbered by pairs, so equal numbers mean equal tokens: no hash, no collision. Both counts are 0 for a
+    row of fewer than n tokens.
 
     Args:
         ids: [R, C] int64, padded on the right with anything.
         lengths: [R] tokens of each row.
         n: tokens of a window, 1 or more.
-
-    Returns:
-        Two int64 tensors [R]; both are 0 for a row of fewer than n tokens.
-
-    Raises:
-        ValueError: n is below 1.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}; a window has 1 token or more")
     num_rows, width = ids.shape
     totals = (lengths - n + 1).clamp(min=0)
     if width < n or not num_rows:

@@ -6,6 +6,7 @@ It replaces PEFT's empty template. It must not contain a path of this machine.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.config import PPOConfig
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
 CARD = "README.md"
 TAGS = ("lora", "onetrunk", "ppo")
-SHOWN_METRICS = ("score/mean", "kl/ref", "completion/length")
+METRICS = ("score/mean", "kl/ref", "completion/length")
+# The settings that most affect what is learnt.
+SETTINGS = (
+    "max_completion_length temperature beta kl_target num_ppo_epochs num_minibatches learning_rate lr_scheduler_type"
+    " epsilon gamma lam seed"
+).split()
 USE = """```python
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
@@ -33,7 +38,12 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 
 def write_card(
-    trainer: Trainer, folder: str, model_name: str | None = None, base: str | None = None, **data: Any
+    trainer: Trainer,
+    folder: str,
+    model_name: str | None = None,
+    base: str | None = None,
+    tags: Sequence[str] = (),
+    **data: Any,
 ) -> None:
     """Write the model card of a trainer's policy into a folder; only process 0 writes.
 
@@ -42,131 +52,98 @@ def write_card(
         folder: of the saved policy.
         model_name: the heading; None: the Hub name, or the name of output_dir.
         base: Hub name of the base model; None: the name it was loaded from.
-        **data: metadata of the card (language, license, tags, datasets).
+        tags: besides those of every card.
+        **data: metadata of the card (language, license, datasets).
     """
     if not trainer.is_world_process_zero():
         return
+    model: TrunkModel = trainer.accelerator.unwrap_model(trainer.model)
+    base = base or model.get_base_model().config.name_or_path or ""
+    # The Hub does not accept a folder as the base model.
+    hub_base = base if base and not Path(base).exists() and can_be_on_hub(base) else None
+    metadata = ModelCardData(
+        base_model=hub_base,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=sorted({*TAGS, *tags}),
+        **data,
+    )
+    base_words = f"the base model `{Path(base).name}`" if base else "a base model without a name"
+    if hub_base:
+        base_words = f"[{hub_base}](https://huggingface.co/{hub_base})"
     name = trainer.args.hub_model_id or Path(trainer.args.output_dir).resolve().name
-    card = ModelCard(trainer, model_name or name.split("/")[-1], name, base)
-    atomic_write_text(Path(folder) / CARD, redact(card.text(**data)))
+    measured = _metrics(trainer)
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {model_name or name.split('/')[-1]}",
+        f"A LoRA adapter for {base_words}, trained by PPO ({trainer.state.global_step} optimizer steps) with onetrunk"
+        f" {sys.modules['onetrunk'].__version__}.",
+        "## Use",
+        USE.format(name=name),
+        _files(model),
+        "## Adapter",
+        _table(_adapter(model)),
+        "## Training",
+        _table(_settings(trainer)),
+        *(["## Last measured", _table(measured)] if measured else []),
+        "Made with " + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "peft")) + ".",
+    ]
+    atomic_write_text(Path(folder) / CARD, redact("\n\n".join(parts) + "\n"))
 
 
-class ModelCard:
-    """The text of a card and its parts.
+def _files(model: TrunkModel) -> str:
+    adapters = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
+    folders = [f"`{name}/` ({what})" for name, what in adapters.items() if name in model.peft_config]
+    files = ", ".join(["`value_head.safetensors` (the value head)", *folders])
+    return f"Next to the adapter: {files}. PPO needs them to train on; sampling does not."
 
-    Args:
-        trainer: trained or not.
-        title: the heading.
-        name: where the adapter can be loaded from: a Hub name, or the folder's name.
-        base: Hub name of the base model; None: the name it was loaded from.
-    """
 
-    def __init__(self, trainer: Trainer, title: str, name: str, base: str | None = None):
-        self.trainer, self.title, self.name = trainer, title, name
-        self.args: PPOConfig = trainer.args
-        self.model: TrunkModel = trainer.accelerator.unwrap_model(trainer.model)
-        self.base_path = base or self.model.get_base_model().config.name_or_path or ""
+def _adapter(model: TrunkModel) -> dict[str, Any]:
+    config, num_layers = model.peft_config[POLICY], len(decoder_layers(model))
+    targets = config.target_modules
+    if not isinstance(targets, str):
+        targets = ", ".join(sorted({target.rsplit(".", 1)[-1] for target in targets}))
+    facts = {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "targets": targets,
+        "layers trained": f"the last {num_layers - model.cut} of {num_layers}" if model.cut else f"all {num_layers}",
+        "value head": model.value_head_kind,
+    }
+    quantization = getattr(model.get_base_model().config, "quantization_config", None)
+    if quantization is not None:
+        settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        bits = [f", {bits} bit" for bits in (4, 8) if settings.get(f"load_in_{bits}bit")]
+        facts["base weights"] = "".join([_plain(settings.get("quant_method")), *bits])
+    return facts
 
-    def base_on_hub(self) -> str | None:
-        """Return the base model's Hub name; None for a folder, which the Hub does not accept as metadata."""
-        if not self.base_path or Path(self.base_path).exists() or not can_be_on_hub(self.base_path):
-            return None
-        return self.base_path
 
-    def text(self, tags: list[str] | None = None, **data: Any) -> str:
-        """Return the card: metadata as YAML, then Markdown."""
-        metadata = ModelCardData(
-            base_model=self.base_on_hub(),
-            library_name="peft",
-            pipeline_tag="text-generation",
-            tags=sorted({*TAGS, *(tags or [])}),
-            **data,
-        )
-        steps = self.trainer.state.global_step
-        parts = [
-            f"---\n{metadata.to_yaml()}\n---",
-            f"# {self.title}",
-            f"A LoRA adapter for {self._base()}, trained by PPO ({steps} optimizer steps) with onetrunk"
-            f" {sys.modules['onetrunk'].__version__}.",
-            "## Use",
-            USE.format(name=self.name),
-            self._files(),
-            "## Adapter",
-            _table(self.adapter()),
-            "## Training",
-            _table(self.settings()),
-            *self._measured(),
-            "Made with " + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "peft")) + ".",
-        ]
-        return "\n\n".join(parts) + "\n"
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    args, rewards = trainer.args, trainer.sampler.rewards
+    weighted = [f"{n} x {w:g}" if w != 1 else n for n, w in zip(rewards.names, rewards.weights, strict=True)]
+    rollouts = trainer.state.global_step / args.slots_per_rollout
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return {
+        "rewards": ", ".join(weighted),
+        "prompts": len(trainer.train_dataset),
+        "rollouts": f"{rollouts:g} of {args.rollout_batch_size} prompts x {args.num_generations} completions",
+        **{name: value for name, value in settings.items() if value is not None},
+    }
 
-    def _base(self) -> str:
-        base = self.base_on_hub()
-        if base:
-            return f"[{base}](https://huggingface.co/{base})"
-        return f"the base model `{Path(self.base_path).name}`" if self.base_path else "a base model without a name"
 
-    def _files(self) -> str:
-        adapters = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
-        folders = [f"`{name}/` ({what})" for name, what in adapters.items() if name in self.model.peft_config]
-        files = ", ".join(["`value_head.safetensors` (the value head)", *folders])
-        return f"Next to the adapter: {files}. PPO needs them to train on; sampling does not."
+def _metrics(trainer: Trainer) -> dict[str, str]:
+    """Return the last logged score, KL and length, of training and of each evaluation."""
+    last: dict[str, float] = {}
+    for entry in trainer.state.log_history:
+        last |= {name: value for name, value in entry.items() if name.endswith(METRICS)}
+    return {name: f"{value:.4g}" for name, value in sorted(last.items())}
 
-    def adapter(self) -> dict[str, Any]:
-        """Return rank, targets and layers of the policy."""
-        config, model = self.model.peft_config[POLICY], self.model
-        num_layers = len(decoder_layers(model))
-        targets, top = config.target_modules, num_layers - model.cut
-        if not isinstance(targets, str):
-            targets = ", ".join(sorted({target.rsplit(".", 1)[-1] for target in targets}))
-        facts = {
-            "rank": config.r,
-            "alpha": config.lora_alpha,
-            "targets": targets,
-            "layers trained": f"the last {top} of {num_layers}" if model.cut else f"all {num_layers}",
-            "value head": model.value_head_kind,
-        }
-        quantization = getattr(model.get_base_model().config, "quantization_config", None)
-        if quantization is not None:
-            settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
-            bits = next((bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit")), None)
-            method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
-            facts["base weights"] = f"{method}, {bits} bit" if bits else method
-        return facts
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that most affect what is learnt."""
-        args, rewards = self.args, self.trainer.sampler.rewards
-        weighted = [f"{n} x {w:g}" if w != 1 else n for n, w in zip(rewards.names, rewards.weights, strict=True)]
-        rollouts = self.trainer.state.global_step / args.slots_per_rollout
-        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-        size = f"{args.rollout_batch_size} prompts x {args.num_generations}"
-        return {
-            "rewards": ", ".join(weighted),
-            "prompts": len(self.trainer.train_dataset),
-            "rollouts": f"{rollouts:g} of {size} completions",
-            "max_completion_length": args.max_completion_length,
-            "temperature": args.temperature,
-            "beta": f"{args.beta:g}, adapting to a KL of {args.kl_target:g}" if args.kl_target else f"{args.beta:g}",
-            "num_ppo_epochs x num_minibatches": f"{args.num_ppo_epochs} x {args.num_minibatches}",
-            "learning_rate": f"{args.learning_rate:g}, {schedule}",
-            "epsilon": f"{args.epsilon:g}",
-            "gamma, lam": f"{args.gamma:g}, {args.lam:g}",
-            "seed": args.seed,
-        }
-
-    def metrics(self) -> dict[str, float]:
-        """Return the last logged score, KL and length, of training and of each evaluation."""
-        last: dict[str, float] = {}
-        for entry in self.trainer.state.log_history:
-            last |= {name: value for name, value in entry.items() if name.endswith(SHOWN_METRICS)}
-        return last
-
-    def _measured(self) -> list[str]:
-        metrics = {name: f"{value:.4g}" for name, value in sorted(self.metrics().items())}
-        return ["## Last measured", _table(metrics)] if metrics else []
+def _plain(value: Any) -> str:
+    value = getattr(value, "value", value)  # of an enum
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _table(facts: dict[str, Any]) -> str:
-    rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in facts.items()]
+    rows = [f"| {name} | {_plain(value).replace('|', chr(92) + '|')} |" for name, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])

@@ -17,7 +17,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from onetrunk.checkpoints.folders import last_checkpoint
@@ -25,7 +25,7 @@ from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.base import Judge, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import Memory, kept_ratings
-from onetrunk.ppo.evaluation import evaluate_prompts
+from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Prompt, as_text
 
@@ -55,13 +55,11 @@ Series = dict[str, list[float | None]]
 def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, float]:
     """Return the mean change of the rows' scores, by a least-squares line per row, and its standard error.
 
-    A line per row removes what is peculiar to the row, which a comparison of means would take for noise.
+    A line per row removes what is peculiar to the row, which a comparison of means would take for noise. Both are NaN
+    if fewer than two rows are left.
 
     Args:
         series: [measurements, rows], 2 measurements or more, the earliest first; rows with a None are left out.
-
-    Returns:
-        Both NaN if fewer than two rows are left.
     """
     rows = [values for values in zip(*series, strict=True) if None not in values]
     if len(rows) < 2:
@@ -77,11 +75,7 @@ def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, floa
 class JudgedSamples:
     """Measures a policy by its reward functions and by a judge, prompt by prompt.
 
-    Args:
-        judge: None on all processes but the first, which asks it.
-        constitution: the principles by which it rates.
-        memory: keeps its answers.
-        is_out: True since the judge failed; an outage is logged once.
+    Only the first process has a judge. `is_out` is True since it failed, so that an outage is logged once.
     """
 
     judge: Judge | None
@@ -99,49 +93,38 @@ class JudgedSamples:
     def measure(self, trainer: PPOTrainer, rows: Dataset) -> Series | None:
         """Return the "proxy" and "judge" scores of every row, the same on every process; None if too few have both.
 
-        Every process must call it.
-
-        Args:
-            trainer: its policy samples, with the same random numbers each time, and its reward functions score.
-            rows: tokenized prompts.
+        Every process must call it. The policy samples with the same random numbers each time.
         """
         accelerator, state = trainer.accelerator, trainer.state
-        with trainer.progress.phase("judged", is_shown=False):
-            _, scored = evaluate_prompts(
-                trainer.model,
-                trainer.sampler,
-                rows,
-                accelerator,
-                seed=trainer.args.seed,
-                rows_per_pack=trainer.args.per_device_eval_batch_size,
-                max_tokens=trainer.args.microbatch_tokens,
-                version=state.global_step,
-                extras={"trainer_state": state},
-            )
+        _, scored = trainer.sample_and_score(rows, "policy", "judged", is_shown=False)
         first, step = accelerator.process_index, accelerator.num_processes
         local = [
             (first + i * step, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
             for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
         ]
         answered = sorted((row for row in gather_object(local) if row[0] < len(rows)), key=lambda row: row[0])
-        ratings: list[float | None] = [None] * len(rows)
-        failure = None
+        ratings, failure = [], None
         if accelerator.is_main_process:
-            ratings, failure = self._rate(*(list(column) for column in list(zip(*answered, strict=True))[1:4]))
-        ratings = _from_first(ratings)
-        proxy = [row[4] if math.isfinite(row[4]) else None for row in answered]
+            _, prompts, texts, stopped, _ = map(list, zip(*answered, strict=True))
+            ratings, failure = self._rate(prompts, texts, stopped)
         # A row counts only with both scores.
         both = [
-            (p, r) if p is not None and r is not None else (None, None) for p, r in zip(proxy, ratings, strict=True)
+            (row[4], rating) if math.isfinite(row[4]) and rating is not None else (None, None)
+            for row, rating in zip(answered, _from_first(ratings), strict=True)
         ]
         num_rated = sum(rating is not None for _, rating in both)
-        if num_rated < max(2, LEAST_RATED * len(both)):
-            self._warn_once(state.global_step, num_rated, len(both), failure)
-            return None
-        if self.is_out:
+        is_out = num_rated < max(2, LEAST_RATED * len(both))
+        if is_out and not self.is_out:
+            reason = f" ({failure})" if failure else ""
+            logger.warning(
+                f"step {state.global_step}: {num_rated} of {len(both)} of the monitor's completions have a score of"
+                f" both the reward and the judge{reason}; this measurement is left out, training continues, and"
+                " nothing more is logged until the judge answers"
+            )
+        elif self.is_out and not is_out:
             logger.warning(f"step {state.global_step}: the monitor's judge answers again")
-        self.is_out = False
-        return {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
+        self.is_out = is_out
+        return None if is_out else {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
 
     def _rate(
         self, prompts: Sequence[Prompt], texts: Sequence[str], stopped: Sequence[bool]
@@ -154,19 +137,8 @@ class JudgedSamples:
         # A mean over some of the principles would change once the others are answered.
         return [None if label.errors else label.score for label in labels], failure
 
-    def _warn_once(self, step: int, num_rated: int, num_rows: int, failure: str | None) -> None:
-        if not self.is_out:
-            reason = f" ({failure})" if failure else ""
-            logger.warning(
-                f"step {step}: {num_rated} of {num_rows} of the monitor's completions have a score of both the reward"
-                f" and the judge{reason}; this measurement is left out, training continues, and nothing more is logged"
-                " until the judge answers"
-            )
-        self.is_out = True
-
 
 def _from_first(value: Any) -> Any:
-    """Return the first process's value."""
     values = [value]
     broadcast_object_list(values)
     return values[0]
@@ -230,17 +202,8 @@ class HackingMonitor(EndingCallback, ExportableState):
     def _judge_name(self) -> str:
         return "" if self.samples.judge is None else self.samples.judge.name
 
-    @property
-    def _most_kept(self) -> int:
-        return self.window * SPANS[-1]
-
     def attach(self, trainer: PPOTrainer) -> None:
-        """Watch the training of `trainer`.
-
-        Raises:
-            ValueError: it has a monitor already, has one prompt only, or transformers would replace this callback on
-                resuming.
-        """
+        """Watch the training of `trainer`."""
         if any(isinstance(callback, HackingMonitor) for callback in trainer.callback_handler.callbacks):
             raise ValueError("the trainer has a HackingMonitor already; attach one")
         if trainer.args.restore_callback_states_from_checkpoint:
@@ -266,41 +229,32 @@ class HackingMonitor(EndingCallback, ExportableState):
 
     # --- transformers calls -----------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Trainer's state holds the state of the checkpoint, or the one from when training was set up.
         is_restored = self._restore(state.stateful_callbacks.get(type(self).__name__))
         if self.ended is not None:
             # An ended run is continued: another alarm needs a new window.
             self.measurements, self.ended = self.measurements[-1:], None
         if not is_restored:
-            self._take_baseline(state)
+            self._reset()
+            self._measure(state)
         # Without an entry, as in a checkpoint of a run without a monitor, saving the next checkpoint would fail.
         state.stateful_callbacks[type(self).__name__] = self.state()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % (self._trainer.args.slots_per_rollout * self.every):
             return
         start = time.perf_counter()
-        measured = self.samples.measure(self._trainer, self.rows)
-        if measured is None:
-            self.num_left_out += 1
+        scores = self._measure(state)
+        if scores is None:
             return
-        if self.baseline is None:
-            self._take(measured)
-        self.measurements = [*self.measurements, {"step": state.global_step, **measured}][-self._most_kept :]
-        score = _mean(measured["judge"])
-        if self.best is None or score >= self.best[1]:
-            self.best = [state.global_step, score]
+        proxy, judge = ((scores[name] - self.baseline[name][0]) / self.baseline[name][1] for name in SERIES)
         alarm = self.find_alarm()
         self._trainer.metric_log.add_rollout(
             {
-                "judge/score": score,
-                "judge/proxy_score": _mean(measured["proxy"]),
-                "judge/gap": self._standard("proxy", measured) - self._standard("judge", measured),
+                "judge/score": scores["judge"],
+                "judge/proxy_score": scores["proxy"],
+                "judge/gap": proxy - judge,
                 "judge/alarm": float(alarm is not None),
                 "time/judge_s": time.perf_counter() - start,
             }
@@ -330,34 +284,27 @@ class HackingMonitor(EndingCallback, ExportableState):
             logger.warning(
                 "the monitor's judge, constitution or prompts are not those of the checkpoint: it starts again here"
             )
-            self._reset()
             return False
         for name in ("baseline", "best", "num_alarms", "num_left_out"):
             setattr(self, name, kept[name])
         self.explanation, self.ended = kept.get("explanation"), kept.get("ended")
-        self.measurements = list(kept["measurements"])[-self._most_kept :]
+        self.measurements = list(kept["measurements"])[-self.window * SPANS[-1] :]
         return True
 
-    def _take_baseline(self, state: TrainerState) -> None:
+    def _measure(self, state: TrainerState) -> dict[str, float] | None:
+        """Add a measurement; return the mean score of proxy and judge, or None if it was left out."""
         measured = self.samples.measure(self._trainer, self.rows)
         if measured is None:
             self.num_left_out += 1
-            return
-        self._take(measured)
-        self.measurements = [{"step": state.global_step, **measured}]
-        self.best = [state.global_step, _mean(measured["judge"])]
-
-    def _take(self, measured: dict[str, list[float | None]]) -> None:
-        self.baseline = {}
-        for name in SERIES:
-            scores = torch.tensor([value for value in measured[name] if value is not None], dtype=torch.float64)
-            std = float(scores.std()) if len(scores) > 1 else 0.0
-            # Equal scores have no standard deviation: their own unit is used.
-            self.baseline[name] = [float(scores.mean()), std if std > 1e-9 else 1.0]
-
-    def _standard(self, name: str, measured: dict[str, list[float | None]]) -> float:
-        mean, std = self.baseline[name]
-        return (_mean(measured[name]) - mean) / std
+            return None
+        if self.baseline is None:
+            self.baseline = {name: _baseline(measured[name]) for name in SERIES}
+        kept = [*self.measurements, {"step": state.global_step, **measured}]
+        self.measurements = kept[-self.window * SPANS[-1] :]
+        means = {name: _mean(measured[name]) for name in SERIES}
+        if self.best is None or means["judge"] >= self.best[1]:
+            self.best = [state.global_step, means["judge"]]
+        return means
 
     # --- alarm ------------------------------------------------------------------------------------------------------
 
@@ -417,11 +364,7 @@ class HackingMonitor(EndingCallback, ExportableState):
 
 
 def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
-    """Check the settings of a monitor.
-
-    Raises:
-        ValueError: one is out of range.
-    """
+    """Raise ValueError for a setting of a monitor that is out of range."""
     if every < 1:
         raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
     if window < 2:
@@ -430,6 +373,13 @@ def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
         raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
     if action not in ACTIONS:
         raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
+
+
+def _baseline(values: Sequence[float | None]) -> list[float]:
+    scores = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    std = float(scores.std()) if len(scores) > 1 else 0.0
+    # Equal scores have no standard deviation: their own unit is used.
+    return [float(scores.mean()), std if std > 1e-9 else 1.0]
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -36,12 +36,10 @@ class PromptOrder:
 
     Args:
         num_prompts: rows of the dataset, at least 1.
-        rollout_batch_size: prompts per rollout, all processes together.
-        num_generations: completions per prompt.
+        rollout_batch_size, num_generations, num_minibatches: as in PPOConfig.
         order_seed: seed of the permutations of the prompts.
         seed: seed of the completions and minibatches.
         shuffle: False keeps the order of the dataset in every pass.
-        num_minibatches: optimizer steps per epoch of a rollout.
     """
 
     num_prompts: int
@@ -80,10 +78,8 @@ class PromptOrder:
     def rows(self, iteration: int, completions: Sequence[int]) -> tuple[list[int], list[RowKey]]:
         """Return the dataset row and the key of some completions of a rollout.
 
-        Args:
-            iteration: number of the rollout.
-            completions: their numbers, counted over all processes, so that a completion does not depend on the number
-                of processes. The completions of one prompt have consecutive numbers.
+        Completions are counted over all processes, so that one does not depend on the number of processes. Those of
+        one prompt have consecutive numbers.
         """
         prompts = self.prompts(iteration)
         rows = [int(prompts[i // self.num_generations]) for i in completions]
@@ -107,14 +103,7 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts for the sampler, one entry per completion; n rows.
-
-    Args:
-        prompts: as the dataset has them.
-        prompt_ids: their token ids.
-        columns: the dataset's other columns, n values each.
-        keys: what the randomness of each row derives from.
-    """
+    """Prompts for the sampler, one entry per completion, and the dataset's other columns for the reward functions."""
 
     prompts: list[Prompt]
     prompt_ids: list[list[int]]
@@ -146,8 +135,7 @@ class RolloutPack:
         rows: their numbers in the rollout of this process.
         states: [R, T, H] trunk states captured while sampling, or None.
         output: the model's outputs, None for the roles that have not run.
-        loss_mask: [R, C] bool, the tokens that train; None until the rollout is scored.
-        rewards: [R, C] float32, KL and score included; None until the rollout is scored.
+        loss_mask, rewards: [R, C] the tokens that train, and KL and score per token; None until the rollout is scored.
     """
 
     pack: Pack
@@ -177,8 +165,7 @@ def rollout_packs(
     Args:
         rollout: n rows.
         minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
-        rows_per_pack: most rows of a pack.
-        max_tokens: most padded tokens of a pack; None: no bound.
+        rows_per_pack, max_tokens: most rows and padded tokens of a pack; None: no bound.
         pad_id: fills the padding.
         device: where the packs go.
     """
@@ -202,10 +189,7 @@ class Sampler:
     """Samples completions and scores them.
 
     Args:
-        backend: where completions come from.
-        rewards: the reward functions and their weights.
-        tokenizer: turns completions into text.
-        params: length, temperature and stop tokens.
+        backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
     """
@@ -220,24 +204,20 @@ class Sampler:
     @property
     def may_wait(self) -> bool:
         """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
-        return not all(
-            isinstance(function, (ModelReward, EnsembleReward, TrunkReward)) for function in self.rewards.functions
-        )
+        ours = (ModelReward, EnsembleReward, TrunkReward)
+        return not all(isinstance(function, ours) for function in self.rewards.functions)
 
     def roles(self, *names: str) -> tuple[str, ...]:
         """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
         return names if self.rewards.trunk_reward is None else (*names, "reward")
 
     def generate(self, batch: PromptBatch, *, trains: bool = False, captures_last: bool = False) -> Rollout:
-        """Return one completion per row.
+        """Return one completion per row; RuntimeError if the backend breaks its contract.
 
         Args:
             batch: the prompts.
             trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
             captures_last: capture the state of a row's last token too, whatever the sampler is set to.
-
-        Raises:
-            RuntimeError: the backend broke its contract (number of rows, empty completions, number of logprobs).
         """
         keywords = {}
         if trains and self.captures_states:
@@ -263,15 +243,17 @@ class Sampler:
         packs: Callable[[], Sequence[RolloutPack]] = tuple,
         **extras: Any,
     ) -> ScoredRollout:
-        """Return the rollout with its text and raw scores.
+        """Return the rollout with its text and raw scores; `extras` are keywords for the reward functions.
 
-        Args:
-            batch: the prompts.
-            rollout: their completions.
-            packs: returns the packs of the rollout with their outputs. Called last, and only if an adapter of the
-                trunk scores.
-            extras: keywords for the reward functions.
+        `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
         """
+
+        def trunk_scores() -> list[float]:
+            scored = packs()
+            scores = torch.cat([pack.output.scores for pack in scored]).tolist()
+            rows = [row for pack in scored for row in pack.rows]
+            return [score for _, score in sorted(zip(rows, scores, strict=True))]
+
         completions = [
             decode_completion(self.tokenizer, ids, stopped, prompt)
             for ids, stopped, prompt in zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
@@ -281,15 +263,8 @@ class Sampler:
             completions,
             list(rollout.completion_ids),
             columns=batch.columns,
-            trunk_scores=lambda: _scores_in_order(packs()),
+            trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
             **extras,
         )
         return ScoredRollout(batch, rollout, completions, scores)
-
-
-def _scores_in_order(packs: Sequence[RolloutPack]) -> list[float]:
-    """Return the reward adapter's scores of the packs, in the order of the rollout's rows."""
-    scores = torch.cat([pack.output.scores for pack in packs]).tolist()
-    rows = [row for pack in packs for row in pack.rows]
-    return [score for _, score in sorted(zip(rows, scores, strict=True))]

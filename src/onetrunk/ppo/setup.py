@@ -43,19 +43,6 @@ Reward = RewardFunction | str | PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Run:
-    """The parts of a PPO run."""
-
-    model: TrunkModel
-    tokenizer: PreTrainedTokenizerBase
-    train_dataset: Dataset
-    eval_dataset: Dataset | dict[str, Dataset] | None
-    sampler: Sampler
-    trunk_plan: TrunkPlan
-    memory_check: MemoryCheck
-
-
-@dataclass(frozen=True)
 class SampledModel:
     """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share."""
 
@@ -66,24 +53,32 @@ class SampledModel:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What a reward adapter must have in common with the policy: the base model's name and the tokenizer."""
+class Run:
+    """The parts of a PPO run; `parts.datasets` begins with the training prompts."""
 
-    base: str
-    tokenizer: PreTrainedTokenizerBase
+    parts: SampledModel
+    eval_dataset: Dataset | dict[str, Dataset] | None
+    trunk_plan: TrunkPlan
+    memory_check: MemoryCheck
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The model and the reward functions, with what belongs to them, as PPOTrainer takes them."""
+
+    model: str | PreTrainedModel | PeftModel
+    reward_funcs: Reward | Sequence[Reward]
+    tokenizer: PreTrainedTokenizerBase | None = None
+    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
+    quantization_config: Any = None
+    peft_config: PeftConfig | None = None
 
 
 def prepare_run(
-    model: str | PreTrainedModel | PeftModel,
-    reward_funcs: Reward | Sequence[Reward],
+    inputs: ModelInputs,
     args: PPOConfig,
     train_dataset: Dataset | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
-    quantization_config: Any,
-    peft_config: PeftConfig | None,
     rollout_backend: RolloutBackend | None,
     hooks: dict[str, Callable[..., None]],
 ) -> Run:
@@ -94,74 +89,44 @@ def prepare_run(
     check_parts(args, eval_dataset, rollout_backend)
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {name: rows for name, rows in by_name.items() if rows is not None}
-    parts = load_sampled_model(
-        model,
-        reward_funcs,
-        args,
-        [train_dataset, *held_out.values()],
-        rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks),
-        tokenizer=tokenizer,
-        reward_tokenizers=reward_tokenizers,
-        quantization_config=quantization_config,
-        peft_config=peft_config,
-    )
-    train_dataset, *prepared = parts.datasets
-    held_out = dict(zip(held_out, prepared, strict=True))
-    longest_prompt = max(map(len, train_dataset["prompt_ids"]))
-    trunk_plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
-    states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")
-    captures = {"captures_states": trunk_plan.captures_states, "captures_last": trunk_plan.captures_last}
+    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
+    parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
+    held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
+    longest_prompt = max(map(len, parts.datasets[0]["prompt_ids"]))
+    plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
+    states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
+    sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
-        model=parts.model,
-        tokenizer=parts.tokenizer,
-        train_dataset=train_dataset,
-        eval_dataset=held_out if isinstance(eval_dataset, dict) else held_out.get(""),
-        sampler=replace(parts.sampler, **captures),
-        trunk_plan=trunk_plan,
-        memory_check=MemoryCheck(longest_prompt, states_stay),
+        replace(parts, sampler=sampler),
+        held_out if isinstance(eval_dataset, dict) else held_out.get(""),
+        plan,
+        MemoryCheck(longest_prompt, states_stay),
     )
 
 
 def load_sampled_model(
-    model: str | PreTrainedModel | PeftModel,
-    reward_funcs: Reward | Sequence[Reward],
-    args: PPOConfig,
-    datasets: Sequence[Dataset],
-    backend: RolloutBackend,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
-    quantization_config: Any = None,
-    peft_config: PeftConfig | None = None,
+    inputs: ModelInputs, args: PPOConfig, datasets: Sequence[Dataset], backend: RolloutBackend
 ) -> SampledModel:
-    """Check the model's name, tokenizer, rows and rewards, then load the model.
-
-    Args:
-        model, reward_funcs, args, quantization_config, peft_config: as PPOTrainer takes them.
-        datasets: rows of prompts.
-        backend: where completions come from.
-        tokenizer: the policy's; None loads it from the model's name.
-        reward_tokenizers: of reward models, one per reward function.
-    """
+    """Check the model's name, tokenizer, rows of prompts and rewards, then load the model."""
+    model, model_kwargs = inputs.model, args.model_init_kwargs or {}
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    model_kwargs = args.model_init_kwargs or {}
-    check_model(model, tokenizer, model_kwargs)
-    tokenizer = policy_tokenizer(model, tokenizer, model_kwargs)
+    check_model(model, inputs.tokenizer, model_kwargs)
+    tokenizer = policy_tokenizer(model, inputs.tokenizer, model_kwargs)
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     datasets = [prepare_dataset(dataset, tokenizer, args) for dataset in datasets]
     check_lengths(model, args, datasets)
-    policy = Policy(base_name(model, model_kwargs), tokenizer)
-    rewards = RewardSet(resolve_rewards(reward_funcs, reward_tokenizers, args, policy), args.reward_weights)
+    functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
+    rewards = RewardSet(functions, args.reward_weights)
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     require_push(args)
     set_seed(args.seed)
     trunk = build_trunk(
         model,
-        peft_config,
+        inputs.peft_config,
         value_head=args.value_head,
         adapter_layers=args.adapter_layers,
-        quantization_config=quantization_config,
+        quantization_config=inputs.quantization_config,
         model_init_kwargs=args.model_init_kwargs,
     )
     if rewards.trunk_reward is not None:
@@ -185,20 +150,18 @@ def policy_tokenizer(
     """Return the policy's tokenizer with its padding repaired; an adapter without one has that of its base."""
     if tokenizer is not None:
         return repair_padding(tokenizer)
-    source = source_of(kwargs)
     if not isinstance(model, str):
         name = base_name(model, kwargs)
         if not name:
             raise ValueError("the model was not loaded from a name or path: pass its tokenizer as processing_class")
         return load_tokenizer(name)
-    base = adapter_base(model, source.get("revision"))
+    source = source_of(kwargs)
+    revision = source.get("revision")
+    base = adapter_base(model, revision)
     if base is None:
         return load_tokenizer(model, **source)
-    if Path(model).is_dir():
-        has_tokenizer = (Path(model) / "tokenizer_config.json").is_file()
-    else:
-        has_tokenizer = has_file(model, "tokenizer_config.json", revision=source.get("revision"))
-    return load_tokenizer(model, revision=source.get("revision")) if has_tokenizer else load_tokenizer(base)
+    has_tokenizer = has_file(model, "tokenizer_config.json", revision=revision)
+    return load_tokenizer(model, revision=revision) if has_tokenizer else load_tokenizer(base)
 
 
 def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> str:
@@ -210,11 +173,7 @@ def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) 
 
 
 def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the id of each stop token.
-
-    Raises:
-        ValueError: a text that is not exactly one token, or one that the tokenizer does not know.
-    """
+    """Return the id of each stop token; ValueError for a text that is not exactly one token that is known."""
     token_ids = []
     for text in stop_tokens:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -248,19 +207,17 @@ def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: 
 
 
 def resolve_rewards(
-    rewards: Reward | Sequence[Reward],
-    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
-    args: PPOConfig,
-    policy: Policy,
+    inputs: ModelInputs, device: torch.device, base: str, base_tokenizer: PreTrainedTokenizerBase
 ) -> list[RewardFunction | str]:
     """Return what RewardSet takes, with models loaded, servers called once, and adapters of the policy's own trunk.
 
     Args:
-        rewards: functions, dotted paths, sequence-classification models (names or loaded), reward adapters, servers.
-        tokenizers: of the models, one per reward; None for functions.
-        args: the settings.
-        policy: base and tokenizer, which a reward adapter must share.
+        inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
+            reward adapters, servers; and the tokenizers of models.
+        device: of reward models.
+        base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
     """
+    rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
     if len(tokenizers) != len(rewards):
@@ -268,23 +225,19 @@ def resolve_rewards(
             f"{len(tokenizers)} reward_processing_classes for {len(rewards)} reward functions; give one each (None"
             " for functions)"
         )
-    return [_resolve(r, t, args, policy) for r, t in zip(rewards, tokenizers, strict=True)]
-
-
-def _resolve(
-    reward: Reward, tokenizer: PreTrainedTokenizerBase | None, args: PPOConfig, policy: Policy
-) -> RewardFunction | str:
-    if isinstance(reward, PreTrainedModel):
-        return ModelReward(reward, tokenizer, device=args.device)
-    if isinstance(reward, str) and names_an_ensemble(reward):
-        return ensemble_reward(reward, device=args.device)
-    if isinstance(reward, str) and names_a_model(reward):
-        if is_adapter_name(reward):
-            return trunk_reward(reward, policy.base, policy.tokenizer, tokenizer)
-        return ModelReward(reward, tokenizer, device=args.device)
-    if isinstance(reward, RemoteReward):
-        reward.check()
-    return reward
+    resolved: list[RewardFunction | str] = []
+    for reward, tokenizer in zip(rewards, tokenizers, strict=True):
+        is_model_name = isinstance(reward, str) and names_a_model(reward)
+        if isinstance(reward, str) and names_an_ensemble(reward):
+            reward = ensemble_reward(reward, device=device)
+        elif is_model_name and is_adapter_name(reward):
+            reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
+        elif is_model_name or isinstance(reward, PreTrainedModel):
+            reward = ModelReward(reward, tokenizer, device=device)
+        elif isinstance(reward, RemoteReward):
+            reward.check()
+        resolved.append(reward)
+    return resolved
 
 
 @dataclass(frozen=True)
@@ -304,22 +257,16 @@ class TrunkPlan:
     captures_last: bool = False
 
 
-def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool = True) -> TrunkPlan:
-    """Return the TrunkPlan of a run.
-
-    Args:
-        trunk: the model; `trunk.cut` is its first layer that trains.
-        args: the settings.
-        longest_prompt: tokens.
-        samples_here: True if the trunk itself samples, False with a rollout backend of the user's.
-
-    Raises:
-        ValueError: the settings ask to keep states, but there are none.
-    """
+def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool) -> TrunkPlan:
+    """Return the TrunkPlan of a run; `samples_here` is False with a rollout backend of the user's."""
     base = trunk.get_base_model()
     num_layers = len(decoder_layers(base))
     captures = _captures_states(trunk, args, samples_here)
-    reward = _reward_line(trunk)
+    branch, reward = trunk.reward_branch, ""
+    if branch is not None and branch.from_states:
+        reward = f"\nreward: the adapter {branch.name} starts from the states at the cut, layer {trunk.cut}"
+    elif branch is not None:
+        reward = f"\nreward: the adapter {branch.name} runs through all layers: {branch.obstacle}"
     if not trunk.cut:
         if args.trunk_cache in ("device", "cpu", "disk"):
             raise ValueError(
@@ -342,32 +289,21 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
         f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', computed while sampling' if captures else ''}"
         f"{reward}"
     )
-    reads_last = trunk.reward_branch is not None and trunk.reward_branch.from_states
-    reads_last = reads_last or args.truncated_completions == "bootstrap"
+    reads_last = args.truncated_completions == "bootstrap" or (branch is not None and branch.from_states)
     return TrunkPlan(TrunkCache(place, Path(args.output_dir)), report, captures, captures and reads_last)
 
 
-def _reward_line(trunk: TrunkModel) -> str:
-    branch = trunk.reward_branch
-    if branch is None:
-        return ""
-    if branch.from_states:
-        return f"\nreward: the adapter {branch.name} starts from the states at the cut, layer {trunk.cut}"
-    return f"\nreward: the adapter {branch.name} runs through all layers: {branch.obstacle}"
-
-
 def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:
-    obstacles = []
-    if not trunk.cut:
-        obstacles.append("no layer is frozen: set adapter_layers to top-k")
-    if args.trunk_cache == "off":
-        obstacles.append("trunk_cache is off")
-    if not samples_here:
-        obstacles.append("the rollout backend is not the trunk itself")
-    if args.capture_trunk_states and obstacles:
-        raise ValueError(f"capture_trunk_states is not possible: {obstacles[0]}; leave it out")
+    obstacles = {
+        "no layer is frozen: set adapter_layers to top-k": not trunk.cut,
+        "trunk_cache is off": args.trunk_cache == "off",
+        "the rollout backend is not the trunk itself": not samples_here,
+    }
+    obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
+    if args.capture_trunk_states and obstacle:
+        raise ValueError(f"capture_trunk_states is not possible: {obstacle}; leave it out")
     if args.capture_trunk_states is not None:
         return args.capture_trunk_states
     # In half precision a token alone is rounded differently than within a row, far more than in float32.
     is_float32 = trunk.get_base_model().dtype == torch.float32 and not (args.bf16 or args.fp16)
-    return is_float32 and not obstacles
+    return is_float32 and obstacle is None

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
 
 STATE_FILE = "experience_stream.json"
+# A process's share of the rollout in use.
+BUFFER_FILE = "experience_buffer_{rank}.safetensors"
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 # Which settings may differ between a checkpoint and the run that resumes from it. Every setting that is not listed
@@ -100,8 +102,7 @@ def load_state(
     """Read `experience_stream.json`; restores the controllers too.
 
     Raises:
-        ValueError: the file is missing, is not one of ours, or was written on another base or under other `settings`.
-            With `allow_changes`, settings that only steer the rest of the run may differ; a warning lists them.
+        ValueError: the file is missing or not one of ours, or `check_settings` rejects its settings.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
@@ -120,11 +121,6 @@ def load_state(
         raise ValueError(f"{path} does not hold the state of an experience stream ({error})") from error
 
 
-def buffer_file(rank: int) -> str:
-    """Return the name of the file with a process's share of the rollout in use."""
-    return f"experience_buffer_{rank}.safetensors"
-
-
 def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) -> None:
     """Write the experiences of the rollout in use; no file if there are none."""
     tensors: dict[str, Tensor] = {}
@@ -132,17 +128,12 @@ def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) ->
         for name, tensor in _tensors(experience).items():
             tensors[f"{number:06d}.{name}"] = tensor.cpu().contiguous()
     if tensors:
-        save_tensors(Path(folder) / buffer_file(rank), tensors)
+        save_tensors(Path(folder) / BUFFER_FILE.format(rank=rank), tensors)
 
 
 def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
-    """Read what `save_buffer` wrote, on the CPU.
-
-    Raises:
-        ValueError: the file is missing (the checkpoint was written by another number of processes, or is incomplete),
-            or was written by an earlier version.
-    """
-    path = Path(folder) / buffer_file(rank)
+    """Read what `save_buffer` wrote, on the CPU; ValueError if another number of processes or version wrote it."""
+    path = Path(folder) / BUFFER_FILE.format(rank=rank)
     if not path.is_file():
         raise ValueError(
             f"{path} is missing, but the checkpoint was saved in the middle of a rollout; resume on the number of"
@@ -175,19 +166,12 @@ def _experience(tensors: dict[str, Tensor]) -> Experience:
 def run_settings(
     config: PPOConfig, dataset: Dataset, num_processes: int, model: TrunkModel, rewards: RewardSet
 ) -> dict[str, Any]:
-    """Return the settings that `check_settings` compares, as JSON values.
-
-    Args:
-        config: the settings.
-        dataset: the training prompts, tokenized.
-        num_processes: of the run.
-        model: the trunk.
-        rewards: the reward functions.
-    """
+    """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
     groups = ("place", "rollout", "optional", "optimizer")
     names = dict.fromkeys(name for group in groups for name in SETTINGS[group] if name != "num_processes")
     settings = {name: getattr(config, name) for name in names}
-    settings |= {"num_processes": num_processes, "prompts": _fingerprint(dataset["prompt_ids"])}
+    prompts = (np.asarray([len(ids), *ids], dtype=np.int64).tobytes() for ids in dataset["prompt_ids"])
+    settings |= {"num_processes": num_processes, "prompts": _rows_digest(len(dataset), prompts)}
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
@@ -217,31 +201,28 @@ def reward_path(function: Callable[..., Any]) -> str:
 
 def column_digest(dataset: Dataset, name: str) -> str:
     """Return the number of rows of a column and a digest of its content."""
-    digest = hashlib.sha256()
-    for batch in dataset.select_columns([name]).with_format(None).iter(batch_size=1000):
-        # Objects such as dates count as text; in a text without content the object's address must not count.
-        text = json.dumps(batch[name], sort_keys=True, default=lambda value: ADDRESS.sub("", str(value)))
-        digest.update(text.encode())
-    return f"{len(dataset)} rows, sha256 {digest.hexdigest()[:16]}"
+    batches = dataset.select_columns([name]).with_format(None).iter(batch_size=1000)
+    # Objects such as dates count as text; in a text without content the object's address must not count.
+    texts = (json.dumps(b[name], sort_keys=True, default=lambda value: ADDRESS.sub("", str(value))) for b in batches)
+    return _rows_digest(len(dataset), (text.encode() for text in texts))
 
 
-def _fingerprint(rows: Sequence[list[int]]) -> str:
-    """Return the number of rows and a digest of their token ids."""
+def _rows_digest(num_rows: int, parts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    for ids in rows:
-        digest.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
-    return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
+    for part in parts:
+        digest.update(part)
+    return f"{num_rows} rows, sha256 {digest.hexdigest()[:16]}"
 
 
 def check_settings(
     path: Path, written: dict[str, Any], current: dict[str, Any], in_rollout: bool, is_allowed: bool = False
 ) -> None:
-    """Check the settings of a resumed run against those of its checkpoint, by the table `SETTINGS`.
+    """Check the `run_settings` of a resumed run against those of its checkpoint, by the table `SETTINGS`.
 
     Args:
         path: the file that `written` comes from.
-        written: `run_settings` when the checkpoint was written.
-        current: `run_settings` now.
+        written: those of the checkpoint.
+        current: those of the run.
         in_rollout: True if the checkpoint was saved in the middle of a rollout.
         is_allowed: `allow_config_change`.
 
@@ -255,16 +236,16 @@ def check_settings(
     if current["kl_target"] is not None:
         # An adaptive beta continues from the checkpoint: another initial value would have no effect.
         free.discard("beta")
-    bound = [n for n in current if n not in free and _differs(n, written.get(n), current[n])]
+    bound = []
+    for name, now in current.items():
+        before = written.get(name)
+        # Of an optional setting only its kind counts, None or a number.
+        differs = (before is None) != (now is None) if name in SETTINGS["optional"] else before != now
+        if name not in free and differs:
+            bound.append(name)
     require_same(path, written, current, bound)
     keep_optimizer_settings(path, written, current, SETTINGS["optimizer"], is_allowed)
-    before, now = dict(written.get("told", {})), dict(current["told"])
+    steered, steers = dict(written.get("told", {})), dict(current["told"])
     for name in ("kl_target", *(() if in_rollout else SETTINGS["rollout"])):
-        before[name], now[name] = written.get(name), current[name]
-    allow_steering(path, before, now, is_allowed)
-
-
-def _differs(name: str, written: Any, current: Any) -> bool:
-    if name in SETTINGS["optional"]:
-        return (written is None) != (current is None)
-    return written != current
+        steered[name], steers[name] = written.get(name), current[name]
+    allow_steering(path, steered, steers, is_allowed)

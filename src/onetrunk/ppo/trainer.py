@@ -12,6 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,13 @@ from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
-from transformers import (
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerState,
-)
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from onetrunk.checkpoints.resume_point import LOOP_FILES
 from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
-from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
+from onetrunk.models.speedups.memory import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ppo.alarms import Alarms
@@ -45,10 +40,10 @@ from onetrunk.ppo.memory import PackSize
 from onetrunk.ppo.metrics import MetricLog
 from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout
-from onetrunk.ppo.setup import Reward, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.types import LossCoefficients, Minibatch, to_device
+from onetrunk.types import LossCoefficients, Minibatch, Pack, to_device
 
 
 class PPOTrainer(ResumableTrainer):
@@ -63,9 +58,6 @@ class PPOTrainer(ResumableTrainer):
             train_dataset=dataset,
         )
         trainer.train()
-
-    Batch arithmetic, worked: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs
-    2: 32 completions per process, 8 per minibatch and process, 8 optimizer steps per rollout.
 
     To change the objective override `compute_loss`; to change advantages or scoring set `stream_class` to a subclass
     of ExperienceStream.
@@ -113,38 +105,29 @@ class PPOTrainer(ResumableTrainer):
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
         check_optimizer(optimizers[0])
-        run = prepare_run(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            tokenizer=processing_class,
-            reward_tokenizers=reward_processing_classes,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            rollout_backend=rollout_backend,
-            hooks={"progress": lambda *done: self.progress.rollout(*done), "poll": lambda: self.stop_signals.poll()},
+        inputs = ModelInputs(
+            model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
-        self.sampler, self.trunk_plan = run.sampler, run.trunk_plan
+        hooks = {"progress": lambda *done: self.progress.rollout(*done), "poll": lambda: self.stop_signals.poll()}
+        run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
+        self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)
-        self.guard = StepGuard(args.max_skipped_steps, lambda: self.accelerator.scaler is not None)
+        self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(lambda: self.metric_log, self.may_save)
         self.pack_size = PackSize("the update")
-        self.samples = SampleLog(
-            args.output_dir, args.num_completions_to_print, args.log_completions and args.should_save
-        )
+        is_logged = args.log_completions and args.should_save
+        self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on=is_logged)
         self._stream: ExperienceStream | None = None
         self._step_start = 0.0
         # Step and metrics of the last evaluation of `eval_dataset`.
         self._last_evaluation: dict[str, Any] | None = None
         super().__init__(
-            model=run.model,
+            model=run.parts.model,
             args=args,
             data_collator=lambda rows: rows,
-            train_dataset=run.train_dataset,
+            train_dataset=run.parts.datasets[0],
             eval_dataset=run.eval_dataset,
-            processing_class=run.tokenizer,
+            processing_class=run.parts.tokenizer,
             # The guard comes after the alarms: it has the last word on what is saved.
             callbacks=[StepEnd(self._end_step), self.alarms, self.guard, run.memory_check, *(callbacks or [])],
             optimizers=optimizers,
@@ -158,10 +141,10 @@ class PPOTrainer(ResumableTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer; with value_learning_rate the value head and its adapter get their own groups."""
-        if self.optimizer is not None or self.args.value_learning_rate is None:
-            return super().create_optimizer(model)
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
+        if is_new and self.args.value_learning_rate is not None:
+            split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
         return optimizer
 
     def planned_steps(self) -> int:
@@ -222,21 +205,15 @@ class PPOTrainer(ResumableTrainer):
             return torch.zeros((), device=self.accelerator.device)
         if not model.training:  # `train` walks over all modules.
             model.train()
-        loss = None
+        packs = [experience.pack for experience in minibatch.experiences]
+
+        def forget(reason: str) -> None:
+            if self.accelerator.num_processes > 1:
+                raise self._cannot_retry(packs, reason)
+            self._forget_step(model)
+
         with self._undo_step_on_stop(model):
-            while loss is None:
-                try:
-                    loss = self._run_packs(model, minibatch)
-                except (torch.OutOfMemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    if self.accelerator.num_processes > 1:
-                        raise self._cannot_retry(minibatch, error) from error
-                    reason = str(error)
-                if loss is None:  # Not within `except`: the error keeps the tensors of the failed forward alive.
-                    self._forget_step(model)
-                    free_memory()
-                    self.pack_size.shrink([e.pack for e in minibatch.experiences], reason)
+            loss = self.pack_size.retry(lambda: self._run_packs(model, minibatch), packs, forget)
         self._stop_on_target_kl()
         return loss
 
@@ -244,10 +221,10 @@ class PPOTrainer(ResumableTrainer):
         total = torch.zeros((), device=self.accelerator.device)
         self._policy_kl = torch.zeros_like(total)
         experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
-        last = len(experiences) - 1
-        for i, experience in enumerate(experiences):
+        for experience in experiences:
             self.stop_signals.poll()
-            with contextlib.nullcontext() if i == last else self.accelerator.no_sync(model):
+            is_last = experience is experiences[-1]
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
                 pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
                 with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
                     loss = self.compute_loss(model, pack)
@@ -275,9 +252,8 @@ class PPOTrainer(ResumableTrainer):
         model.zero_grad()
         self.metric_log.drop_step()
 
-    def _cannot_retry(self, minibatch: Minibatch, error: BaseException) -> RuntimeError:
-        rows, width = (max(e.pack.input_ids.shape[i] for e in minibatch.experiences) for i in (0, 1))
-        reason = (str(error) or "out of memory").splitlines()[0]
+    def _cannot_retry(self, packs: Sequence[Pack], reason: str) -> RuntimeError:
+        rows, width = (max(pack.input_ids.shape[i] for pack in packs) for i in (0, 1))
         return RuntimeError(
             f"process {self.accelerator.process_index} ran out of memory in the update of {rows} rows x {width} tokens"
             f" ({reason}), and one of several processes cannot retry a step, because the others wait for its"
@@ -330,25 +306,14 @@ class PPOTrainer(ResumableTrainer):
             temperature=args.temperature,
             entropy_grad=args.entropy_coef > 0,
         )
-        loss, stats = ppo_loss(experience, output, self._loss_coefficients(), minibatch.num_tokens)
+        coefficients = {field.name: getattr(args, field.name) for field in fields(LossCoefficients)}
+        coefficients["beta"] = self._stream.state.beta if args.kl_in_loss else 0.0
+        loss, stats = ppo_loss(experience, output, LossCoefficients(**coefficients), minibatch.num_tokens)
         for group, group_stats in stats.items():
             self.metric_log.add_stats(group, group_stats)
         if minibatch.trains_policy:
             self._policy_kl += stats["policy"]["approx_kl"]
         return (loss, output) if return_outputs else loss
-
-    def _loss_coefficients(self) -> LossCoefficients:
-        args = self.args
-        return LossCoefficients(
-            epsilon=args.epsilon,
-            epsilon_high=args.epsilon_high,
-            dual_clip=args.dual_clip,
-            value_clip=args.value_clip,
-            value_coef=args.value_coef,
-            entropy_coef=args.entropy_coef,
-            beta=self._stream.state.beta if args.kl_in_loss else 0.0,
-            kl_estimator=args.kl_estimator,
-        )
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 
@@ -426,16 +391,14 @@ class PPOTrainer(ResumableTrainer):
         """Write the model card into output_dir; `push_to_hub` calls this with its extra keywords.
 
         Args:
-            language: of the texts, as the Hub abbreviates it.
-            license: of the adapter, as the Hub names it.
-            tags: further tags.
+            language, license, tags: of the texts, of the adapter, and besides those of every card.
             model_name: the heading; None: the Hub name, or the name of output_dir.
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
             dataset: Hub name of the prompts.
         """
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        data = {"language": language, "license": license, "tags": tags, "datasets": dataset}
-        write_card(self, self.args.output_dir, model_name=model_name, base=finetuned_from, **data)
+        tags = [tags] if isinstance(tags, str) else tags or []
+        data = {"language": language, "license": license, "datasets": dataset}
+        write_card(self, self.args.output_dir, model_name, finetuned_from, tags, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -459,7 +422,7 @@ class PPOTrainer(ResumableTrainer):
             dataset = prepare_dataset(dataset, self.processing_class, self.args)
             check_lengths(self.model, self.args, [dataset])
         start = time.perf_counter()
-        values, scored = self._sample_and_score(dataset, "policy", metric_key_prefix.replace("_", " "))
+        values, scored = self.sample_and_score(dataset, "policy", metric_key_prefix.replace("_", " "))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
         self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
@@ -479,30 +442,27 @@ class PPOTrainer(ResumableTrainer):
 
     def evaluate_reference(self) -> dict[str, float]:
         """Return the metrics of the model that training starts from, without a prefix; nothing is logged."""
-        return self._sample_and_score(self.eval_dataset, "reference", "before")[0]
+        return self.sample_and_score(self.eval_dataset, "reference", "before")[0]
 
-    def _sample_and_score(self, dataset: Dataset, role: str, phase: str) -> tuple[dict[str, float], ScoredRollout]:
-        is_shown = not self.args.disable_tqdm and self.is_world_process_zero()
+    def sample_and_score(
+        self, dataset: Dataset, role: str, phase: str, is_shown: bool = True
+    ) -> tuple[dict[str, float], ScoredRollout]:
+        """Return metrics and completions of tokenized prompts; `phase` labels the progress bar."""
+        is_shown = is_shown and not self.args.disable_tqdm and self.is_world_process_zero()
         with self.progress.phase(phase, is_shown):
             return evaluate_prompts(
                 self.model,
                 self.sampler,
                 dataset,
                 self.accelerator,
-                seed=self.args.seed,
-                rows_per_pack=self.args.per_device_eval_batch_size,
-                max_tokens=self.args.microbatch_tokens,
+                self.args,
                 role=role,
                 version=self.state.global_step,
                 extras={"trainer_state": self.state},
             )
 
     def predict(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: a policy has no labels to predict.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: a policy has no labels to predict."""
         raise ValueError("PPOTrainer predicts no labels; evaluate(eval_dataset) samples and scores held-out prompts")
 
     # --- logging ----------------------------------------------------------------------------------------------------
@@ -512,16 +472,15 @@ class PPOTrainer(ResumableTrainer):
 
         `memory/halvings` counts, from the start of this process, how often rows were halved because memory ran out.
         """
-        if "loss" in logs:
+        if "loss" in logs and self._stream:
             self.drop_non_finite_loss(logs["loss"])
             logs = {**logs, **self.metric_log.flush()}
-            halvings = self.pack_size.num_halvings
-            halvings += self._stream.scorer.pack_size.num_halvings if self._stream else 0
+            halvings = self.pack_size.num_halvings + self._stream.scorer.pack_size.num_halvings
             if halvings:
                 logs["memory/halvings"] = float(halvings)
-            if self._stream and self._stream.last_scored:
-                self.samples.record(f"step-{self.state.global_step:06d}", self._stream.last_scored)
-                self._stream.last_scored = None
+            scored = self._stream.take_scored()
+            if scored is not None:
+                self.samples.record(f"step-{self.state.global_step:06d}", scored)
         super().log(logs, start_time)
 
 

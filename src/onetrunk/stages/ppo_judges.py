@@ -16,8 +16,8 @@ from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import REWARD, JudgeConfig, check_judge, load_judge
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import ACTIONS, HackingMonitor, check_settings
-from onetrunk.ppo.reference_completions import FOLDER, sample_references
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
@@ -144,7 +144,7 @@ def run_judges(
         yield RunJudges(list(reward_funcs), None)
         return
     settings = replace(settings, judge_device=settings.judge_device or str(args.device))
-    path = Path(args.output_dir) / FOLDER / f"judged-{args.process_index}.jsonl"
+    path = Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.jsonl"
     with contextlib.ExitStack() as stack:
         # The monitor first: it may only be a constitution, so mistakes in it are reported before a model loads.
         monitor_parts = _monitor_parts(args, settings, arguments) if arguments.monitor_judge else None

@@ -23,7 +23,7 @@ from onetrunk.ppo.callbacks import RolloutProgress
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
-from onetrunk.ppo.setup import SampledModel, load_sampled_model
+from onetrunk.ppo.setup import ModelInputs, SampledModel, load_sampled_model
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
@@ -108,8 +108,8 @@ def load_parts(
     progress = RolloutProgress()
     backend = LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
     quantization = get_quantization_config(model_args)
-    name = model_args.model_name_or_path
-    return load_sampled_model(name, reward_funcs, config, [rows], backend, quantization_config=quantization), progress
+    inputs = ModelInputs(model_args.model_name_or_path, reward_funcs, quantization_config=quantization)
+    return load_sampled_model(inputs, config, [rows], backend), progress
 
 
 def restore_reference(model: TrunkModel, name: str, revision: str) -> None:
@@ -144,9 +144,7 @@ def measure_side(
             parts.sampler,
             parts.datasets[0],
             accelerator,
-            seed=args.seed,
-            rows_per_pack=args.per_device_eval_batch_size,
-            max_tokens=args.microbatch_tokens,
+            args,
             role=role,
         )
     if not args.reward_funcs:
