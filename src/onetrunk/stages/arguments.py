@@ -51,6 +51,38 @@ class DatasetArguments:
 
 
 @dataclass
+class SamplingArguments(DatasetArguments):
+    """Prompts, and how completions of them are sampled. The names are those of PPOConfig."""
+
+    output_dir: str | None = option(None, "Folder that the run writes to.")
+    seed: int = option(42, "Seed of the completions.")
+    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; None: the model's limit.")
+    overlong_prompts: str = option(
+        "error", "What to do with a longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+    )
+    max_completion_length: int = option(256, "Longest completion, in tokens.")
+    temperature: float = option(1.0, "Sampling temperature; above 0.")
+    stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
+    chat_template_kwargs: dict[str, Any] | None = option(
+        None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
+    )
+    max_rollout_rows: int | None = option(None, "Largest number of rows that a process decodes together; None: all.")
+    use_cpu: bool = option(False, "Use the CPU even if there is an accelerator.")
+    max_failed_fraction: float = option(
+        0.1,
+        "Stop when more than this fraction of the judge's questions, or 50 in a row, get no answer. Questions that it"
+        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_output_dir_is_set(self)
+        require_seed("seed", self.seed)
+        if not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
+
+
+@dataclass
 class TrainingDataArguments(DatasetArguments):
     """Training rows and held-out rows: another dataset or split, or a part of the training rows."""
 
@@ -165,8 +197,8 @@ class StageTrainingArguments:
 
 
 @dataclass(repr=False)
-class AdapterLayersArguments:
-    """Which layers of a reward adapter train; it stands before the settings class of a reward model."""
+class RewardTrainingArguments(StageTrainingArguments):
+    """What a stage adds that trains a reward model; which layers of a reward adapter train."""
 
     adapter_layers: str = option(
         "all", "With use_peft, layers that get LoRA: all, or top-k (at or above the cut of PPO it reuses its states)."

@@ -14,7 +14,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,13 @@ class UsageError(ValueError):
 
 
 def parse(
-    argv: Sequence[str], dataclass_types: Sequence[type], verb: str, description: str, *, knows_ppo: bool = False
+    argv: Sequence[str],
+    dataclass_types: Sequence[type],
+    verb: str,
+    description: str,
+    *,
+    knows_ppo: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> tuple[Any, ...]:
     """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
 
@@ -55,6 +61,7 @@ def parse(
         verb: name of the stage, for the help text.
         description: one sentence about the stage, for the help text.
         knows_ppo: True explains options of TRL's GRPO and PPO trainers.
+        check: raises ValueError if the instances, its arguments, do not fit together.
 
     Raises:
         UsageError: names the file and line, or the option, and what to write instead; also for a secret in either.
@@ -83,6 +90,8 @@ def parse(
         parsed = parser.parse_args_and_config(argv)
         for arguments in parsed:
             _check_arguments(arguments)
+        if check is not None:
+            check(*parsed)
         return parsed
     except UsageError:
         raise
@@ -130,7 +139,7 @@ def _is_mapping(name: str, hint: Any) -> bool:
     return dict in allowed and (str not in allowed or name.endswith("_kwargs"))
 
 
-def _mapping_reader(name: str) -> typing.Callable[[str], dict[str, Any]]:
+def _mapping_reader(name: str) -> Callable[[str], dict[str, Any]]:
     """Return the function that reads one option as a JSON mapping."""
 
     def read(text: str) -> dict[str, Any]:

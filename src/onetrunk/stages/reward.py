@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,11 @@ from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import (
-    AdapterLayersArguments,
-    ModelArguments,
-    StageTrainingArguments,
-    TrainingDataArguments,
-)
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
 from onetrunk.stages.report import show_columns, write_values
-from onetrunk.stages.resuming import begin, delete_old_run, note_finished
+from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import load_preference_rows
 from onetrunk.stages.running import run_stage
 
@@ -42,19 +37,8 @@ SCALE_ROWS = 500
 
 
 @dataclass(repr=False)
-class RewardArguments(StageTrainingArguments, AdapterLayersArguments, RewardModelConfig):
+class RewardArguments(RewardTrainingArguments, RewardModelConfig):
     """Settings of `onetrunk reward`."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk reward` with these words; return the exit code."""
-    return run_stage("reward", parse_reward, run, argv)
-
-
-def parse_reward(argv: Sequence[str]) -> tuple[TrainingDataArguments, RewardArguments, ModelArguments]:
-    """Parse and check the arguments of the stage."""
-    types = (TrainingDataArguments, RewardArguments, ModelArguments)
-    return parse(argv, types, "reward", "Train a reward model on preferences (prompt, chosen, rejected, probability).")
 
 
 def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArguments) -> None:
@@ -62,15 +46,14 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     is_done, resume = begin("reward", args)
     if is_done:
         return
-    train, held_out = load_preference_rows(data, args.seed)
+    rows, held_out = load_preference_rows(data, args.seed)
     require_push(args)
-    trainer = make_trainer(args, model_args, train, held_out)
-    delete_old_run(args, resume)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = make_trainer(args, model_args, rows, held_out)
+    train(trainer, resume)
     trainer.save_model()
     if trainer.is_world_process_zero():
-        report(trainer, model_args.model_name_or_path, train, held_out)
-    finish("reward", trainer, model_args, data.hub_dataset)
+        report(trainer, model_args.model_name_or_path, rows, held_out)
+    finish("reward", trainer, result_of(model_args), dataset_name=data.hub_dataset)
 
 
 def make_trainer(
@@ -111,7 +94,7 @@ def load_kwargs(args: RewardModelConfig | RewardDistillationConfig, model_args: 
 
 
 def score_peft_config(
-    args: AdapterLayersArguments, model_args: ModelArguments, model: PreTrainedModel
+    args: RewardTrainingArguments, model_args: ModelArguments, model: PreTrainedModel
 ) -> LoraConfig | None:
     """Return the LoRA config of a reward adapter on a sequence-classification model; None where all weights train.
 
@@ -162,13 +145,14 @@ def trained_reward(trainer: RewardModelTrainer) -> ModelReward:
     return ModelReward(inner, trainer.processing_class, name=Path(trainer.args.output_dir).name, **settings)
 
 
-def finish(verb: str, trainer: RewardModelTrainer, model_args: ModelArguments, hub_dataset: str | None) -> None:
-    """Push the result if that is set, record that the run is finished, and print where the result is."""
-    trainer.accelerator.wait_for_everyone()
-    if trainer.args.push_to_hub:
-        trainer.push_to_hub(dataset_name=hub_dataset)
-    note_finished(trainer)
-    if trainer.is_world_process_zero():
-        what = "an adapter with its score head" if model_args.use_peft else "a reward model"
-        print(f"{verb}: saved {what} in {trainer.args.output_dir}")
-    trainer.accelerator.end_training()
+def result_of(model_args: ModelArguments) -> str:
+    return "an adapter with its score head" if model_args.use_peft else "a reward model"
+
+
+parse_reward = partial(
+    parse,
+    dataclass_types=(TrainingDataArguments, RewardArguments, ModelArguments),
+    verb="reward",
+    description="Train a reward model on preferences (prompt, chosen, rejected, probability).",
+)
+main = partial(run_stage, "reward", parse_reward, run)

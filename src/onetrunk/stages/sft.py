@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -17,20 +17,9 @@ from onetrunk.models.sources import is_adapter, load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.resuming import begin, delete_old_run, note_finished
+from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import completion_rows, load_training_rows
 from onetrunk.stages.running import run_stage
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk sft` with these words; return the exit code."""
-    return run_stage("sft", parse_sft, run, argv)
-
-
-def parse_sft(argv: Sequence[str]) -> tuple[TrainingDataArguments, SFTArguments, ModelArguments]:
-    """Parse and check the arguments of the stage."""
-    types = (TrainingDataArguments, SFTArguments, ModelArguments)
-    return parse(argv, types, "sft", "Fine-tune a model on prompts and completions, messages, or texts.")
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -38,20 +27,15 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
     is_done, resume = begin("sft", args)
     if is_done:
         return
-    train, held_out = load_training_rows(data, args.seed, completion_rows)
+    rows, held_out = load_training_rows(data, args.seed, completion_rows)
     require_push(args)
-    trainer = make_trainer(args, model_args, train, held_out)
-    delete_old_run(args, resume)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = make_trainer(args, model_args, rows, held_out)
+    train(trainer, resume)
     trainer.save_model()
     if held_out is not None:
         trainer.save_metrics("eval", trainer.evaluate())
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=data.hub_dataset)
-    note_finished(trainer)
-    if trainer.is_world_process_zero():
-        print(f"sft: saved {'an adapter' if model_args.use_peft else 'the model'} in {args.output_dir}")
-    trainer.accelerator.end_training()
+    what = "an adapter" if model_args.use_peft else "the model"
+    finish("sft", trainer, what, dataset_name=data.hub_dataset)
 
 
 def make_trainer(
@@ -123,3 +107,12 @@ def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArgum
         f"max_length is {args.max_length} and the shortest prompt has {shortest} tokens: no row keeps a token of its"
         " completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
     )
+
+
+parse_sft = partial(
+    parse,
+    dataclass_types=(TrainingDataArguments, SFTArguments, ModelArguments),
+    verb="sft",
+    description="Fine-tune a model on prompts and completions, messages, or texts.",
+)
+main = partial(run_stage, "sft", parse_sft, run)
