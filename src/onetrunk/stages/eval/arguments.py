@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from onetrunk.judges.load import JudgeSettings
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.stages.arguments import DatasetArguments, SamplingArguments
+from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments
 from onetrunk.utils.options import option
 
 # Fields that PPOConfig does not have.
@@ -60,8 +61,9 @@ class EvalArguments(SamplingArguments):
         return config
 
 
-def check_purpose(args: EvalArguments, judge: list[str] | None, constitution: str | None) -> None:
+def check_purpose(args: EvalArguments, settings: JudgeSettings, model_args: ModelArguments) -> None:
     """Raise ValueError if nothing would be measured, or only one of judge and constitution is set."""
+    judge, constitution = settings.judge, settings.constitution
     if judge and not constitution:
         raise ValueError("judge is set and constitution is not; a judge compares by one: name a YAML file")
     if constitution and not judge:

@@ -18,13 +18,12 @@ from onetrunk.ppo.evaluation import sample_table
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.stages.eval.judge import Contest
 from onetrunk.stages.plots import plot_contest
-from onetrunk.stages.report import metrics_table, show, show_columns, write_metrics
+from onetrunk.stages.report import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
 REPORT, PAIRS = "report.md", "pairs.jsonl"
 NUM_SAMPLES, NUM_LOSSES = 6, 3
-LONGEST_CELL = 400
 # A win rate at equal length that differs by this much from the plain one is reported.
 NOTABLE_LENGTH_EFFECT = 0.1
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
@@ -106,13 +105,9 @@ def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: in
 
 def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
     """Return the first pairs as a table for the terminal."""
-    table = Table(title="samples", show_lines=True)
-    for column in ("prompt", "policy", evaluation.opponent or "opponent", "outcome"):
-        table.add_column(column, overflow="fold")
-    for i, pair in enumerate(evaluation.pairs[:num_rows]):
-        texts = [_short(plain(pair.prompt)), _short(pair.first), _short(pair.second), _verdict(evaluation, i)]
-        table.add_row(*(text.replace("[", r"\[") for text in texts))
-    return table
+    pairs = enumerate(evaluation.pairs[:num_rows])
+    rows = ((plain(pair.prompt), pair.first, pair.second, _verdict(evaluation, i)) for i, pair in pairs)
+    return text_table(("prompt", "policy", evaluation.opponent or "opponent", "outcome"), rows)
 
 
 def findings(evaluation: Evaluation) -> list[str]:
@@ -155,12 +150,12 @@ def report_text(evaluation: Evaluation, plots: list[str]) -> str:
         metrics = dict(evaluation.contest.metrics)
         principles, position = metrics.pop("principles"), metrics.pop("position")
         metrics |= {f"length_fit/{name}": value for name, value in metrics.pop("length_fit").items()}
-        parts += ["## Win rate", _table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
+        parts += ["## Win rate", markdown_table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
         parts += ["### By principle: mean probability that the policy's completion is the better one"]
-        parts += [_table({"probability": principles}), "### The judge", _table({"value": position})]
+        parts += [markdown_table({"probability": principles}), "### The judge", markdown_table({"value": position})]
     if evaluation.checks:
-        parts += ["## Checks: share that passes", _table(evaluation.checks)]
-    parts += ["## Metrics", _table(evaluation.metrics)]
+        parts += ["## Checks: share that passes", markdown_table(evaluation.checks)]
+    parts += ["## Metrics", markdown_table(evaluation.metrics)]
     if evaluation.pairs:
         parts += ["## Side by side", *(_sample(evaluation, i) for i in range(min(NUM_SAMPLES, len(evaluation.pairs))))]
     losses = clearest_losses(evaluation)
@@ -199,21 +194,3 @@ def _fenced(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
-
-
-def _table(columns: dict[str, dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {_cell(name)} | {' | '.join(_cell(c.get(name)) for c in columns.values())} |" for name in names]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return " to ".join(_cell(entry) for entry in value)
-    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ..."
