@@ -22,14 +22,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from onetrunk.checkpoints.settings import is_free
+from onetrunk.ppo.state import FREE_IN_PPO
 from onetrunk.stages.parsing import UsageError, read_mapping
+from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
 
 # In the order in which a model goes through them.
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
-# Verbs that train, and can resume from a checkpoint.
-RESUMING_VERBS = ("sft", "reward", "distill", "ppo")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
@@ -60,6 +61,16 @@ class Stage:
     settings: dict[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
 
+    @property
+    def output(self) -> Path:
+        """The output folder of a verb."""
+        return self.outputs[0]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage is a training, which can resume from a checkpoint."""
+        return self.verb in ("sft", "reward", "distill", "ppo")
+
     def words(self) -> list[str]:
         """Return the words after the verb, or after the script's name."""
         options = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
@@ -69,6 +80,10 @@ class Stage:
         """Return the command that runs the stage, followed by `more` words."""
         program = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
         return [*(self.launcher or (sys.executable,)), *program, *self.words(), *more]
+
+    def missing(self) -> list[str]:
+        """Return the outputs that do not exist."""
+        return [str(output) for output in self.outputs if not output.exists()]
 
     def shown(self, *more: str) -> str:
         """Return the command as a person would type it, followed by `more` words."""
@@ -80,13 +95,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages in their order.
-
-    Args:
-        path: the file.
-        output_dir: folder of its state.
-        stages: at least one.
-    """
+    """One or more stages in their order; `output_dir` is the folder of their state."""
 
     path: Path
     output_dir: Path
@@ -168,25 +177,14 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
 def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     """Return the names of a stage's settings that may change without changing what it produces.
 
-    For a stage that trains these are the settings that its trainer calls free; for `prefs` those that do not decide
-    the rows.
-
-    Args:
-        verb: of the stage.
-        parsed: the result of the verb's parser.
+    For a training these are the settings that its trainer calls free; for `prefs` those that do not decide the rows.
     """
-    # Imported here, so that a pipeline of scripts starts fast.
     if verb == "prefs":
-        from onetrunk.stages.prefs.arguments import DECIDING
-
         decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
         return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides)
     args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
     if args is None:
         return frozenset()
-    from onetrunk.checkpoints.settings import is_free
-    from onetrunk.ppo.state import FREE_IN_PPO
-
     free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
     return frozenset(free - COMPARED_BY_TRAINER)
 
@@ -216,9 +214,6 @@ def texts_in(value: Any) -> Iterator[str]:
     """Yield every text in nested mappings and lists."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from texts_in(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
+    elif isinstance(value, (dict, list)):
+        for entry in value.values() if isinstance(value, dict) else value:
             yield from texts_in(entry)
