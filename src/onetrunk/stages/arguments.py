@@ -154,7 +154,6 @@ class ModelArguments(ModelConfig):
             raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
     def init_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of `load_base` that these fields set."""
         kwargs = {
             "dtype": self.dtype,
             "attn_implementation": self.attn_implementation,
@@ -166,14 +165,12 @@ class ModelArguments(ModelConfig):
         return get_peft_config(replace(self, use_peft=True))
 
     def changed_lora_fields(self) -> list[str]:
-        """Return the names of the LoRA fields that differ from their defaults."""
         plain = ModelArguments(model_name_or_path=self.model_name_or_path)
         names = [f.name for f in fields(self) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
         return [name for name in names if getattr(self, name) != getattr(plain, name)]
 
 
 def require_output_dir_is_set(args: Any) -> None:
-    """Raise ValueError for settings without an `output_dir`."""
     if not args.output_dir:
         raise ValueError("output_dir is not set; name the folder that this run writes to")
 

@@ -135,7 +135,6 @@ class DistillArguments(RewardTrainingArguments, RewardDistillationConfig):
 
 
 def run(data: DistillDataArguments, args: DistillArguments, student: StudentArguments) -> None:
-    """Read the rows, let the teacher label them, train the student, save, measure, push."""
     is_done, resume = begin("distill", args)
     if is_done:
         return

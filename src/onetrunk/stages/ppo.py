@@ -187,7 +187,6 @@ def run(
     judge_settings: JudgeSettings,
     judge_args: PPOJudgeArguments,
 ) -> None:
-    """Read the rows, load judges, build the trainer, train, save, compare, push."""
     is_done, resume = begin("ppo", args, PPOTrainer.needed_files)
     if is_done:
         return

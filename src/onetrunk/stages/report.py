@@ -81,7 +81,6 @@ def show(table: Table) -> None:
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return sampled texts as a table, long ones cut off."""
     table = Table(title="samples", show_lines=True)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -91,7 +90,6 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
-    """Return values as a Markdown table with one column per name."""
     names = dict.fromkeys(name for values in columns.values() for name in values)
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {' | '.join(map(_markdown, (n, *(values.get(n) for values in columns.values()))))} |" for n in names]

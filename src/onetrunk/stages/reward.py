@@ -42,7 +42,6 @@ class RewardArguments(RewardTrainingArguments, RewardModelConfig):
 
 
 def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArguments) -> None:
-    """Read the rows, load the model, train, save, measure, push."""
     is_done, resume = begin("reward", args)
     if is_done:
         return
@@ -59,7 +58,6 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
 def make_trainer(
     args: RewardArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
 ) -> RewardModelTrainer:
-    """Check the tokenizer, load the model, and return its trainer."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if is_adapter(name, revision):
         raise ValueError(f"{name} is an adapter; a reward model starts from a base model: give that")

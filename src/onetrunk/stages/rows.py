@@ -14,7 +14,6 @@ from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 
 def load_dataset_rows(args: DatasetArguments) -> Dataset:
-    """Return the rows of `dataset_name`."""
     return load_rows(
         args.dataset_name, split=args.dataset_split, config_name=args.dataset_config, columns=args.dataset_columns
     )

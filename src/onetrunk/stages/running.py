@@ -57,7 +57,7 @@ def run_stage(
     verb: str,
     parse: Callable[[list[str]], tuple[Any, ...]],
     work: Callable[..., None],
-    argv: Sequence[str] | None,
+    argv: Sequence[str] | None = None,
 ) -> int:
     """Run a stage and return its exit code. Raises only errors that are bugs.
 

@@ -23,7 +23,6 @@ from onetrunk.stages.running import run_stage
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
-    """Read the rows, load the model, train, save, push."""
     is_done, resume = begin("sft", args)
     if is_done:
         return
@@ -41,7 +40,6 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
 def make_trainer(
     args: SFTArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
 ) -> ResumableSFTTrainer:
-    """Check rows and tokenizer, load the model, and return its trainer."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if is_adapter(name, revision):
         raise ValueError(f"{name} is an adapter; sft starts from a base model: give that")

@@ -53,7 +53,6 @@ class EvalArguments(SamplingArguments):
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
 
     def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
-        """Return the PPOConfig to sample and score the completions with."""
         left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO
         settings = {name: value for name, value in asdict(self).items() if name not in left_out}
         config = PPOConfig(**settings, per_device_train_batch_size=1, model_init_kwargs=model_init_kwargs)

@@ -52,7 +52,6 @@ class ShownLimit(FailureLimit):
         self.bar = bar
 
     def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
-        """Count one question as FailureLimit does, and advance the bar."""
         self.bar.update(1)
         super().note(error, kind, prompt)
 

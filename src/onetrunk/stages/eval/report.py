@@ -104,7 +104,6 @@ def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: in
 
 
 def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
-    """Return the first pairs as a table for the terminal."""
     pairs = enumerate(evaluation.pairs[:num_rows])
     rows = ((plain(pair.prompt), pair.first, pair.second, _verdict(evaluation, i)) for i, pair in pairs)
     return text_table(("prompt", "policy", evaluation.opponent or "opponent", "outcome"), rows)

@@ -74,7 +74,6 @@ class Answers:
 
     @property
     def texts(self) -> list[str]:
-        """The completions as plain text."""
         return [plain(completion) for completion in self.completions]
 
 
@@ -95,7 +94,6 @@ class Comparison:
 
 
 def run(args: EvalArguments, judge_settings: JudgeSettings, model_args: ModelArguments) -> None:
-    """Read the prompts, load the model, sample and score, let a judge compare, write and show."""
     rows = prompt_rows(load_dataset_rows(args))
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")

@@ -94,6 +94,5 @@ class PrefsArguments(SamplingArguments):
         return Shard.parse(self.shard or "0/1")
 
     def deciding(self) -> dict[str, Any]:
-        """Return the settings that decide the rows, as JSON values."""
         values = asdict(self)
         return {name: values[name] for name in DECIDING} | {"shards": self.merge_shards or self.part.count}

@@ -105,7 +105,6 @@ def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Pa
 
 
 def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[str, Any]]) -> str:
-    """Return the dataset card: metadata as YAML, then Markdown."""
     mode, suffix = about["mode"], about["format"]
     metadata = DatasetCardData(
         tags=["onetrunk", "trl", "preference" if mode == "pairs" else "sft", "synthetic"],
@@ -144,7 +143,6 @@ def warnings_of(statistics: dict[str, Any]) -> list[str]:
 
 
 def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested statistics as (path, value)."""
     for name, value in statistics.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")
@@ -153,7 +151,6 @@ def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def sample_table(rows: list[dict[str, Any]]) -> Table:
-    """Return rows as a table for the terminal."""
     columns = [c for c in ("prompt", "chosen", "rejected", "probability", "original", "completion") if c in rows[0]]
     return text_table(columns, ([_plain(row[column]) for column in columns] for row in rows))
 

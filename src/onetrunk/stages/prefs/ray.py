@@ -123,7 +123,6 @@ class Worker:
         self.sampler = load_sampler(model.model_name_or_path, self.args, model, None, self.args.max_completion_length)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Return the texts of the chunks of a batch, as JSON."""
         texts = []
         for chunk in batch["chunk"]:
             items = [PromptItem(**item) for item in json.loads(chunk)]
@@ -133,5 +132,4 @@ class Worker:
 
 
 def init_fields(settings: Any) -> dict[str, Any]:
-    """Return the arguments that make an equal dataclass."""
     return {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}

@@ -150,7 +150,6 @@ class PromptSource:
 
     @property
     def total(self) -> int | None:
-        """The number of items; None for a stream."""
         return None if self.args.streaming else len(self._order)
 
     def __iter__(self) -> Iterator[PromptItem]:

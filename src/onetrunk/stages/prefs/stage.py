@@ -169,13 +169,10 @@ class Flow(ABC):
         """Return the rows of a chunk; runs in the main thread."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics of all chunks."""
         return {"counts": counts_of(self.counts)}
 
 
 class PairFlow(Flow):
-    """Completions are paired and judged."""
-
     columns = preferences.COLUMNS
 
     def __init__(

@@ -72,7 +72,6 @@ class Stage:
         return self.verb in ("sft", "reward", "distill", "ppo")
 
     def words(self) -> list[str]:
-        """Return the words after the verb, or after the script's name."""
         options = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
         return options if self.verb is None else ["--config", str(self.path), *options]
 
@@ -82,7 +81,6 @@ class Stage:
         return [*(self.launcher or (sys.executable,)), *program, *self.words(), *more]
 
     def missing(self) -> list[str]:
-        """Return the outputs that do not exist."""
         return [str(output) for output in self.outputs if not output.exists()]
 
     def shown(self, *more: str) -> str:

@@ -179,7 +179,6 @@ def command_again(args: RunArguments, forced: Sequence[str]) -> str:
 
 
 def selected(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
-    """Return the stages from `--from` to `--until`."""
     names = [stage.name for stage in pipeline.stages]
     start = names.index(args.first) if args.first else 0
     end = names.index(args.last) + 1 if args.last else len(names)
@@ -235,7 +234,6 @@ def resume_words(plan: Plan, state: PipelineState) -> list[str]:
 
 
 def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:
-    """Return names and times of the checkpoints of earlier runs."""
     if plan.action == "resume":
         return state.stages[plan.stage.name].get("stale", {})
     folders = plan.stage.output.glob("checkpoint-*") if plan.stage.trains else ()

@@ -181,14 +181,12 @@ def _changed_inputs(stage: Stage, inputs: dict[str, str | None], record: dict[st
 
 
 def _changed_settings(stage: Stage, record: dict[str, Any]) -> dict[str, str]:
-    """Return the change of each setting since a stage ended, in words."""
     then, now = record.get("settings", {}), _compared(stage)
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
     return {name: f"{name}: {_shown(then.get(name))} -> {_shown(now.get(name))}" for name in names}
 
 
 def _compared(stage: Stage) -> dict[str, Any]:
-    """Return the settings of a stage as its record stores them, without secrets."""
     about = {"verb": stage.verb} if stage.verb else {"outputs": [str(output) for output in stage.outputs]}
     return json.loads(json.dumps(redact_all({**about, **stage.settings}), default=str))
 
