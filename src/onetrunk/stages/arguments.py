@@ -13,6 +13,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
@@ -154,12 +155,25 @@ class ModelArguments(ModelConfig):
             raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
     def init_kwargs(self) -> dict[str, Any]:
-        kwargs = {
-            "dtype": self.dtype,
-            "attn_implementation": self.attn_implementation,
-            "revision": self.model_revision,
-        }
+        attention = self.attn_implementation
+        kwargs = {"dtype": self.dtype, "attn_implementation": attention, "revision": self.model_revision}
         return {key: value for key, value in kwargs.items() if value is not None}
+
+    def base_kwargs(self, args: SFTConfig | RewardTrainingArguments, what: str) -> dict[str, Any]:
+        """Return the keyword arguments to load a base model with; move those of the settings there.
+
+        Raises:
+            ValueError: the model is an adapter; `what` names the training in the message.
+        """
+        name = self.model_name_or_path
+        if name and is_adapter(name, self.model_revision):
+            raise ValueError(f"{name} is an adapter; {what} starts from a base model: give that")
+        given, args.model_init_kwargs = args.model_init_kwargs or {}, None
+        kwargs = {**self.init_kwargs(), "trust_remote_code": args.trust_remote_code, **given}
+        if not self.use_peft and kwargs.get("dtype") == "auto":
+            # All weights train: bfloat16 would lose small updates.
+            kwargs["dtype"] = "float32"
+        return kwargs
 
     def peft_config(self) -> LoraConfig:
         return get_peft_config(replace(self, use_peft=True))

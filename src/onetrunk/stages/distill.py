@@ -22,7 +22,7 @@ from onetrunk.models.new_scorer import (
     train_tokenizer,
 )
 from onetrunk.models.scorer import ScoreScale
-from onetrunk.models.sources import is_adapter, load_config
+from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
@@ -165,15 +165,10 @@ def make_student(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter.
 
-    Args:
-        args: settings of the training.
-        student: which student.
-        datasets: the training rows first; a new tokenizer is trained on these.
+    A new tokenizer is trained on the first of the datasets, the training rows.
     """
-    kwargs = load_kwargs(args, student)
+    kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
-    if name and is_adapter(name, student.model_revision):
-        raise ValueError(f"{name} is an adapter; a student starts from a base model: give that")
     if student.student_vocab_size:
         texts = [*datasets[0]["prompt"], *datasets[0]["chosen"]]
         if not all(isinstance(text, str) for text in texts):

@@ -59,8 +59,7 @@ def parse(
     Args:
         argv: the words after the verb.
         dataclass_types: their fields are the options.
-        verb: name of the stage, for the help text.
-        description: one sentence about the stage, for the help text.
+        verb, description: name of the stage and a sentence about it, for the help text.
         knows_ppo: True explains options of TRL's GRPO and PPO trainers.
         check: raises ValueError if the instances, its arguments, do not fit together.
 

@@ -120,14 +120,9 @@ def check_judges(
 
 @dataclass(frozen=True)
 class RunJudges:
-    """The loaded judges of a run.
+    """The loaded judges of a run."""
 
-    Args:
-        reward_funcs: those of the recipe, with reward functions in place of the words judge and pairwise.
-        monitor: None without a monitor.
-    """
-
-    reward_funcs: list[str | RewardFunction]
+    reward_funcs: list[str | RewardFunction]  # With functions in place of the words judge and pairwise.
     monitor: HackingMonitor | None
 
     def begin(self, trainer: PPOTrainer) -> None:

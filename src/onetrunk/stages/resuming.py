@@ -80,11 +80,7 @@ def train(trainer: Trainer, resume: str | None) -> None:
 def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
     """Push the result if that is set, record that the run has written all its files, and print where they are.
 
-    Args:
-        verb: name of the stage.
-        trainer: of the run.
-        what: the result, in words.
-        card: keywords of the trainer's `create_model_card`.
+    `what` is the result, in words; `card` are keywords of the trainer's `create_model_card`.
     """
     trainer.accelerator.wait_for_everyone()
     if trainer.args.push_to_hub:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
@@ -16,7 +16,7 @@ from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_co
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
 from onetrunk.models.scorer import ScoreScale
-from onetrunk.models.sources import is_adapter, load_config, pinned_source
+from onetrunk.models.sources import load_config, pinned_source
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
@@ -28,9 +28,6 @@ from onetrunk.stages.report import show_columns, write_values
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import load_preference_rows
 from onetrunk.stages.running import run_stage
-
-if TYPE_CHECKING:
-    from onetrunk.reward_models.distill import RewardDistillationConfig
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500
@@ -58,37 +55,28 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
 def make_trainer(
     args: RewardArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
 ) -> RewardModelTrainer:
-    name, revision = model_args.model_name_or_path, model_args.model_revision
-    if is_adapter(name, revision):
-        raise ValueError(f"{name} is an adapter; a reward model starts from a base model: give that")
-    kwargs = load_kwargs(args, model_args)
+    name = model_args.model_name_or_path
+    kwargs = load_kwargs(args, model_args, "a reward model")
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
     datasets = [rows for rows in (train, held_out) if rows is not None]
-    check_tokenizer(tokenizer, name, datasets, load_config(name, revision, kwargs["trust_remote_code"]).vocab_size)
+    check_tokenizer(
+        tokenizer, name, datasets, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
+    )
     set_seed(args.seed)  # The new head is random.
     model = load_with_new_head(name, **kwargs)
     peft_config = score_peft_config(args, model_args, model)
     return RewardModelTrainer(model, args, train, held_out, tokenizer, peft_config=peft_config)
 
 
-def load_kwargs(args: RewardModelConfig | RewardDistillationConfig, model_args: ModelArguments) -> dict[str, Any]:
-    """Return the keyword arguments to load the model with; a model whose weights all train is in float32.
-
-    Raises:
-        ValueError: a quantised model, or remote code without a pinned commit.
-    """
+def load_kwargs(args: RewardTrainingArguments, model_args: ModelArguments, what: str) -> dict[str, Any]:
+    """Return `ModelArguments.base_kwargs`, with a pinned commit for remote code; raise ValueError if quantised."""
     if model_args.load_in_4bit or model_args.load_in_8bit:
         raise ValueError(
             "a reward model on a quantised base is not tested; leave load_in_4bit and load_in_8bit out (dtype bfloat16"
             " halves the memory)"
         )
-    kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
-    args.model_init_kwargs = None
-    if not model_args.use_peft and kwargs.get("dtype") == "auto":
-        # All weights train: bfloat16 would lose small updates.
-        kwargs["dtype"] = "float32"
-    trusts = kwargs.pop("trust_remote_code", args.trust_remote_code)
-    return {**kwargs, **pinned_source(kwargs.get("revision"), trusts)}
+    kwargs = model_args.base_kwargs(args, what)
+    return kwargs | pinned_source(kwargs.get("revision"), kwargs["trust_remote_code"])
 
 
 def score_peft_config(

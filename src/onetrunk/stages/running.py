@@ -42,11 +42,7 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM, SIGUSR1 or SIGHUP arrived. Not an Exception, so that no `except Exception` catches it.
-
-    Args:
-        number: of the signal.
-    """
+    """SIGTERM, SIGUSR1 or SIGHUP arrived. Not an Exception, so that no `except Exception` catches it."""
 
     def __init__(self, number: int = signal.SIGTERM):
         super().__init__(number)
@@ -61,11 +57,7 @@ def run_stage(
 ) -> int:
     """Run a stage and return its exit code. Raises only errors that are bugs.
 
-    Args:
-        verb: its name on the command line.
-        parse: turns the words of the command line into the stage's arguments.
-        work: does the work, given those arguments.
-        argv: the words after the verb; None: those of this process.
+    `parse` turns the words after the verb (None: those of this process) into the arguments of `work`.
     """
     # No user of a stage can act on either: deprecated names that PEFT and transformers use of each other, and kernels
     # that only matter for 4-bit models on a CPU.

@@ -27,21 +27,13 @@ SAME = PairLabel(probability=0.5, consistent=True, votes=())
 
 @dataclass(frozen=True)
 class Contest:
-    """A judge's verdicts on n prompts.
+    """A judge's verdicts on n prompts."""
 
-    Args:
-        pairs: the policy's completion first.
-        labels: one per pair; 1/2 for equal texts, about which the judge is not asked.
-        rates: over the pairs that have a label.
-        outcomes: n numbers: 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
-        metrics: the entries of metrics.json.
-    """
-
-    pairs: list[Pair]
-    labels: list[PairLabel]
-    rates: WinRate
-    outcomes: list[float | None]
-    metrics: dict[str, Any]
+    pairs: list[Pair]  # The policy's completion first.
+    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
+    rates: WinRate  # Over the pairs that have a label.
+    outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
+    metrics: dict[str, Any]  # The entries of metrics.json.
 
 
 class ShownLimit(FailureLimit):

@@ -31,25 +31,15 @@ OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All results of an evaluation.
-
-    Args:
-        model: its name.
-        opponent: "reference", a model's name, or None without an opponent.
-        metrics: by role ("policy", "reference", "opponent").
-        pairs: the policy's completion first; empty without an opponent.
-        contest: None without a judge.
-        checks: role -> check -> share that passes.
-        about: further entries of metrics.json.
-    """
+    """All results of an evaluation."""
 
     model: str
-    opponent: str | None
-    metrics: dict[str, dict[str, float]]
-    pairs: list[Pair]
-    contest: Contest | None
-    checks: dict[str, dict[str, float]]
-    about: dict[str, Any]
+    opponent: str | None  # "reference", a model's name, or None without an opponent.
+    metrics: dict[str, dict[str, float]]  # By role: policy, reference, opponent.
+    pairs: list[Pair]  # The policy's completion first; empty without an opponent.
+    contest: Contest | None  # None without a judge.
+    checks: dict[str, dict[str, float]]  # Role -> check -> share that passes.
+    about: dict[str, Any]  # Further entries of metrics.json.
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:

@@ -57,20 +57,13 @@ Side = tuple[dict[str, float], ScoredRollout]
 
 @dataclass(frozen=True)
 class Answers:
-    """The completions of one side, in the order of the prompts; n entries each.
-
-    Args:
-        prompts, completions: as the reward functions see them.
-        completion_ids: token ids.
-        stopped: False for a completion that was cut off at the length limit.
-        columns: the dataset's other columns.
-    """
+    """The completions of one side as the reward functions see them, in the order of the prompts; n entries each."""
 
     prompts: list[Prompt]
     completions: list[Completion]
     completion_ids: list[list[int]]
-    stopped: list[bool]
-    columns: dict[str, list[Any]]
+    stopped: list[bool]  # False for a completion that was cut off at the length limit.
+    columns: dict[str, list[Any]]  # The dataset's other columns.
 
     @property
     def texts(self) -> list[str]:
@@ -79,18 +72,12 @@ class Answers:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the sides are compared.
+    """How the sides are compared."""
 
-    Args:
-        opponent: "reference", the name of a model, or None without an opponent.
-        checks: functions that completions should pass; None for none.
-        judge, constitution: None without a judge, and on all processes but the first.
-    """
-
-    opponent: str | None
+    opponent: str | None  # "reference", the name of a model, or None without an opponent.
     checks: RewardSet | None
-    judge: Judge | None = None
-    constitution: Constitution | None = None
+    judge: Judge | None  # None without a judge, and on all processes but the first.
+    constitution: Constitution | None
 
 
 def run(args: EvalArguments, judge_settings: JudgeSettings, model_args: ModelArguments) -> None:
@@ -107,14 +94,10 @@ def run(args: EvalArguments, judge_settings: JudgeSettings, model_args: ModelArg
 def plan_comparison(
     args: EvalArguments, settings: JudgeSettings, model_args: ModelArguments, columns: Sequence[str], is_first: bool
 ) -> Comparison:
-    """Check the opponent, the checks and the constitution, and load the judge last.
-
-    Args:
-        columns: of the dataset.
-        is_first: False on the processes that do not ask the judge.
+    """Check the opponent, the checks (which may need columns of the dataset) and the constitution, then the judge.
 
     Raises:
-        ValueError, TypeError, RuntimeError: an opponent, a check, a constitution or a judge is not valid.
+        ValueError, TypeError, RuntimeError: one of them is not valid. Only the first process asks the judge.
     """
     opponent = named_opponent(args, model_args, has_judge=bool(settings.judge))
     checks = None

@@ -28,11 +28,7 @@ ERROR_LINE = re.compile(r"\s*(?!ray\.)[\w.]*(Error|Exception): ")
 
 
 def require_ray() -> Any:
-    """Return the module ray, quiet and without its usage reports.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the module ray, quiet and without its usage reports; raise ImportError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray.data
@@ -44,13 +40,7 @@ def require_ray() -> Any:
 
 @dataclass
 class RaySampling:
-    """Samples the completions of chunks with Ray workers.
-
-    Args:
-        args: the numbers of workers and completions.
-        model_args: the model that every worker loads.
-        sampler: of the driver, for keys and the ledger.
-    """
+    """Samples the completions of chunks with Ray workers; the sampler is the driver's, for keys and the ledger."""
 
     args: PrefsArguments
     model_args: ModelArguments

@@ -46,12 +46,9 @@ def load_sampler(
     max_length: int,
     stop: StopFlag | None = None,
 ) -> TextSampler:
-    """Load the model or adapter at `name` as a sampler.
+    """Load the model or adapter at `name` as a sampler of completions of at most `max_length` tokens.
 
-    Args:
-        ledger: for the completions.
-        max_length: longest completion, in tokens.
-        stop: checked after every token; sampling ends with its exception.
+    `stop` is checked after every token, and sampling ends with its exception.
     """
     kwargs = model_args.init_kwargs()
     if name != model_args.model_name_or_path:
@@ -121,13 +118,9 @@ def positions_left(sampler: TextSampler) -> int | None:
 
 
 class PromptSource:
-    """Iterates over the prompts of a run as items.
+    """Iterates over the prompts of a run's shard as items, without repetitions.
 
-    Args:
-        args: the dataset and the shard.
-        model_args: the model, whose tokenizer and number of positions count.
-        counts: of prompts and repeated_prompts.
-        conversational: whether the prompts are conversations. For a stream known after the first rows.
+    `conversational` says whether they are conversations; for a stream it is known after the first rows.
 
     Raises:
         ValueError: a row is not a prompt, or a prompt leaves no room for a completion.

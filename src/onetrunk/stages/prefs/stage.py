@@ -110,11 +110,7 @@ def make(args: PrefsArguments, judge_settings: JudgeSettings, model_args: ModelA
 def make_rows(
     args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None, folder: Path
 ) -> Result:
-    """Make the rows of a run, or resume it.
-
-    Args:
-        judge: None for revisions.
-        folder: of the run; exists.
+    """Make the rows of a run in its folder, or resume it. The judge is None for revisions.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.

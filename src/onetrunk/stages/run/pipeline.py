@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,27 +39,16 @@ STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launc
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline.
-
-    Args:
-        name: unique in the pipeline.
-        verb: of the command line; None: a script.
-        path: its config, or the script.
-        options: override the config, or are passed to the script.
-        launcher: words before the command, such as those of `accelerate launch`.
-        outputs: files and folders that it writes.
-        settings: the config with the options applied; for a script the options.
-        free: names of settings that may change without changing what the stage produces.
-    """
+    """One stage of a pipeline, under a name of its own."""
 
     name: str
-    verb: str | None
-    path: Path
-    options: dict[str, Any] = field(default_factory=dict)
-    launcher: tuple[str, ...] = ()
-    outputs: tuple[Path, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
-    free: frozenset[str] = frozenset()
+    verb: str | None  # None: a script.
+    path: Path  # The config, or the script.
+    options: dict[str, Any]  # Override the config, or are passed to the script.
+    launcher: tuple[str, ...]  # Words before the command, such as those of `accelerate launch`.
+    outputs: tuple[Path, ...]  # Files and folders that it writes.
+    settings: dict[str, Any]  # The config with the options applied; for a script the options.
+    free: frozenset[str] = frozenset()  # Settings that may change without changing what the stage produces.
 
     @property
     def output(self) -> Path:

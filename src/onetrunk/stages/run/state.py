@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,21 +40,13 @@ LEDGERS = "ledger/"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage has to do.
-
-    Args:
-        stage: the stage.
-        action: "done" (nothing), "run" (for the first time, or again because something changed), or "resume".
-        reason: in words.
-        inputs: path -> digest of what it depends on; None while an earlier stage has yet to write it.
-        deletes: names in its output folder that it would delete, for which it needs `--overwrite`.
-    """
+    """What a stage has to do."""
 
     stage: Stage
-    action: str
+    action: str  # "done" (nothing), "run" (for the first time, or again because something changed), or "resume".
     reason: str
-    inputs: dict[str, str | None]
-    deletes: tuple[str, ...] = ()
+    inputs: dict[str, str | None]  # Path -> digest; None while an earlier stage has yet to write it.
+    deletes: Sequence[str] = ()  # Names in its output folder that it would delete, for which it needs `--overwrite`.
 
 
 class PipelineState:
@@ -82,7 +74,7 @@ class PipelineState:
         `waits_for` are earlier stages that have yet to run; `is_forced` starts a stage over even if it is done.
         """
         inputs = self._inputs(stage, waits_for)
-        left = tuple(_deleted_when_started_over(stage))
+        left = _deleted_when_started_over(stage)
         record = self.stages.get(stage.name)
         if is_forced or record is None:
             return Plan(stage, "run", "forced" if is_forced else "never ran", inputs, left)
