@@ -204,7 +204,9 @@ def _read_config(
         if reason:
             raise UsageError(f"{place}: {key} {reason}")
         if key == "env":
-            _set_environment(value, place)
+            if not isinstance(value, dict):
+                raise UsageError(f"{place}: env must map names to values, such as 'env: {{HF_HUB_OFFLINE: 1}}'")
+            os.environ.update({str(name): str(setting) for name, setting in value.items()})
         elif key not in known:
             raise UsageError(f"{place}: {explain(key)}")
         else:
@@ -216,12 +218,6 @@ def _read_config(
                 raise UsageError(f"{place}: {key} {fault}")
     config.pop("env", None)
     return config
-
-
-def _set_environment(value: Any, place: str) -> None:
-    if not isinstance(value, dict):
-        raise UsageError(f"{place}: env must map names to values, such as 'env: {{HF_HUB_OFFLINE: 1}}'")
-    os.environ.update({str(name): str(setting) for name, setting in value.items()})
 
 
 def _value_fault(key: str, value: Any, hint: Any) -> str | None:

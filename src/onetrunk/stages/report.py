@@ -90,9 +90,10 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
-    names = dict.fromkeys(name for values in columns.values() for name in values)
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {' | '.join(map(_markdown, (n, *(values.get(n) for values in columns.values()))))} |" for n in names]
+    for name in dict.fromkeys(name for values in columns.values() for name in values):
+        cells = [name, *(values.get(name) for values in columns.values())]
+        lines.append(f"| {' | '.join(map(_markdown, cells))} |")
     return "\n".join(lines)
 
 

@@ -1,10 +1,6 @@
 """What surrounds the work of every stage: a user's mistake becomes a message and an exit code, not a stack trace.
 
-Exit codes: 0 done; 2 the command line or the YAML file is wrong, and nothing was started; 1 anything that is found
-later, in settings that contradict the data or the model, in the machine, or in a run that failed. A training that a
-signal stops writes a checkpoint and ends with 0. A stage without checkpoints ends with 130 (interrupted), 143
-(terminated), 138 (SIGUSR1) or 129 (SIGHUP: the terminal, or the reader of the output, is gone). ONETRUNK_TRACEBACK=1
-shows where an error came from.
+CONTRIBUTING.md lists the exit codes. ONETRUNK_TRACEBACK=1 shows where an error came from.
 """
 
 from __future__ import annotations
@@ -207,13 +203,10 @@ def _message(error: BaseException) -> str | None:
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
             f" max_completion_length ({str(error).splitlines()[0]})"
         )
-    if isinstance(error, OUR_ERRORS) and _raised_by_us(error):
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
+    if isinstance(error, OUR_ERRORS) and is_ours:
         return str(error)
     if isinstance(error, LIBRARY_ERRORS):
         return f"{error} ({type(error).__name__}; ONETRUNK_TRACEBACK=1 shows where)"
     return None
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)

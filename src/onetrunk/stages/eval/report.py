@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import judge_warnings
@@ -86,17 +84,14 @@ def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: in
         show_columns(f"{evaluation.model} against {evaluation.opponent}", {"value": numbers})
     if evaluation.checks:
         show_columns("share that passes", evaluation.checks)
-    if num_rows > 0:
-        is_compared = evaluation.pairs and contest
-        show(side_by_side(evaluation, num_rows) if is_compared else sample_table(samples, "samples", num_rows))
+    if num_rows > 0 and evaluation.pairs and contest:
+        pairs = enumerate(evaluation.pairs[:num_rows])
+        rows = ((plain(pair.prompt), pair.first, pair.second, _verdict(evaluation, i)) for i, pair in pairs)
+        show(text_table(("prompt", "policy", evaluation.opponent or "opponent", "outcome"), rows))
+    elif num_rows > 0:
+        show(sample_table(samples, "samples", num_rows))
     for finding in findings(evaluation):
         print(f"eval: {finding}")
-
-
-def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
-    pairs = enumerate(evaluation.pairs[:num_rows])
-    rows = ((plain(pair.prompt), pair.first, pair.second, _verdict(evaluation, i)) for i, pair in pairs)
-    return text_table(("prompt", "policy", evaluation.opponent or "opponent", "outcome"), rows)
 
 
 def findings(evaluation: Evaluation) -> list[str]:
@@ -147,19 +142,12 @@ def report_text(evaluation: Evaluation, plots: list[str]) -> str:
     parts += ["## Metrics", markdown_table(evaluation.metrics)]
     if evaluation.pairs:
         parts += ["## Side by side", *(_sample(evaluation, i) for i in range(min(NUM_SAMPLES, len(evaluation.pairs))))]
-    losses = clearest_losses(evaluation)
-    if losses:
-        parts += ["## The clearest losses", *(_sample(evaluation, i) for i in losses)]
+    if evaluation.contest is not None and 0.0 in evaluation.contest.outcomes:
+        labels, outcomes = evaluation.contest.labels, evaluation.contest.outcomes
+        losses = [i for i, outcome in enumerate(outcomes) if outcome == 0.0]
+        clearest = sorted(losses, key=lambda i: labels[i].probability)[:NUM_LOSSES]
+        parts += ["## The clearest losses", *(_sample(evaluation, i) for i in clearest)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def clearest_losses(evaluation: Evaluation) -> list[int]:
-    """Return the pairs that the policy lost most clearly, the worst first."""
-    if evaluation.contest is None:
-        return []
-    labels, outcomes = evaluation.contest.labels, evaluation.contest.outcomes
-    lost = [i for i, outcome in enumerate(outcomes) if outcome == 0.0]
-    return sorted(lost, key=lambda i: labels[i].probability)[:NUM_LOSSES]
 
 
 def _verdict(evaluation: Evaluation, index: int) -> str:

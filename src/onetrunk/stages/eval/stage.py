@@ -16,7 +16,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
@@ -133,20 +132,7 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
         raise ValueError(f"opponent {opponent} is the model itself; name another one, or reference for an adapter")
     base = base_name(opponent, {})  # Raises if there is no model.
     tokenizer = policy_tokenizer(name, None, model_args.init_kwargs())
-    check_tokenizers(name, tokenizer, opponent, policy_tokenizer(opponent, None, {}))
-    on_trunk = [spec for spec in args.reward_funcs or [] if names_a_model(spec) and is_adapter_name(spec)]
-    if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
-        raise ValueError(
-            f"reward adapter {on_trunk[0]} is a branch of the model's own trunk, and opponent {opponent} stands on"
-            f" {base}; merge the adapter into its base and give that folder, or name an opponent on the same base"
-        )
-    return opponent
-
-
-def check_tokenizers(
-    name: str, tokenizer: PreTrainedTokenizerBase, opponent: str, other: PreTrainedTokenizerBase
-) -> None:
-    """Raise ValueError for an opponent with another tokenizer: limits in tokens would not mean the same for both."""
+    other = policy_tokenizer(opponent, None, {})
     difference = tokenizer_difference(tokenizer, other)
     if difference is not None:
         raise ValueError(
@@ -157,6 +143,13 @@ def check_tokenizers(
         logger.warning(
             "opponent %s has another chat template than %s; each is prompted with its own", Path(opponent).name, name
         )
+    on_trunk = [spec for spec in args.reward_funcs or [] if names_a_model(spec) and is_adapter_name(spec)]
+    if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
+        raise ValueError(
+            f"reward adapter {on_trunk[0]} is a branch of the model's own trunk, and opponent {opponent} stands on"
+            f" {base}; merge the adapter into its base and give that folder, or name an opponent on the same base"
+        )
+    return opponent
 
 
 def sample_sides(
@@ -183,7 +176,10 @@ def sample_sides(
         sides[role] = measure_side(parts, args, accelerator, role, role, progress)
     num_prompts = len(parts.datasets[0])
     if opponent not in (None, REFERENCE):
-        rewards = reward_specs(parts.sampler.rewards, args.reward_funcs)
+        functions = parts.sampler.rewards.functions
+        # A branch of the first trunk is built again from its name.
+        specs = zip(functions, args.reward_funcs or functions, strict=True)
+        rewards = [spec if isinstance(function, TrunkReward) else function for function, spec in specs]
         del parts
         gc.collect()  # Frees the first model, whose modules refer to each other in cycles.
         opponent_args = replace(model_args, model_name_or_path=opponent, model_revision="main")
@@ -250,7 +246,9 @@ def measure_side(
             role=role,
         )
     if not args.reward_funcs:
-        return without_scores(metrics, samples)
+        # What `unscored` gave is left out.
+        plain_metrics = {name: v for name, v in metrics.items() if not name.startswith(("score/", "reward/"))}
+        return plain_metrics, replace(samples, scores=Scores(samples.scores.total, {}))
     unscored_fraction = metrics["reward/unscored_fraction"]
     if unscored_fraction > args.max_unscored_fraction:
         raise RuntimeError(
@@ -307,21 +305,6 @@ def report(
 def unscored(completions: list[Completion], **columns: Any) -> list[None]:
     """Give no score: takes the place of the reward functions if only a judge compares."""
     return [None] * len(completions)
-
-
-def without_scores(metrics: dict[str, float], scored: ScoredRollout) -> Side:
-    """Return metrics and samples of a side without the entries of `unscored`."""
-    plain_metrics = {name: value for name, value in metrics.items() if not name.startswith(("score/", "reward/"))}
-    return plain_metrics, replace(scored, scores=Scores(scored.scores.total, {}))
-
-
-def reward_specs(rewards: RewardSet, specs: Sequence[str] | None) -> list[RewardFunction | str]:
-    """Return the reward functions for a second model: the same ones, but a branch of the first trunk by its name."""
-    names = specs or [""] * len(rewards.functions)
-    return [
-        spec if isinstance(function, TrunkReward) else function
-        for function, spec in zip(rewards.functions, names, strict=True)
-    ]
 
 
 def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> Answers:

@@ -99,7 +99,11 @@ def load_pipeline(path: str | Path) -> Pipeline:
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
     spec, _ = read_mapping(path)
-    _check_keys(spec, {"output_dir": str, "stages": dict}, {"output_dir", "stages"}, str(path))
+    keys = {"output_dir": str, "stages": dict}
+    _check_keys(spec, keys, str(path))
+    for key in keys:
+        if key not in spec:
+            raise UsageError(f"{path}: {key} is not set")
     if not spec["stages"]:
         raise UsageError(f"{path}: stages is empty; name at least one, such as 'sft: {{config: sft.yaml}}'")
     stages = tuple(_stage(str(name), entry, f"{path}: stage {name}") for name, entry in spec["stages"].items())
@@ -114,7 +118,7 @@ def load_pipeline(path: str | Path) -> Pipeline:
     return Pipeline(path, Path(spec["output_dir"]), stages)
 
 
-def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place: str) -> None:
+def _check_keys(entry: Any, known: Mapping[str, type], place: str) -> None:
     if not isinstance(entry, dict):
         raise UsageError(f"{place} is {entry!r}; expected a mapping with {', '.join(known)}")
     for key, value in entry.items():
@@ -122,9 +126,6 @@ def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place
             raise UsageError(f"{place}: unknown key {key!r}; the keys are {', '.join(known)}")
         if not isinstance(value, known[key]):
             raise UsageError(f"{place}: {key} is {value!r}; expected {known[key].__name__}")
-    missing = sorted(required - entry.keys())
-    if missing:
-        raise UsageError(f"{place}: {missing[0]} is not set")
 
 
 def _stage(name: str, entry: Any, place: str) -> Stage:
@@ -132,7 +133,7 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
         require_name(name, f"{place}: its name")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    _check_keys(entry, STAGE_KEYS, set(), place)
+    _check_keys(entry, STAGE_KEYS, place)
     if ("config" in entry) == ("script" in entry):
         raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
     path = Path(entry.get("config") or entry["script"])
