@@ -229,11 +229,7 @@ def measure_side(
     label: str,
     progress: RolloutProgress,
 ) -> Side:
-    """Return metrics and samples of a role ("reference" or "policy"), with a labelled progress bar.
-
-    Raises:
-        RuntimeError: too many completions have no finite score.
-    """
+    """Return metrics and samples of a role; raise RuntimeError if too many completions have no finite score."""
     with progress.phase(label, is_shown=accelerator.is_main_process):
         metrics, samples = evaluate_prompts(
             parts.model,
@@ -308,11 +304,10 @@ def unscored(completions: list[Completion], **columns: Any) -> list[None]:
 
 
 def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> Answers:
-    """Return the completions of one side from all processes, each prompt once; every process must call it.
+    """Return the completions of one side from all processes; every process must call it.
 
-    Args:
-        scored: this process's rows, distributed as in `evaluate_prompts`.
-        num_prompts: number of rows of the dataset, without those that repeat to fill the last batch.
+    `scored` are this process's rows, distributed as in `evaluate_prompts`: after the first `num_prompts` rows of all
+    processes, some repeat to fill the last batch.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     ids, stopped = map(list, scored.rollout.completion_ids), map(bool, scored.rollout.stopped)

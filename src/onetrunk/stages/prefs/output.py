@@ -91,10 +91,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
 def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Path, about: dict[str, Any]) -> Path:
     """Write statistics.json and, unless `part` is one of several shards, the card; return the path of the former.
 
-    Args:
-        statistics: JSON values.
-        rows: a file from which the card takes its examples.
-        about: facts for the card, name -> value; includes `mode` and `format`.
+    The card takes its examples from the file `rows`; `about` are its facts, including `mode` and `format`.
     """
     about = redact_all(about)
     path = statistics_path(folder, part)
