@@ -19,7 +19,7 @@ from onetrunk.judges.constitution import load_constitution
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.flow import Result, make_rows
+from onetrunk.stages.prefs.stage import Result, make_rows
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 CONSTITUTION = """

@@ -237,7 +237,7 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(there, capsy
 def test_without_matplotlib_the_plots_are_left_out_with_a_sentence(there, monkeypatch, caplog):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with caplog.at_level(logging.WARNING):
-        assert preference_plots.plot_reliability(there, {}) is None
+        assert preference_plots.plot_reliability(there, {}) == []
     assert "matplotlib is not installed; pip install matplotlib" in caplog.text
 
 

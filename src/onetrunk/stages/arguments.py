@@ -13,6 +13,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
@@ -48,6 +49,38 @@ class DatasetArguments:
     def hub_dataset(self) -> str | None:
         """The dataset's name for a model card; None for a local dataset, which the Hub does not know."""
         return None if Path(self.dataset_name).exists() else self.dataset_name
+
+
+@dataclass
+class SamplingArguments(DatasetArguments):
+    """Prompts, and how completions of them are sampled. The names are those of PPOConfig."""
+
+    output_dir: str | None = option(None, "Folder that the run writes to.")
+    seed: int = option(42, "Seed of the completions.")
+    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; None: the model's limit.")
+    overlong_prompts: str = option(
+        "error", "What to do with a longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
+    )
+    max_completion_length: int = option(256, "Longest completion, in tokens.")
+    temperature: float = option(1.0, "Sampling temperature; above 0.")
+    stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
+    chat_template_kwargs: dict[str, Any] | None = option(
+        None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
+    )
+    max_rollout_rows: int | None = option(None, "Largest number of rows that a process decodes together; None: all.")
+    use_cpu: bool = option(False, "Use the CPU even if there is an accelerator.")
+    max_failed_fraction: float = option(
+        0.1,
+        "Stop when more than this fraction of the judge's questions, or 50 in a row, get no answer. Questions that it"
+        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_output_dir_is_set(self)
+        require_seed("seed", self.seed)
+        if not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
 
 @dataclass
@@ -122,26 +155,36 @@ class ModelArguments(ModelConfig):
             raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
     def init_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of `load_base` that these fields set."""
-        kwargs = {
-            "dtype": self.dtype,
-            "attn_implementation": self.attn_implementation,
-            "revision": self.model_revision,
-        }
+        attention = self.attn_implementation
+        kwargs = {"dtype": self.dtype, "attn_implementation": attention, "revision": self.model_revision}
         return {key: value for key, value in kwargs.items() if value is not None}
+
+    def base_kwargs(self, args: SFTConfig | RewardTrainingArguments, what: str) -> dict[str, Any]:
+        """Return the keyword arguments to load a base model with; move those of the settings there.
+
+        Raises:
+            ValueError: the model is an adapter; `what` names the training in the message.
+        """
+        name = self.model_name_or_path
+        if name and is_adapter(name, self.model_revision):
+            raise ValueError(f"{name} is an adapter; {what} starts from a base model: give that")
+        given, args.model_init_kwargs = args.model_init_kwargs or {}, None
+        kwargs = {**self.init_kwargs(), "trust_remote_code": args.trust_remote_code, **given}
+        if not self.use_peft and kwargs.get("dtype") == "auto":
+            # All weights train: bfloat16 would lose small updates.
+            kwargs["dtype"] = "float32"
+        return kwargs
 
     def peft_config(self) -> LoraConfig:
         return get_peft_config(replace(self, use_peft=True))
 
     def changed_lora_fields(self) -> list[str]:
-        """Return the names of the LoRA fields that differ from their defaults."""
         plain = ModelArguments(model_name_or_path=self.model_name_or_path)
         names = [f.name for f in fields(self) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
         return [name for name in names if getattr(self, name) != getattr(plain, name)]
 
 
 def require_output_dir_is_set(args: Any) -> None:
-    """Raise ValueError for settings without an `output_dir`."""
     if not args.output_dir:
         raise ValueError("output_dir is not set; name the folder that this run writes to")
 
@@ -165,8 +208,8 @@ class StageTrainingArguments:
 
 
 @dataclass(repr=False)
-class AdapterLayersArguments:
-    """Which layers of a reward adapter train; it stands before the settings class of a reward model."""
+class RewardTrainingArguments(StageTrainingArguments):
+    """What a stage adds that trains a reward model; which layers of a reward adapter train."""
 
     adapter_layers: str = option(
         "all", "With use_peft, layers that get LoRA: all, or top-k (at or above the cut of PPO it reuses its states)."

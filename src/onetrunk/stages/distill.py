@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from onetrunk.models.new_scorer import (
     train_tokenizer,
 )
 from onetrunk.models.scorer import ScoreScale
-from onetrunk.models.sources import is_adapter, load_config
+from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
@@ -35,17 +36,12 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows
-from onetrunk.stages.arguments import (
-    AdapterLayersArguments,
-    ModelArguments,
-    StageTrainingArguments,
-    TrainingDataArguments,
-)
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_reliability, plot_scores
 from onetrunk.stages.report import show_columns, write_values
-from onetrunk.stages.resuming import begin, delete_old_run
-from onetrunk.stages.reward import finish, load_kwargs, rows_to_measure, score_peft_config, trained_reward
+from onetrunk.stages.resuming import begin, finish, train
+from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.running import run_stage
 from onetrunk.utils.files import atomic_write_json
@@ -134,47 +130,34 @@ class StudentArguments(ModelArguments):
 
 
 @dataclass(repr=False)
-class DistillArguments(StageTrainingArguments, AdapterLayersArguments, RewardDistillationConfig):
+class DistillArguments(RewardTrainingArguments, RewardDistillationConfig):
     """Settings of `onetrunk distill`."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk distill` with these words; return the exit code."""
-    return run_stage("distill", parse_distill, run, argv)
-
-
-def parse_distill(argv: Sequence[str]) -> tuple[DistillDataArguments, DistillArguments, StudentArguments]:
-    """Parse and check the arguments of the stage."""
-    types = (DistillDataArguments, DistillArguments, StudentArguments)
-    return parse(argv, types, "distill", "Teach a small reward model what reward models, or a judge, say.")
-
-
 def run(data: DistillDataArguments, args: DistillArguments, student: StudentArguments) -> None:
-    """Read the rows, let the teacher label them, train the student, save, measure, push."""
     is_done, resume = begin("distill", args)
     if is_done:
         return
-    train, held_out = load_preference_rows(data, args.seed)
+    pairs, held_out = load_preference_rows(data, args.seed)
     singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
-    if not data.teacher and "probability" not in train.column_names:
+    if not data.teacher and "probability" not in pairs.column_names:
         raise ValueError(
             "no teacher: name reward models in teacher, or give rows with a column probability, which a judge gave"
             " (`onetrunk prefs` writes them)"
         )
     require_push(args)
-    datasets = [rows for rows in (train, held_out, singles) if rows is not None]
+    datasets = [rows for rows in (pairs, held_out, singles) if rows is not None]
     model, tokenizer, peft_config = make_student(args, student, datasets)
-    teacher, labelled, labelled_held_out = label(data, args, train, held_out, singles)
+    teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
     if teacher is not None and trainer.is_world_process_zero():
         warn_if_larger(model, teacher.num_parameters)
-    delete_old_run(args, resume)
-    trainer.train(resume_from_checkpoint=resume)
+    train(trainer, resume)
     trainer.to_teacher_scale()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        report(trainer, data, teacher, train, held_out)
-    finish("distill", trainer, student, data.hub_dataset)
+        report(trainer, data, teacher, pairs, held_out)
+    finish("distill", trainer, result_of(student), dataset_name=data.hub_dataset)
 
 
 def make_student(
@@ -182,15 +165,10 @@ def make_student(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter.
 
-    Args:
-        args: settings of the training.
-        student: which student.
-        datasets: the training rows first; a new tokenizer is trained on these.
+    A new tokenizer is trained on the first of the datasets, the training rows.
     """
-    kwargs = load_kwargs(args, student)
+    kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
-    if name and is_adapter(name, student.model_revision):
-        raise ValueError(f"{name} is an adapter; a student starts from a base model: give that")
     if student.student_vocab_size:
         texts = [*datasets[0]["prompt"], *datasets[0]["chosen"]]
         if not all(isinstance(text, str) for text in texts):
@@ -303,3 +281,12 @@ def report_fidelity(
     plot_reliability(folder, {"student, by the teacher's probabilities": fidelity["reliability"]})
     write_values(folder, values)
     show_columns(f"{folder} on {len(rows)} held-out pairs", columns)
+
+
+parse_distill = partial(
+    parse,
+    dataclass_types=(DistillDataArguments, DistillArguments, StudentArguments),
+    verb="distill",
+    description="Teach a small reward model what reward models, or a judge, say.",
+)
+main = partial(run_stage, "distill", parse_distill, run)

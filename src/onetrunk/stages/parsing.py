@@ -3,7 +3,7 @@
     onetrunk ppo --config recipes/tiny/ppo.yaml --learning_rate 1e-3
 
 The YAML file sets values, and the command line overrides them. Relative paths in both start at the working folder, not
-at the YAML file. TrlParser parses (with its `env` block); this module adds the checks around it.
+at the YAML file. TrlParser parses the options; this module reads the file and adds the checks around both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,22 @@ class UsageError(ValueError):
 
 
 def parse(
-    argv: Sequence[str], dataclass_types: Sequence[type], verb: str, description: str, *, knows_ppo: bool = False
+    argv: Sequence[str],
+    dataclass_types: Sequence[type],
+    verb: str,
+    description: str,
+    *,
+    knows_ppo: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> tuple[Any, ...]:
     """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
 
     Args:
         argv: the words after the verb.
         dataclass_types: their fields are the options.
-        verb: name of the stage, for the help text.
-        description: one sentence about the stage, for the help text.
+        verb, description: name of the stage and a sentence about it, for the help text.
         knows_ppo: True explains options of TRL's GRPO and PPO trainers.
+        check: raises ValueError if the instances, its arguments, do not fit together.
 
     Raises:
         UsageError: names the file and line, or the option, and what to write instead; also for a secret in either.
@@ -64,25 +71,35 @@ def parse(
     if reason:
         raise UsageError(reason)
     known = [f.name for dataclass_type in dataclass_types for f in fields(dataclass_type) if f.init]
-    argv = _expand_resume(_split_option(argv, "--config"), has_checkpoints=RESUME in known)
+    explain = partial(explain_key if knows_ppo else _nearest_key, known=known)
+    path, words = _taken(argv, "--config", "a YAML file after it")
+    resume, words = _taken(words, "--resume", "a value: auto, true, or a checkpoint folder")
+    if resume is not None and RESUME in known:
+        words += [f"--{RESUME}", resume]
+    elif resume not in (None, AUTO):
+        raise UsageError(
+            f"--resume {resume}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
+            " --resume auto"
+        )
+    config = {} if path is None else _read_config(Path(path), dataclass_types, known, explain)
     parser = StageParser(
         dataclass_types,
         prog=f"onetrunk {verb}",
         description=f"{description} Options in a YAML file: --config FILE.",
         allow_abbrev=False,
     )
-    options = argv
-    if "--config" in argv:
-        index = argv.index("--config")
-        _check_config(_config_path(argv, index), dataclass_types, known, knows_ppo)
-        options = argv[:index] + argv[index + 2 :]
-    unknown = parser.parse_known_args(options)[1]
+    unknown = parser.parse_known_args(words)[1]
     if unknown:
-        raise UsageError(_explain_words(unknown, known, knows_ppo))
+        keys = [word[2:].split("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+        no_option = f"{unknown[0]!r} is not an option; options are written --name value"
+        raise UsageError("; ".join(map(explain, keys)) or no_option)
     try:
-        parsed = parser.parse_args_and_config(argv)
+        parser.set_defaults_with_config(**config)
+        parsed = parser.parse_args_into_dataclasses(words)
         for arguments in parsed:
             _check_arguments(arguments)
+        if check is not None:
+            check(*parsed)
         return parsed
     except UsageError:
         raise
@@ -130,8 +147,7 @@ def _is_mapping(name: str, hint: Any) -> bool:
     return dict in allowed and (str not in allowed or name.endswith("_kwargs"))
 
 
-def _mapping_reader(name: str) -> typing.Callable[[str], dict[str, Any]]:
-    """Return the function that reads one option as a JSON mapping."""
+def _mapping_reader(name: str) -> Callable[[str], dict[str, Any]]:
 
     def read(text: str) -> dict[str, Any]:
         value, reason = None, ""
@@ -159,47 +175,26 @@ def _check_arguments(arguments: Any) -> None:
             require_name(value, name)
 
 
-def _split_option(argv: Sequence[str], option: str) -> list[str]:
-    """Return the words with `--option=value` as two words."""
-    words: list[str] = []
-    for word in argv:
-        words += word.split("=", 1) if word.startswith(f"{option}=") else [word]
+def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, list[str]]:
+    """Return the value of an option (None if it is not given), and the other words."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
+    if option not in words:
+        return None, words
     if words.count(option) > 1:
         raise UsageError(f"{option} is given twice; keep one")
-    return words
+    index = words.index(option)
+    if index + 1 == len(words) or words[index + 1].startswith("--"):
+        raise UsageError(f"{option} needs {what}")
+    return words[index + 1], words[:index] + words[index + 2 :]
 
 
-def _expand_resume(argv: list[str], has_checkpoints: bool) -> list[str]:
-    """Return the words with `--resume` written out; a stage without checkpoints always continues where it stopped."""
-    words = _split_option(argv, "--resume")
-    if "--resume" not in words:
-        return words
-    index = words.index("--resume")
-    value = words[index + 1] if index + 1 < len(words) else None
-    if value is None or value.startswith("--"):
-        raise UsageError("--resume needs a value: auto, true, or a checkpoint folder")
-    if has_checkpoints:
-        return [*words[:index], f"--{RESUME}", *words[index + 1 :]]
-    if value != AUTO:
-        raise UsageError(
-            f"--resume {value}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
-            " --resume auto"
-        )
-    return [*words[:index], *words[index + 2 :]]
-
-
-def _config_path(argv: list[str], index: int) -> Path:
-    if index + 1 == len(argv):
-        raise UsageError("--config needs a YAML file after it")
-    path = Path(argv[index + 1])
+def _read_config(
+    path: Path, dataclass_types: Sequence[type], known: list[str], explain: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return the settings in a YAML file, each of them checked, and set the variables of its env block."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise UsageError(f"the config file {path} {what} (working folder {Path.cwd()}); give an existing YAML file")
-    return path
-
-
-def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str], knows_ppo: bool) -> None:
-    """Check every key and value of a YAML file, and set the variables of its env block."""
     config, lines = read_mapping(path)
     hints = _hints(dataclass_types)
     choices = {f.name: f.metadata["choices"] for t in dataclass_types for f in fields(t) if "choices" in f.metadata}
@@ -209,9 +204,11 @@ def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str],
         if reason:
             raise UsageError(f"{place}: {key} {reason}")
         if key == "env":
-            _set_environment(value, place)
+            if not isinstance(value, dict):
+                raise UsageError(f"{place}: env must map names to values, such as 'env: {{HF_HUB_OFFLINE: 1}}'")
+            os.environ.update({str(name): str(setting) for name, setting in value.items()})
         elif key not in known:
-            raise UsageError(f"{place}: {_explain(key, known, knows_ppo)}")
+            raise UsageError(f"{place}: {explain(key)}")
         else:
             fault = _value_fault(key, value, hints[key])
             # argparse checks the choices of options, not of defaults, which the values of a file become.
@@ -219,13 +216,8 @@ def _check_config(path: Path, dataclass_types: Sequence[type], known: list[str],
                 fault = f"is {value!r}; expected one of {', '.join(choices[key])}"
             if fault:
                 raise UsageError(f"{place}: {key} {fault}")
-
-
-def _set_environment(value: Any, place: str) -> None:
-    if not isinstance(value, dict):
-        raise UsageError(f"{place}: env must map names to values, such as 'env: {{HF_HUB_OFFLINE: 1}}'")
-    # Now, not when TrlParser does it again: libraries read their variables once.
-    os.environ.update({str(name): str(setting) for name, setting in value.items()})
+    config.pop("env", None)
+    return config
 
 
 def _value_fault(key: str, value: Any, hint: Any) -> str | None:
@@ -254,15 +246,6 @@ def _plain_types(hint: Any) -> set[Any]:
     return {plain} if plain in (bool, int, float, list, dict, type(None), typing.Any) else {str}
 
 
-def _explain_words(words: list[str], known: list[str], knows_ppo: bool) -> str:
-    keys = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-    if keys:
-        return "; ".join(_explain(key, known, knows_ppo) for key in keys)
-    return f"{words[0]!r} is not an option; options are written --name value"
-
-
-def _explain(key: str, known: list[str], knows_ppo: bool) -> str:
-    if knows_ppo:
-        return explain_key(key, known)
+def _nearest_key(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact_all
 
 METRICS_FILE = "metrics.json"
+# Characters of a sampled text in a table.
+LONGEST_CELL = 400
 Metrics = dict[str, float]
 
 
@@ -76,9 +80,46 @@ def show(table: Table) -> None:
     Console().print(table)
 
 
+def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title="samples", show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(shortened(text).replace("[", r"\[") for text in row))
+    return table
+
+
+def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name in dict.fromkeys(name for values in columns.values() for name in values):
+        cells = [name, *(values.get(name) for values in columns.values())]
+        lines.append(f"| {' | '.join(map(_markdown, cells))} |")
+    return "\n".join(lines)
+
+
+def _markdown(value: Any) -> str:
+    if is_interval(value):
+        return " to ".join(map(_markdown, value))
+    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def as_json(value: Any) -> str:
+    """Return a setting as JSON for a message, cut off if it is long."""
+    return shortened(json.dumps(value, ensure_ascii=False), 120)
+
+
+def shortened(text: str, longest: int = LONGEST_CELL) -> str:
+    return text if len(text) <= longest else text[:longest] + " ..."
+
+
+def is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value)
+
+
 def _as_text(value: Any) -> str:
     """Return a metric, or an interval of two numbers, as a cell; "" for anything else."""
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value):
+    if is_interval(value):
         return f"{value[0]:.3f} to {value[1]:.3f}"
     if isinstance(value, float):
         return f"{value:.3f}"

@@ -40,25 +40,62 @@ LOCKING_FIELDS = ("resume_from_checkpoint", "opponent")
 def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None) -> tuple[bool, str | None]:
     """Return whether the run in `output_dir` is finished already, and the checkpoint to resume from.
 
-    Args:
-        verb: name of the stage, for the message about a finished run.
-        args: settings of the training.
-        needed: as for `resume_point`.
+    `verb` names the stage. `needed` are the files that this trainer needs; None: those that every trainer needs.
 
     Raises:
         ValueError, FileNotFoundError: the folder holds another run, or no checkpoint to resume from.
     """
-    message = finished(args)
+    message = _finished(args)
     if message is not None:
         if args.process_index == 0:
             print(f"{verb}: {message}")
         return True, None
-    resume = resume_point(args, needed)
-    require_new_run(args, resume)
+    resume = _resume_point(args, needed or LOOP_FILES)
+    names = [] if resume or args.overwrite_output_dir else left_by_a_run(args.output_dir)
+    if names:
+        # The new checkpoints would be sorted among the old ones, which could then be resumed in their place.
+        raise ValueError(
+            f"{args.output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
+            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
+        )
     return False, resume
 
 
-def finished(args: TrainingSettings) -> str | None:
+def train(trainer: Trainer, resume: str | None) -> None:
+    """Train from a checkpoint; without one, first delete what `overwrite_output_dir` allows to delete of an old run.
+
+    The new run is ready at this point, so no mistake in its settings costs the old one.
+    """
+    args = trainer.args
+    if not resume and args.overwrite_output_dir and args.should_save:
+        output_dir = Path(args.output_dir)
+        for name in (FINISHED, MANIFEST):
+            (output_dir / name).unlink(missing_ok=True)
+        for folder in (*checkpoint_folders(output_dir), *(output_dir / name for name in BRANCHES)):
+            if folder.is_dir():
+                delete(folder)
+    trainer.train(resume_from_checkpoint=resume)
+
+
+def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
+    """Push the result if that is set, record that the run has written all its files, and print where they are.
+
+    `what` is the result, in words; `card` are keywords of the trainer's `create_model_card`.
+    """
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(**card)
+    if trainer.is_world_process_zero():
+        folder = Path(trainer.args.output_dir)
+        run = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, "ended": trainer.ended}
+        # With these names, a report that is deleted later is written again.
+        run["files"] = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] not in "._")
+        atomic_write_json(folder / FINISHED, run)
+        print(f"{verb}: saved {what} in {folder}")
+    trainer.accelerator.end_training()
+
+
+def _finished(args: TrainingSettings) -> str | None:
     """Return the message for a resumed run that has nothing left to do; None if it has something left.
 
     A run is finished when it has written its result, unless more steps are planned now, or the run was ended early
@@ -93,66 +130,20 @@ def finished(args: TrainingSettings) -> str | None:
     return f"nothing is left to train: the run in {args.output_dir} is finished at step {run['step']}, {why}"
 
 
-def resume_point(args: TrainingSettings, needed: Sequence[str] | None = None) -> str | None:
-    """Return the verified checkpoint folder to resume from; None to start from the beginning.
-
-    Args:
-        args: with resume_from_checkpoint (a folder, true, auto, or nothing) and output_dir.
-        needed: files that this trainer needs; None: those that every trainer needs.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError, RuntimeError: there is no checkpoint to resume from, or none is complete.
-    """
+def _resume_point(args: TrainingSettings, needed: Sequence[str]) -> str | None:
     mirror = open_mirror(args)
     value = args.resume_from_checkpoint
     word = str(value).lower()
     if value is None or word in ("false", "none", ""):
         return None
-    checkpoint: str | bool = word == "true" or (AUTO if word == AUTO else str(value))
-    if isinstance(checkpoint, str) and checkpoint != AUTO and not Path(checkpoint).is_dir():
+    if word in ("true", AUTO):
+        return locate(True if word == "true" else AUTO, args, needed, mirror)
+    if not Path(value).is_dir():
         raise FileNotFoundError(
             f"resume_from_checkpoint {value} is no folder (working folder {Path.cwd()}); give a checkpoint-* folder,"
             " true for the last one in output_dir, or auto for that one if there is any"
         )
-    return locate(checkpoint, args, needed or LOOP_FILES, mirror)
-
-
-def require_new_run(args: TrainingSettings, resume: str | bool | None) -> None:
-    """Raise ValueError if a new run would start in a folder that holds a run, unless `overwrite_output_dir` is set.
-
-    The new checkpoints would be sorted among the old ones, which could then be resumed in their place.
-    """
-    if resume or args.overwrite_output_dir:
-        return
-    names = left_by_a_run(args.output_dir)
-    if names:
-        raise ValueError(
-            f"{args.output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
-            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
-        )
-
-
-def delete_old_run(args: TrainingSettings, resume: str | bool | None) -> None:
-    """Delete what `overwrite_output_dir` allows to delete of an old run. Call it last, when the new run is ready."""
-    if resume or not args.overwrite_output_dir or not args.should_save:
-        return
-    output_dir = Path(args.output_dir)
-    for name in (FINISHED, MANIFEST):
-        (output_dir / name).unlink(missing_ok=True)
-    for folder in (*checkpoint_folders(output_dir), *(output_dir / name for name in BRANCHES)):
-        if folder.is_dir():
-            delete(folder)
-
-
-def note_finished(trainer: Trainer) -> None:
-    """Record that a run has written all its files. A stage calls it last."""
-    if trainer.is_world_process_zero():
-        folder = Path(trainer.args.output_dir)
-        run = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, "ended": trainer.ended}
-        # With these names, a report that is deleted later is written again.
-        run["files"] = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] not in "._")
-        atomic_write_json(folder / FINISHED, run)
+    return locate(str(value), args, needed, mirror)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 
 def load_dataset_rows(args: DatasetArguments) -> Dataset:
-    """Return the rows of `dataset_name`."""
     return load_rows(
         args.dataset_name, split=args.dataset_split, config_name=args.dataset_config, columns=args.dataset_columns
     )
@@ -31,7 +30,7 @@ def load_training_rows(
     Args:
         args: which rows.
         seed: of the split that `eval_size` makes.
-        check: returns the rows, changed or not, or raises ValueError; it sees them in the order of the file.
+        check: returns the rows, changed or not; it sees them in the order of the file.
         split: takes rows, `eval_size` and the seed.
 
     Raises:
@@ -42,21 +41,17 @@ def load_training_rows(
         return split(check(train), args.eval_size, seed)
     if args.eval_dataset_name is None and args.eval_dataset_split is None:
         return check(train), None
-    is_same_dataset = args.eval_dataset_name is None
-    held_out = load_rows(
-        args.dataset_name if is_same_dataset else args.eval_dataset_name,
-        split=args.eval_dataset_split or "train",
-        config_name=args.dataset_config if is_same_dataset else None,
-        columns=args.dataset_columns,
-    )
-    return _checked("training", train, check), _checked("held-out", held_out, check)
-
-
-def _checked(kind: str, rows: Dataset, check: Callable[[Dataset], Dataset]) -> Dataset:
-    try:
-        return check(rows)
-    except ValueError as error:
-        raise ValueError(f"{kind} rows: {error}") from error
+    config = args.dataset_config if args.eval_dataset_name is None else None
+    split_name = args.eval_dataset_split or "train"
+    name = args.eval_dataset_name or args.dataset_name
+    held_out = load_rows(name, split=split_name, config_name=config, columns=args.dataset_columns)
+    checked = []
+    for kind, rows in (("training", train), ("held-out", held_out)):
+        try:
+            checked.append(check(rows))
+        except ValueError as error:
+            raise ValueError(f"{kind} rows: {error}") from error
+    return checked[0], checked[1]
 
 
 def prompt_rows(rows: Dataset) -> Dataset:
@@ -77,11 +72,7 @@ def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[Datase
 
 
 def preference_rows(rows: Dataset) -> Dataset:
-    """Return preference rows with a column `prompt`, checked; without one, TRL takes what both sides share.
-
-    Raises:
-        ValueError: bad rows.
-    """
+    """Return preference rows with a column `prompt`, checked; without one, TRL takes what both sides share."""
     if "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names):
         validate_sides(rows)
         rows = rows.map(extract_prompt, desc="prompts")
@@ -90,11 +81,7 @@ def preference_rows(rows: Dataset) -> Dataset:
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
-    """Return checked rows with `prompt`, `completion` and, if present, `completion_stopped`; None without a name.
-
-    Raises:
-        ValueError: bad rows, or other columns.
-    """
+    """Return checked rows with `prompt`, `completion` and, if present, `completion_stopped`; None without a name."""
     if name is None:
         return None
     rows = load_rows(name, split=split)

@@ -1,10 +1,6 @@
 """What surrounds the work of every stage: a user's mistake becomes a message and an exit code, not a stack trace.
 
-Exit codes: 0 done; 2 the command line or the YAML file is wrong, and nothing was started; 1 anything that is found
-later, in settings that contradict the data or the model, in the machine, or in a run that failed. A training that a
-signal stops writes a checkpoint and ends with 0. A stage without checkpoints ends with 130 (interrupted), 143
-(terminated), 138 (SIGUSR1) or 129 (SIGHUP: the terminal, or the reader of the output, is gone). ONETRUNK_TRACEBACK=1
-shows where an error came from.
+CONTRIBUTING.md lists the exit codes. ONETRUNK_TRACEBACK=1 shows where an error came from.
 """
 
 from __future__ import annotations
@@ -42,11 +38,7 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM, SIGUSR1 or SIGHUP arrived. Not an Exception, so that no `except Exception` catches it.
-
-    Args:
-        number: of the signal.
-    """
+    """SIGTERM, SIGUSR1 or SIGHUP arrived. Not an Exception, so that no `except Exception` catches it."""
 
     def __init__(self, number: int = signal.SIGTERM):
         super().__init__(number)
@@ -57,15 +49,11 @@ def run_stage(
     verb: str,
     parse: Callable[[list[str]], tuple[Any, ...]],
     work: Callable[..., None],
-    argv: Sequence[str] | None,
+    argv: Sequence[str] | None = None,
 ) -> int:
     """Run a stage and return its exit code. Raises only errors that are bugs.
 
-    Args:
-        verb: its name on the command line.
-        parse: turns the words of the command line into the stage's arguments.
-        work: does the work, given those arguments.
-        argv: the words after the verb; None: those of this process.
+    `parse` turns the words after the verb (None: those of this process) into the arguments of `work`.
     """
     # No user of a stage can act on either: deprecated names that PEFT and transformers use of each other, and kernels
     # that only matter for 4-bit models on a CPU.
@@ -215,13 +203,10 @@ def _message(error: BaseException) -> str | None:
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
             f" max_completion_length ({str(error).splitlines()[0]})"
         )
-    if isinstance(error, OUR_ERRORS) and _raised_by_us(error):
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
+    if isinstance(error, OUR_ERRORS) and is_ours:
         return str(error)
     if isinstance(error, LIBRARY_ERRORS):
         return f"{error} ({type(error).__name__}; ONETRUNK_TRACEBACK=1 shows where)"
     return None
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)

@@ -95,7 +95,6 @@ def secrets_redacted() -> Iterator[None]:
 
 
 def _redacted_record(record: logging.LogRecord) -> logging.LogRecord:
-    """Redact the message, the arguments and the stack trace of a log record, in place; return it."""
     try:
         message = record.getMessage()
     except Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -13,54 +13,35 @@ from onetrunk.checkpoints.trainer import ResumableSFTTrainer
 from onetrunk.data.chat_template import apply_chat_template, template_errors
 from onetrunk.data.prompts import without_written_bos
 from onetrunk.models.base import load_base, load_tokenizer
-from onetrunk.models.sources import is_adapter, load_config
+from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.resuming import begin, delete_old_run, note_finished
+from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import completion_rows, load_training_rows
 from onetrunk.stages.running import run_stage
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk sft` with these words; return the exit code."""
-    return run_stage("sft", parse_sft, run, argv)
-
-
-def parse_sft(argv: Sequence[str]) -> tuple[TrainingDataArguments, SFTArguments, ModelArguments]:
-    """Parse and check the arguments of the stage."""
-    types = (TrainingDataArguments, SFTArguments, ModelArguments)
-    return parse(argv, types, "sft", "Fine-tune a model on prompts and completions, messages, or texts.")
-
-
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
-    """Read the rows, load the model, train, save, push."""
     is_done, resume = begin("sft", args)
     if is_done:
         return
-    train, held_out = load_training_rows(data, args.seed, completion_rows)
+    rows, held_out = load_training_rows(data, args.seed, completion_rows)
     require_push(args)
-    trainer = make_trainer(args, model_args, train, held_out)
-    delete_old_run(args, resume)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = make_trainer(args, model_args, rows, held_out)
+    train(trainer, resume)
     trainer.save_model()
     if held_out is not None:
         trainer.save_metrics("eval", trainer.evaluate())
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=data.hub_dataset)
-    note_finished(trainer)
-    if trainer.is_world_process_zero():
-        print(f"sft: saved {'an adapter' if model_args.use_peft else 'the model'} in {args.output_dir}")
-    trainer.accelerator.end_training()
+    what = "an adapter" if model_args.use_peft else "the model"
+    finish("sft", trainer, what, dataset_name=data.hub_dataset)
 
 
 def make_trainer(
     args: SFTArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
 ) -> ResumableSFTTrainer:
-    """Check rows and tokenizer, load the model, and return its trainer."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    if is_adapter(name, revision):
-        raise ValueError(f"{name} is an adapter; sft starts from a base model: give that")
+    kwargs = model_args.base_kwargs(args, "sft")
     quantization = get_quantization_config(model_args)
     if quantization is not None and not model_args.use_peft:
         raise ValueError("a quantised model cannot be trained whole; set use_peft: true")
@@ -69,15 +50,6 @@ def make_trainer(
             "on a CPU a quantised base passes no gradient after an evaluation (models/base.py); leave"
             " eval_strategy out: the held-out rows are evaluated at the end"
         )
-    kwargs = {
-        **model_args.init_kwargs(),
-        "trust_remote_code": args.trust_remote_code,
-        **(args.model_init_kwargs or {}),
-    }
-    if not model_args.use_peft and kwargs.get("dtype") == "auto":
-        # All weights train: bfloat16 would lose small updates.
-        kwargs["dtype"] = "float32"
-    args.model_init_kwargs = None
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
     train, held_out = (rows and without_written_bos(rows, tokenizer) for rows in (train, held_out))
     datasets = [rows for rows in (train, held_out) if rows is not None]
@@ -100,26 +72,35 @@ def make_trainer(
 
 def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArguments) -> None:
     """Raise ValueError if max_length leaves no completion token in any row; TRL would drop all rows and fail later."""
-    if args.max_length is None or (args.packing and args.packing_strategy != "bfd"):
-        return
-    if args.max_length < 2:
-        raise ValueError(f"max_length is {args.max_length}; a row needs 2 tokens or more to learn from: raise it")
-    if "prompt" not in rows.column_names or args.completion_only_loss is False:
+    joins_rows = args.packing and args.packing_strategy != "bfd"
+    if (
+        args.max_length is None
+        or joins_rows
+        or "prompt" not in rows.column_names
+        or args.completion_only_loss is False
+    ):
         return
     is_conversational = isinstance(rows[0]["prompt"], list)
     if is_conversational and (args.chat_template_path or not tokenizer.chat_template):
         return  # TRL supplies the template.
-    shortest = None
+    encode = tokenizer
+    if is_conversational:
+        encode = partial(apply_chat_template, tokenizer, add_generation_prompt=True, tokenize=True, return_dict=True)
+    lengths = []
     for prompt in rows["prompt"]:
-        if is_conversational:
-            ids = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-        else:
-            ids = tokenizer(prompt)
-        length = len(ids["input_ids"])
-        if length < args.max_length:
+        lengths.append(len(encode(prompt)["input_ids"]))
+        if lengths[-1] < args.max_length:
             return
-        shortest = length if shortest is None else min(shortest, length)
     raise ValueError(
-        f"max_length is {args.max_length} and the shortest prompt has {shortest} tokens: no row keeps a token of its"
-        " completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
+        f"max_length is {args.max_length} and the shortest prompt has {min(lengths)} tokens: no row keeps a token of"
+        " its completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
     )
+
+
+parse_sft = partial(
+    parse,
+    dataclass_types=(TrainingDataArguments, SFTArguments, ModelArguments),
+    verb="sft",
+    description="Fine-tune a model on prompts and completions, messages, or texts.",
+)
+main = partial(run_stage, "sft", parse_sft, run)

@@ -1,4 +1,4 @@
-"""Arguments of `onetrunk eval`: rows, how completions are sampled and scored, and the opponent.
+"""Arguments of `onetrunk eval`: how completions are scored, and the opponent.
 
 The judge's settings are in `judges/load.py`.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from onetrunk.judges.load import JudgeConfig
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.stages.arguments import DatasetArguments, require_output_dir_is_set
+from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments
 from onetrunk.utils.options import option
-from onetrunk.utils.randomness import require_seed
 
 # Fields that PPOConfig does not have.
 NOT_IN_PPO = {"reward_funcs", "num_completions_to_print", "opponent", "checks", "tie_margin", "max_failed_fraction"}
 
 
 @dataclass
-class EvalArguments(DatasetArguments):
-    """Rows, reward functions, and how completions are sampled. The names are those of PPOConfig."""
+class EvalArguments(SamplingArguments):
+    """Reward functions, checks, and the opponent."""
 
     reward_funcs: list[str] | None = option(None, "As in ppo; may be left out if a judge compares.")
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
@@ -29,43 +29,21 @@ class EvalArguments(DatasetArguments):
         " folder or Hub name of a model or an adapter that answers the same prompts.",
     )
     tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
-    max_failed_fraction: float = option(
-        0.1,
-        "Stop when the judge leaves a larger share of its questions without an answer, or 50 in a row. Questions that"
-        " it refuses, and answers without a verdict, are counted separately; they stop a run only on 5 prompts or"
-        " more.",
-    )
     checks: list[str] | None = option(
         None,
         "Checks of a completion: functions as in ppo (package.module.function, path/to/file.py:function) that return"
         " True, False, or None where they do not apply. The share that passes is reported for each side.",
     )
-    output_dir: str | None = option(None, "Folder for metrics.json, the report and the samples.")
-    seed: int = option(42, "Of the completions.")
-    max_prompt_length: int | None = option(None, "Longest prompt, tokens; None: no limit but the model's.")
-    overlong_prompts: str = option(
-        "error", "A longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
-    )
-    max_completion_length: int = option(256, "Longest completion, tokens.")
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
-    temperature: float = option(1.0, "Divides the logits; above 0.")
-    stop_tokens: list[str] | None = option(None, "Tokens that end a completion, besides the model's EOS, as text.")
-    max_rollout_rows: int | None = option(None, "Maximum number of rows that decode at once on a process; None: all.")
-    chat_template_kwargs: dict[str, Any] | None = option(
-        None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
-    )
     per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
     microbatch_tokens: int | None = option(
         None, "Maximum padded tokens (prompt + completion) in one such forward; None: no bound."
     )
-    use_cpu: bool = option(False, "Stay on the CPU even where there is an accelerator.")
     bf16: bool | None = option(None, "bfloat16 autocast. None: where an accelerator supports it.")
     num_completions_to_print: int = option(4, "Samples shown in the terminal; 0 for none.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_output_dir_is_set(self)
-        require_seed("seed", self.seed)
         for name in ("reward_funcs", "checks"):
             value = getattr(self, name)
             setattr(self, name, [value] if isinstance(value, str) else value)
@@ -73,11 +51,8 @@ class EvalArguments(DatasetArguments):
             raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
         if not 0 <= self.tie_margin < 0.5:
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
     def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
-        """Return the PPOConfig to sample and score the completions with."""
         left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO
         settings = {name: value for name, value in asdict(self).items() if name not in left_out}
         config = PPOConfig(**settings, per_device_train_batch_size=1, model_init_kwargs=model_init_kwargs)
@@ -85,8 +60,9 @@ class EvalArguments(DatasetArguments):
         return config
 
 
-def check_purpose(args: EvalArguments, judge: list[str] | None, constitution: str | None) -> None:
+def check_purpose(args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments) -> None:
     """Raise ValueError if nothing would be measured, or only one of judge and constitution is set."""
+    judge, constitution = settings.judge, settings.constitution
     if judge and not constitution:
         raise ValueError("judge is set and constitution is not; a judge compares by one: name a YAML file")
     if constitution and not judge:

@@ -1,4 +1,4 @@
-"""Compare two sides that answered the same prompts: a judge's verdicts and win rates, and checks of each side."""
+"""Compare two sides that answered the same prompts: a judge's verdicts and win rates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import ErrorKind, Judge, Pair
-from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
-from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval.arguments import EvalArguments
-from onetrunk.stages.eval.sides import Answers, named_opponent
 from onetrunk.types import Prompt
 
 LEDGER = "ledger/verdicts.jsonl"
@@ -32,37 +27,13 @@ SAME = PairLabel(probability=0.5, consistent=True, votes=())
 
 @dataclass(frozen=True)
 class Contest:
-    """A judge's verdicts on n prompts.
+    """A judge's verdicts on n prompts."""
 
-    Args:
-        pairs: the policy's completion first.
-        labels: one per pair; 1/2 for equal texts, about which the judge is not asked.
-        rates: over the pairs that have a label.
-        outcomes: n numbers: 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
-        metrics: the entries of metrics.json.
-    """
-
-    pairs: list[Pair]
-    labels: list[PairLabel]
-    rates: WinRate
-    outcomes: list[float | None]
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How the sides are compared.
-
-    Args:
-        opponent: "reference", the name of a model, or None without an opponent.
-        checks: functions that completions should pass; None for none.
-        judge, constitution: None without a judge, and on all processes but the first.
-    """
-
-    opponent: str | None
-    checks: RewardSet | None
-    judge: Judge | None = None
-    constitution: Constitution | None = None
+    pairs: list[Pair]  # The policy's completion first.
+    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
+    rates: WinRate  # Over the pairs that have a label.
+    outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
+    metrics: dict[str, Any]  # The entries of metrics.json.
 
 
 class ShownLimit(FailureLimit):
@@ -73,36 +44,8 @@ class ShownLimit(FailureLimit):
         self.bar = bar
 
     def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
-        """Count one question as FailureLimit does, and advance the bar."""
         self.bar.update(1)
         super().note(error, kind, prompt)
-
-
-def plan_comparison(
-    args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments, columns: Sequence[str], is_first: bool
-) -> Comparison:
-    """Check the opponent, the checks and the constitution, and load the judge last.
-
-    Args:
-        args: opponent and checks.
-        settings: of the judge.
-        model_args: the model that is evaluated.
-        columns: of the dataset.
-        is_first: False on the processes that do not ask the judge.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: an opponent, a check, a constitution or a judge is not valid.
-    """
-    opponent = named_opponent(args, model_args, has_judge=bool(settings.judge))
-    checks = load_checks(args.checks, columns)
-    if not settings.judge:
-        return Comparison(opponent, checks)
-    constitution = load_constitution(settings.constitution)
-    if not is_first:
-        return Comparison(opponent, checks)
-    judge = load_judge(settings, resolve_reward)
-    check_judge(judge)
-    return Comparison(opponent, checks, judge, constitution)
 
 
 def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair]) -> Contest:
@@ -167,40 +110,3 @@ def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
             if None not in orders:
                 probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
     return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
-
-
-def load_checks(specs: Sequence[str] | None, columns: Sequence[str]) -> RewardSet | None:
-    """Return the check functions, None without any.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: a spec names no function, or a function needs a column that is not there.
-    """
-    if not specs:
-        return None
-    try:
-        checks = RewardSet(list(specs))
-        checks.check_columns(columns)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise type(error)(f"checks: {error}") from error
-    return checks
-
-
-def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
-    """Return for each check the share of completions that pass, of those to which it applies; NaN if there are none.
-
-    Raises:
-        ValueError: a check returned something other than True, False or None.
-    """
-    rows = (answers.prompts, answers.completions, answers.completion_ids, answers.columns)
-    scores = checks.score(*rows, completion_stopped=answers.stopped)
-    shares = {}
-    for name, values in scores.by_function.items():
-        verdicts = values[~values.isnan()]
-        wrong = verdicts[(verdicts != 0) & (verdicts != 1)]
-        if len(wrong):
-            raise ValueError(
-                f"check {name!r} returned {float(wrong[0]):g}; expected True or False, or None where it does not apply"
-                " (a function that returns a score belongs in reward_funcs)"
-            )
-        shares[name] = float(verdicts.double().mean()) if len(verdicts) else float("nan")
-    return shares

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.base import Pair
 from onetrunk.judges.verdicts import judge_warnings
@@ -18,13 +16,12 @@ from onetrunk.ppo.evaluation import sample_table
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.stages.eval.judge import Contest
 from onetrunk.stages.plots import plot_contest
-from onetrunk.stages.report import metrics_table, show, show_columns, write_metrics
+from onetrunk.stages.report import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
 REPORT, PAIRS = "report.md", "pairs.jsonl"
 NUM_SAMPLES, NUM_LOSSES = 6, 3
-LONGEST_CELL = 400
 # A win rate at equal length that differs by this much from the plain one is reported.
 NOTABLE_LENGTH_EFFECT = 0.1
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
@@ -32,25 +29,15 @@ OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All results of an evaluation.
-
-    Args:
-        model: its name.
-        opponent: "reference", a model's name, or None without an opponent.
-        metrics: by role ("policy", "reference", "opponent").
-        pairs: the policy's completion first; empty without an opponent.
-        contest: None without a judge.
-        checks: role -> check -> share that passes.
-        about: further entries of metrics.json.
-    """
+    """All results of an evaluation."""
 
     model: str
-    opponent: str | None
-    metrics: dict[str, dict[str, float]]
-    pairs: list[Pair]
-    contest: Contest | None
-    checks: dict[str, dict[str, float]]
-    about: dict[str, Any]
+    opponent: str | None  # "reference", a model's name, or None without an opponent.
+    metrics: dict[str, dict[str, float]]  # By role: policy, reference, opponent.
+    pairs: list[Pair]  # The policy's completion first; empty without an opponent.
+    contest: Contest | None  # None without a judge.
+    checks: dict[str, dict[str, float]]  # Role -> check -> share that passes.
+    about: dict[str, Any]  # Further entries of metrics.json.
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
@@ -97,22 +84,14 @@ def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: in
         show_columns(f"{evaluation.model} against {evaluation.opponent}", {"value": numbers})
     if evaluation.checks:
         show_columns("share that passes", evaluation.checks)
-    if num_rows > 0:
-        is_compared = evaluation.pairs and contest
-        show(side_by_side(evaluation, num_rows) if is_compared else sample_table(samples, "samples", num_rows))
+    if num_rows > 0 and evaluation.pairs and contest:
+        pairs = enumerate(evaluation.pairs[:num_rows])
+        rows = ((plain(pair.prompt), pair.first, pair.second, _verdict(evaluation, i)) for i, pair in pairs)
+        show(text_table(("prompt", "policy", evaluation.opponent or "opponent", "outcome"), rows))
+    elif num_rows > 0:
+        show(sample_table(samples, "samples", num_rows))
     for finding in findings(evaluation):
         print(f"eval: {finding}")
-
-
-def side_by_side(evaluation: Evaluation, num_rows: int) -> Table:
-    """Return the first pairs as a table for the terminal."""
-    table = Table(title="samples", show_lines=True)
-    for column in ("prompt", "policy", evaluation.opponent or "opponent", "outcome"):
-        table.add_column(column, overflow="fold")
-    for i, pair in enumerate(evaluation.pairs[:num_rows]):
-        texts = [_short(plain(pair.prompt)), _short(pair.first), _short(pair.second), _verdict(evaluation, i)]
-        table.add_row(*(text.replace("[", r"\[") for text in texts))
-    return table
 
 
 def findings(evaluation: Evaluation) -> list[str]:
@@ -155,27 +134,20 @@ def report_text(evaluation: Evaluation, plots: list[str]) -> str:
         metrics = dict(evaluation.contest.metrics)
         principles, position = metrics.pop("principles"), metrics.pop("position")
         metrics |= {f"length_fit/{name}": value for name, value in metrics.pop("length_fit").items()}
-        parts += ["## Win rate", _table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
+        parts += ["## Win rate", markdown_table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
         parts += ["### By principle: mean probability that the policy's completion is the better one"]
-        parts += [_table({"probability": principles}), "### The judge", _table({"value": position})]
+        parts += [markdown_table({"probability": principles}), "### The judge", markdown_table({"value": position})]
     if evaluation.checks:
-        parts += ["## Checks: share that passes", _table(evaluation.checks)]
-    parts += ["## Metrics", _table(evaluation.metrics)]
+        parts += ["## Checks: share that passes", markdown_table(evaluation.checks)]
+    parts += ["## Metrics", markdown_table(evaluation.metrics)]
     if evaluation.pairs:
         parts += ["## Side by side", *(_sample(evaluation, i) for i in range(min(NUM_SAMPLES, len(evaluation.pairs))))]
-    losses = clearest_losses(evaluation)
-    if losses:
-        parts += ["## The clearest losses", *(_sample(evaluation, i) for i in losses)]
+    if evaluation.contest is not None and 0.0 in evaluation.contest.outcomes:
+        labels, outcomes = evaluation.contest.labels, evaluation.contest.outcomes
+        losses = [i for i, outcome in enumerate(outcomes) if outcome == 0.0]
+        clearest = sorted(losses, key=lambda i: labels[i].probability)[:NUM_LOSSES]
+        parts += ["## The clearest losses", *(_sample(evaluation, i) for i in clearest)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def clearest_losses(evaluation: Evaluation) -> list[int]:
-    """Return the pairs that the policy lost most clearly, the worst first."""
-    if evaluation.contest is None:
-        return []
-    labels, outcomes = evaluation.contest.labels, evaluation.contest.outcomes
-    lost = [i for i, outcome in enumerate(outcomes) if outcome == 0.0]
-    return sorted(lost, key=lambda i: labels[i].probability)[:NUM_LOSSES]
 
 
 def _verdict(evaluation: Evaluation, index: int) -> str:
@@ -199,21 +171,3 @@ def _fenced(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
-
-
-def _table(columns: dict[str, dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {_cell(name)} | {' | '.join(_cell(c.get(name)) for c in columns.values())} |" for name in names]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return " to ".join(_cell(entry) for entry in value)
-    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ..."

@@ -22,12 +22,12 @@ from rich.table import Table
 from onetrunk.feedback.preferences import plain
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.verdicts import judge_warnings
+from onetrunk.stages.report import as_json, markdown_table, shortened, text_table
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
 NAMES = {"pairs": "preferences", "revise": "revisions"}
-LONGEST_CELL = 300
 LENGTH_WARNING = 0.65
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
@@ -41,17 +41,14 @@ ABOUT = {
 
 
 def rows_path(folder: Path, mode: str, suffix: str, part: Shard) -> Path:
-    """Return the file of a run's rows."""
     return folder / "data" / f"{NAMES[mode]}{part.suffix()}.{suffix}"
 
 
 def statistics_path(folder: Path, part: Shard) -> Path:
-    """Return the file of a run's statistics."""
     return folder / f"statistics{part.suffix()}.json"
 
 
 def ledger_path(folder: Path, part: Shard) -> Path:
-    """Return the file of everything that a run has sampled and judged."""
     return folder / "ledger" / f"ledger{part.suffix()}.jsonl"
 
 
@@ -71,7 +68,8 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
         there = read_json(path)
         changed = [name for name in settings if there.get(name) != settings[name]]
         if changed:
-            differences = "; ".join(f"{n}: {_short(there.get(n))} there, {_short(settings[n])} here" for n in changed)
+            pairs = [(name, as_json(there.get(name)), as_json(settings[name])) for name in changed]
+            differences = "; ".join(f"{name}: {old} there, {new} here" for name, old, new in pairs)
             raise ValueError(
                 f"{folder} holds the rows of a run with other settings ({differences}); use those settings, set"
                 " overwrite_output_dir to true to replace the rows, or name another output_dir"
@@ -90,27 +88,20 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
         atomic_write_json(path, settings)
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Path, about: dict[str, Any]) -> Path:
+    """Write statistics.json and, unless `part` is one of several shards, the card; return the path of the former.
 
-
-def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Path, about: dict[str, Any]) -> None:
-    """Write statistics.json and, unless `part` is one of several shards, the card.
-
-    Args:
-        statistics: JSON values.
-        rows: a file from which the card takes its examples.
-        about: facts for the card, name -> value; includes `mode` and `format`.
+    The card takes its examples from the file `rows`; `about` are its facts, including `mode` and `format`.
     """
     about = redact_all(about)
-    atomic_write_json(statistics_path(folder, part), {**statistics, "about": about})
+    path = statistics_path(folder, part)
+    atomic_write_json(path, {**statistics, "about": about})
     if part.count == 1:
         atomic_write_text(folder / CARD, card(statistics, about, list(islice(read_rows(rows), 3))))
+    return path
 
 
 def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[str, Any]]) -> str:
-    """Return the dataset card: metadata as YAML, then Markdown."""
     mode, suffix = about["mode"], about["format"]
     metadata = DatasetCardData(
         tags=["onetrunk", "trl", "preference" if mode == "pairs" else "sft", "synthetic"],
@@ -122,10 +113,10 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
         f"# {NAMES[mode].capitalize()}",
         ABOUT[mode].format(orders=orders) + f" Made with onetrunk {sys.modules['onetrunk'].__version__}.",
         "## How",
-        _markdown({name: value for name, value in about.items() if name not in ("mode", "format")}),
+        markdown_table({"": {name: value for name, value in about.items() if name not in ("mode", "format")}}),
         "## What they are like",
         *warnings_of(statistics),
-        _markdown(dict(_flat(statistics))),
+        markdown_table({"": dict(_flat(statistics))}),
         "## Examples",
         *(_example(row) for row in examples),
     ]
@@ -149,7 +140,6 @@ def warnings_of(statistics: dict[str, Any]) -> list[str]:
 
 
 def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested statistics as (path, value)."""
     for name, value in statistics.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")
@@ -158,30 +148,15 @@ def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def sample_table(rows: list[dict[str, Any]]) -> Table:
-    """Return rows as a table for the terminal."""
     columns = [c for c in ("prompt", "chosen", "rejected", "probability", "original", "completion") if c in rows[0]]
-    table = Table(title="samples", show_lines=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row[column]).replace("[", r"\[") for column in columns))
-    return table
+    return text_table(columns, ([_plain(row[column]) for column in columns] for row in rows))
 
 
-def _cell(value: Any) -> str:
-    text = f"{value:.3f}" if isinstance(value, float) else plain(value)
-    return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ..."
-
-
-def _markdown(facts: dict[str, Any]) -> str:
-    def shown(value: Any) -> str:
-        text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-        return text.replace("|", "\\|").replace("\n", " ")
-
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {shown(value)} |" for name, value in facts.items())])
+def _plain(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else plain(value)
 
 
 def _example(row: dict[str, Any]) -> str:
     # Inside a code fence a completion cannot become part of the card's Markdown.
     text = json.dumps(row, indent=1, ensure_ascii=False).replace("`", "'")
-    return f"```json\n{text if len(text) <= 2000 else text[:2000] + ' ...'}\n```"
+    return f"```json\n{shortened(text, 2000)}\n```"

@@ -28,11 +28,7 @@ ERROR_LINE = re.compile(r"\s*(?!ray\.)[\w.]*(Error|Exception): ")
 
 
 def require_ray() -> Any:
-    """Return the module ray, quiet and without its usage reports.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the module ray, quiet and without its usage reports; raise ImportError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray.data
@@ -44,13 +40,7 @@ def require_ray() -> Any:
 
 @dataclass
 class RaySampling:
-    """Samples the completions of chunks with Ray workers.
-
-    Args:
-        args: the numbers of workers and completions.
-        model_args: the model that every worker loads.
-        sampler: of the driver, for keys and the ledger.
-    """
+    """Samples the completions of chunks with Ray workers; the sampler is the driver's, for keys and the ledger."""
 
     args: PrefsArguments
     model_args: ModelArguments
@@ -123,7 +113,6 @@ class Worker:
         self.sampler = load_sampler(model.model_name_or_path, self.args, model, None, self.args.max_completion_length)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Return the texts of the chunks of a batch, as JSON."""
         texts = []
         for chunk in batch["chunk"]:
             items = [PromptItem(**item) for item in json.loads(chunk)]
@@ -133,5 +122,4 @@ class Worker:
 
 
 def init_fields(settings: Any) -> dict[str, Any]:
-    """Return the arguments that make an equal dataclass."""
     return {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}

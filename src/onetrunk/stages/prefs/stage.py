@@ -1,39 +1,68 @@
 """The stage `onetrunk prefs`: prompts -> completions of a model -> pairs -> a judge's verdicts -> preference rows.
 
-With `mode: revise`, critiques and revisions for supervised fine-tuning instead. Everything sampled or judged is kept
-at once: after a kill the same command resumes, and ends with the same file.
+With `mode: revise`, critiques and revisions for supervised fine-tuning instead. A thread samples some chunks of
+prompts ahead of the judge (feedback/overlap.py). Everything sampled or judged is kept at once: after a kill the same
+command resumes, and ends with the same file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tqdm.auto import tqdm
+
+from onetrunk.feedback import preferences, revision
+from onetrunk.feedback.asking import Asker, FailureLimit
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
+from onetrunk.feedback.revision import Reviser
+from onetrunk.feedback.sampling import PromptItem, TextSampler
+from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
+from onetrunk.judges.base import Judge
+from onetrunk.judges.constitution import Constitution, load_constitution
+from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.parsing import parse
+from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.prefs.output import (
+    claim_folder,
+    ledger_path,
+    rows_path,
+    sample_table,
+    statistics_path,
+    warnings_of,
+    write_report,
+)
+from onetrunk.stages.prefs.ray import RaySampling
+from onetrunk.stages.prefs.sampler import PromptSource, load_sampler, positions_left
+from onetrunk.stages.report import show
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
+from onetrunk.utils.files import read_json, require_output_dir
+from onetrunk.utils.locks import held_folder
 
-if TYPE_CHECKING:
-    from onetrunk.judges.load import JudgeConfig
-    from onetrunk.stages.arguments import ModelArguments
-    from onetrunk.stages.prefs.arguments import PrefsArguments
-    from onetrunk.stages.prefs.flow import Result
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk prefs` with these arguments; return the exit code."""
-    return run_stage("prefs", parse_prefs, run, argv)
+Rows = list[dict[str, Any]]
+Product = tuple[list[PromptItem], Any]
 
 
-def parse_prefs(argv: Sequence[str]) -> tuple[Any, ...]:
-    """Return PrefsArguments, JudgeConfig and ModelArguments."""
-    from onetrunk.judges.load import JudgeConfig
-    from onetrunk.stages.arguments import ModelArguments
-    from onetrunk.stages.prefs.arguments import PrefsArguments
+@dataclass(frozen=True)
+class Result:
+    """The file of rows and their number, the statistics, and the file of the statistics."""
 
-    types = (PrefsArguments, JudgeConfig, ModelArguments)
-    return parse(argv, types, "prefs", "Make preference data, or revised completions, with a judge or a constitution.")
+    path: Path
+    num_rows: int
+    statistics: dict[str, Any]
+    report: Path
 
 
 def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
@@ -42,10 +71,6 @@ def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArgu
     Raises:
         ValueError: a launcher has started several processes, each of which would sample every prompt.
     """
-    from onetrunk.stages.prefs.flow import merge_shards
-    from onetrunk.utils.files import require_output_dir
-    from onetrunk.utils.locks import held_folder
-
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"prefs runs in one process, and a launcher has started {os.environ['WORLD_SIZE']}; start one command per"
@@ -53,25 +78,22 @@ def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArgu
         )
     folder = require_output_dir(args.output_dir)
     if args.merge_shards is not None:
-        print_summary(merge_shards(args, folder))
-        return
-    with held_folder(folder, args.part.suffix()):
-        result = make(args, judge_settings, model_args, folder)
-    print_samples(result, args.num_samples_to_print)
-    print_summary(result)
+        result = merge_shards(args, folder)
+    else:
+        with held_folder(folder, args.part.suffix()):
+            result = make(args, judge_settings, model_args, folder)
+        samples = list(islice(read_rows(result.path), args.num_samples_to_print))
+        if samples:
+            show(sample_table(samples))
+    for warning in warnings_of(result.statistics):
+        print(f"prefs: {warning}")
+    print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
 
 
 def make(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments, folder: Path) -> Result:
-    """Check the rows, load constitution, judge and model, and make the rows."""
-    from onetrunk.judges.constitution import load_constitution
-    from onetrunk.judges.load import check_judge, load_judge
-    from onetrunk.rewards.resolve import resolve_reward
-    from onetrunk.stages.prefs.flow import make_rows
-    from onetrunk.stages.prefs.output import claim_folder
-    from onetrunk.stages.prefs.prompts import check_rows
-
-    # Everything that can be checked before a large model is loaded is checked first.
-    check_rows(args)
+    """Check everything that can be checked before a large model loads; load constitution and judge; make the rows."""
+    if not args.streaming:
+        prompt_rows(load_dataset_rows(args))
     constitution = load_constitution(judge_settings.constitution)
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
@@ -85,23 +107,211 @@ def make(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArg
         raise
 
 
-def print_samples(result: Result, count: int) -> None:
-    """Print the first rows as a table."""
-    from itertools import islice
+def make_rows(
+    args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None, folder: Path
+) -> Result:
+    """Make the rows of a run in its folder, or resume it. The judge is None for revisions.
 
-    from onetrunk.feedback.shards import read_rows
-    from onetrunk.stages.prefs.output import sample_table
-    from onetrunk.stages.report import show
+    Raises:
+        ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
+        RuntimeError: another process writes there, the judge fails too often, or there are no rows.
+    """
+    stop = StopFlag()
+    source = PromptSource(args, model_args)
+    with Ledger(ledger_path(folder, args.part)) as ledger:
+        name, length = model_args.model_name_or_path, args.max_completion_length
+        sampler = load_sampler(name, args, model_args, ledger, length, stop)
+        critic = _load_critic(args, model_args, sampler) if args.mode == "revise" else None
+        settings = args.deciding() | {
+            "constitution": f"{constitution.name} {constitution.version}",
+            "judge": judge and judge.identity,
+            "critic": critic and critic.identity,
+            "model": sampler.identity,
+        }
+        claim_folder(folder, settings, args.overwrite_output_dir)
+        if critic is not None:
+            flow: Flow = RevisionFlow(args, source.counts, sampler, critic, constitution)
+        else:
+            flow = PairFlow(args, source.counts, sampler, judge, constitution)
+            if args.engine == "ray":
+                flow.remote = RaySampling(args, model_args, sampler)
+        return _write_rows(flow, source, folder, stop, _about(args, model_args, constitution, judge))
 
-    rows = list(islice(read_rows(result.path), count))
-    if rows:
-        show(sample_table(rows))
+
+def _load_critic(args: PrefsArguments, model_args: ModelArguments, policy: TextSampler) -> TextSampler:
+    """Return the sampler of critiques: the policy's model, unless another is named."""
+    if args.critic_model is not None:
+        return load_sampler(args.critic_model, args, model_args, policy.ledger, args.max_critique_length)
+    return replace(policy, params=replace(policy.params, max_completion_length=args.max_critique_length))
 
 
-def print_summary(result: Result) -> None:
-    """Print the warnings, the number of rows, and where they are."""
-    from onetrunk.stages.prefs.output import warnings_of
+class Flow(ABC):
+    """Turns chunks of prompts into the rows of one file; subclasses say how."""
 
-    for warning in warnings_of(result.statistics):
-        print(f"prefs: {warning}")
-    print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
+    columns: dict[str, type]
+    remote: RaySampling | None = None  # None: completions are sampled in this process.
+
+    def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler):
+        self.args, self.counts, self.sampler = args, counts, sampler
+
+    def produced(self, chunks: Iterator[list[PromptItem]]) -> Iterator[Product]:
+        """Yield each chunk with what was sampled for it; runs in the sampling thread."""
+        if self.remote is not None:
+            return self.remote(chunks)
+        return ((items, self.sampler.sample(items, self.args.num_generations)) for items in chunks)
+
+    @abstractmethod
+    def label(self, items: list[PromptItem], product: Any) -> Rows:
+        """Return the rows of a chunk; runs in the main thread."""
+
+    def statistics(self) -> dict[str, Any]:
+        return {"counts": counts_of(self.counts)}
+
+
+class PairFlow(Flow):
+    columns = preferences.COLUMNS
+
+    def __init__(
+        self,
+        args: PrefsArguments,
+        counts: Counter[str],
+        sampler: TextSampler,
+        judge: Judge,
+        constitution: Constitution,
+    ):
+        super().__init__(args, counts, sampler)
+        limit = FailureLimit(args.max_failed_fraction, judge.name)
+        self.asker = Asker(judge, constitution, sampler.ledger, limit, args.both_orders)
+        self.maker = PreferenceMaker(
+            self.asker, args.seed, args.pairing, args.pairs_per_prompt, args.keep_ties, counts
+        )
+
+    def label(self, items: list[PromptItem], product: Any) -> Rows:
+        return self.maker.rows(items, product)
+
+    def statistics(self) -> dict[str, Any]:
+        sums = dict(vars(self.asker.statistics))
+        judge, rows = merged_judge_statistics([sums]), self.maker.statistics.as_dict()
+        statistics = super().statistics() | {"judge": judge, "rows": rows}
+        return statistics if self.args.part.count == 1 else statistics | {"judge_sums": sums}
+
+
+class RevisionFlow(Flow):
+    """Completions are criticised and revised by the model that wrote them, all in the sampling thread."""
+
+    columns = revision.COLUMNS
+
+    def __init__(
+        self,
+        args: PrefsArguments,
+        counts: Counter[str],
+        sampler: TextSampler,
+        critic: TextSampler,
+        constitution: Constitution,
+    ):
+        super().__init__(args, counts, sampler)
+        limits = [left for left in (positions_left(sampler), positions_left(critic)) if left is not None]
+        limit = min(limits, default=None)
+        self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, limit)
+
+    def produced(self, chunks: Iterator[list[PromptItem]]) -> Iterator[Product]:
+        return ((items, self.reviser.rows(items, completions)) for items, completions in super().produced(chunks))
+
+    def label(self, items: list[PromptItem], product: Any) -> Rows:
+        rows = [row for row in product if row is not None]
+        self.counts["completions"] += len(product)
+        self.counts["blank_completions"] += len(product) - len(rows)
+        return rows
+
+
+def _write_rows(flow: Flow, source: PromptSource, folder: Path, stop: StopFlag, about: dict[str, Any]) -> Result:
+    """Write the rows of every prompt, then the statistics and the card.
+
+    `stop` is set if the run ends early, so that sampling ends too; `about` are facts for the card.
+    """
+    args, num_rows = flow.args, 0
+    path = rows_path(folder, args.mode, args.output_format, args.part)
+    bar = tqdm(total=source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
+    with bar, rows_file(path, lambda: table_schema(flow.columns, source.conversational)) as write:
+
+        def consume(product: Product) -> None:
+            nonlocal num_rows
+            items, sampled = product
+            rows = flow.label(items, sampled)
+            write(rows)
+            num_rows += len(rows)
+            counts = {name: flow.counts[name] for name in ("pairs", "abstained", "unjudged") if flow.counts[name]}
+            bar.set_postfix(counts | {"rows": num_rows}, refresh=False)
+            bar.update(len(items))
+
+        products = flow.produced(chunked(source, args.prompts_per_chunk))
+        overlapped(products, consume, max_waiting=args.max_waiting_chunks, stop=stop)
+        # A shard may be empty.
+        if not num_rows and args.part.count == 1:
+            counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
+            raise RuntimeError(
+                f"no row came out ({counts or 'the input holds no prompts'}); look at the completions: a higher"
+                " temperature or num_generations makes them differ, another judge or constitution tells them apart"
+            )
+    statistics = flow.statistics()
+    return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
+
+
+def _about(
+    args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None
+) -> dict[str, Any]:
+    """Return facts about the run for the card; only the last part of paths on this machine."""
+
+    def name(path: str) -> str:
+        return path.rstrip("/").split("/")[-1] if Path(path).exists() else path
+
+    facts: dict[str, Any] = {
+        "mode": args.mode,
+        "format": args.output_format,
+        "model": name(model_args.model_name_or_path),
+        "prompts": name(args.dataset_name),
+        "constitution": f"{constitution.name} ({constitution.version[:12]})",
+        "completions per prompt": args.num_generations,
+        "temperature": args.temperature,
+        "max_completion_length": args.max_completion_length,
+        "seed": args.seed,
+    }
+    if judge is None:
+        critic = {"critic": name(args.critic_model)} if args.critic_model else {}
+        return facts | critic | {"revisions": args.num_revisions}
+    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+
+
+def merge_shards(args: PrefsArguments, folder: Path) -> Result:
+    """Add up the statistics of finished shards, and write statistics and card of the whole; the rows are not moved.
+
+    Raises:
+        RuntimeError: a shard is missing.
+        ValueError: the folder holds shards of other settings.
+    """
+    count = args.merge_shards
+    claim_folder(folder, args.deciding(), overwrite=False)
+    files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)
+    parts = [read_json(statistics_path(folder, Shard(i, count))) for i in range(count)]
+    counts = sum((Counter(part["counts"]) for part in parts), Counter())
+    statistics: dict[str, Any] = {"counts": counts_of(counts)}
+    row_statistics, num_rows = PreferenceStatistics(), 0
+    for file in files:
+        for row in read_rows(file):
+            num_rows += 1
+            if args.mode == "pairs":
+                row_statistics.add([row])
+    if args.mode == "pairs":
+        statistics["judge"] = merged_judge_statistics(part["judge_sums"] for part in parts)
+        statistics["rows"] = row_statistics.as_dict()
+    report = write_report(folder, Shard(), statistics, files[0], parts[0]["about"])
+    return Result(folder / "data", num_rows, statistics, report)
+
+
+parse_prefs = partial(
+    parse,
+    dataclass_types=(PrefsArguments, JudgeConfig, ModelArguments),
+    verb="prefs",
+    description="Make preference data, or revised completions, with a judge or a constitution.",
+)
+main = partial(run_stage, "prefs", parse_prefs, run)

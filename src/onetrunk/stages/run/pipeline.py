@@ -17,19 +17,20 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from onetrunk.checkpoints.settings import is_free
+from onetrunk.ppo.state import FREE_IN_PPO
 from onetrunk.stages.parsing import UsageError, read_mapping
+from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
 
 # In the order in which a model goes through them.
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
-# Verbs that train, and can resume from a checkpoint.
-RESUMING_VERBS = ("sft", "reward", "distill", "ppo")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
@@ -38,30 +39,28 @@ STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launc
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline.
-
-    Args:
-        name: unique in the pipeline.
-        verb: of the command line; None: a script.
-        path: its config, or the script.
-        options: override the config, or are passed to the script.
-        launcher: words before the command, such as those of `accelerate launch`.
-        outputs: files and folders that it writes.
-        settings: the config with the options applied; for a script the options.
-        free: names of settings that may change without changing what the stage produces.
-    """
+    """One stage of a pipeline, under a name of its own."""
 
     name: str
-    verb: str | None
-    path: Path
-    options: dict[str, Any] = field(default_factory=dict)
-    launcher: tuple[str, ...] = ()
-    outputs: tuple[Path, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
-    free: frozenset[str] = frozenset()
+    verb: str | None  # None: a script.
+    path: Path  # The config, or the script.
+    options: dict[str, Any]  # Override the config, or are passed to the script.
+    launcher: tuple[str, ...]  # Words before the command, such as those of `accelerate launch`.
+    outputs: tuple[Path, ...]  # Files and folders that it writes.
+    settings: dict[str, Any]  # The config with the options applied; for a script the options.
+    free: frozenset[str] = frozenset()  # Settings that may change without changing what the stage produces.
+
+    @property
+    def output(self) -> Path:
+        """The output folder of a verb."""
+        return self.outputs[0]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage is a training, which can resume from a checkpoint."""
+        return self.verb in ("sft", "reward", "distill", "ppo")
 
     def words(self) -> list[str]:
-        """Return the words after the verb, or after the script's name."""
         options = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
         return options if self.verb is None else ["--config", str(self.path), *options]
 
@@ -69,6 +68,9 @@ class Stage:
         """Return the command that runs the stage, followed by `more` words."""
         program = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
         return [*(self.launcher or (sys.executable,)), *program, *self.words(), *more]
+
+    def missing(self) -> list[str]:
+        return [str(output) for output in self.outputs if not output.exists()]
 
     def shown(self, *more: str) -> str:
         """Return the command as a person would type it, followed by `more` words."""
@@ -80,13 +82,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages in their order.
-
-    Args:
-        path: the file.
-        output_dir: folder of its state.
-        stages: at least one.
-    """
+    """One or more stages in their order; `output_dir` is the folder of their state."""
 
     path: Path
     output_dir: Path
@@ -103,7 +99,11 @@ def load_pipeline(path: str | Path) -> Pipeline:
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
     spec, _ = read_mapping(path)
-    _check_keys(spec, {"output_dir": str, "stages": dict}, {"output_dir", "stages"}, str(path))
+    keys = {"output_dir": str, "stages": dict}
+    _check_keys(spec, keys, str(path))
+    for key in keys:
+        if key not in spec:
+            raise UsageError(f"{path}: {key} is not set")
     if not spec["stages"]:
         raise UsageError(f"{path}: stages is empty; name at least one, such as 'sft: {{config: sft.yaml}}'")
     stages = tuple(_stage(str(name), entry, f"{path}: stage {name}") for name, entry in spec["stages"].items())
@@ -118,7 +118,7 @@ def load_pipeline(path: str | Path) -> Pipeline:
     return Pipeline(path, Path(spec["output_dir"]), stages)
 
 
-def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place: str) -> None:
+def _check_keys(entry: Any, known: Mapping[str, type], place: str) -> None:
     if not isinstance(entry, dict):
         raise UsageError(f"{place} is {entry!r}; expected a mapping with {', '.join(known)}")
     for key, value in entry.items():
@@ -126,9 +126,6 @@ def _check_keys(entry: Any, known: Mapping[str, type], required: set[str], place
             raise UsageError(f"{place}: unknown key {key!r}; the keys are {', '.join(known)}")
         if not isinstance(value, known[key]):
             raise UsageError(f"{place}: {key} is {value!r}; expected {known[key].__name__}")
-    missing = sorted(required - entry.keys())
-    if missing:
-        raise UsageError(f"{place}: {missing[0]} is not set")
 
 
 def _stage(name: str, entry: Any, place: str) -> Stage:
@@ -136,7 +133,7 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
         require_name(name, f"{place}: its name")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    _check_keys(entry, STAGE_KEYS, set(), place)
+    _check_keys(entry, STAGE_KEYS, place)
     if ("config" in entry) == ("script" in entry):
         raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
     path = Path(entry.get("config") or entry["script"])
@@ -168,25 +165,14 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
 def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     """Return the names of a stage's settings that may change without changing what it produces.
 
-    For a stage that trains these are the settings that its trainer calls free; for `prefs` those that do not decide
-    the rows.
-
-    Args:
-        verb: of the stage.
-        parsed: the result of the verb's parser.
+    For a training these are the settings that its trainer calls free; for `prefs` those that do not decide the rows.
     """
-    # Imported here, so that a pipeline of scripts starts fast.
     if verb == "prefs":
-        from onetrunk.stages.prefs.arguments import DECIDING
-
         decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
         return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides)
     args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
     if args is None:
         return frozenset()
-    from onetrunk.checkpoints.settings import is_free
-    from onetrunk.ppo.state import FREE_IN_PPO
-
     free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
     return frozenset(free - COMPARED_BY_TRAINER)
 
@@ -216,9 +202,6 @@ def texts_in(value: Any) -> Iterator[str]:
     """Yield every text in nested mappings and lists."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from texts_in(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
+    elif isinstance(value, (dict, list)):
+        for entry in value.values() if isinstance(value, dict) else value:
             yield from texts_in(entry)

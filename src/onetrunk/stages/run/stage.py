@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -25,8 +26,8 @@ from rich.table import Table
 from onetrunk.checkpoints.folders import described
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import has_result
-from onetrunk.stages.run.pipeline import RESUMING_VERBS, Pipeline, Stage, load_pipeline
-from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan, missing_outputs
+from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
+from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
 from onetrunk.utils.files import require_output_dir
 from onetrunk.utils.locks import WriterLock
@@ -38,37 +39,22 @@ COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow"
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `onetrunk run`.
-
-    Args:
-        pipeline: the file.
-        first: name of the first stage to run; None: that of the pipeline. Earlier stages are used as they are.
-        last: name of the last stage to run; None: that of the pipeline.
-        is_dry: show what would run, and run nothing.
-        overwrites: let stages that start over delete the output of their earlier runs.
-        forced: names of stages that start over even if they are done.
-    """
+    """Arguments of `onetrunk run`; `parse_run` has their help texts. Stages are given by their names."""
 
     pipeline: str
     first: str | None = None
     last: str | None = None
     is_dry: bool = False
     overwrites: bool = False
-    forced: tuple[str, ...] = ()
+    forced: Sequence[str] = ()
 
     def may_delete(self, stage: Stage) -> bool:
-        """Return whether a stage may delete its earlier output and start over."""
         return self.overwrites or stage.name in self.forced
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk run` with these words; return the exit code."""
-    return run_stage("run", parse_run, run, argv)
 
 
 def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
@@ -78,24 +64,14 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; earlier stages' output is used")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="end with this stage")
     parser.add_argument("--dry-run", dest="is_dry", action="store_true", help="show what would run, and run nothing")
-    parser.add_argument(
-        "--overwrite",
-        dest="overwrites",
-        action="store_true",
-        help="let a stage start over if something it depends on has changed; deletes its checkpoints and result",
-    )
-    parser.add_argument(
-        "--force",
-        dest="forced",
-        metavar="STAGE",
-        action="append",
-        default=[],
-        help="start this stage over, even if it is done",
-    )
+    text = "let a stage start over if something it depends on has changed; deletes its checkpoints and result"
+    parser.add_argument("--overwrite", dest="overwrites", action="store_true", help=text)
+    text = "start this stage over, even if it is done"
+    parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
     words = vars(parser.parse_args(list(argv)))
     words.pop("resume")
-    args = RunArguments(**{**words, "forced": tuple(words["forced"])})
+    args = RunArguments(**words)
     pipeline = load_pipeline(args.pipeline)
     names = [stage.name for stage in pipeline.stages]
     options = [("--from", args.first), ("--until", args.last), *(("--force", name) for name in args.forced)]
@@ -119,8 +95,13 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
         RuntimeError: another process runs this pipeline, or its folder cannot be written.
     """
     state = PipelineState(pipeline)
-    require_skipped_outputs(pipeline, args)
     stages = selected(pipeline, args)
+    for stage in pipeline.stages[: pipeline.stages.index(stages[0])]:
+        if stage.missing():
+            raise ValueError(
+                f"--from {args.first} skips {stage.name}, which has not written {', '.join(stage.missing())} yet;"
+                f" begin with --from {stage.name}"
+            )
     if args.is_dry:
         show(pipeline, state, stages, {}, args)
         return
@@ -176,11 +157,11 @@ def require_may_delete(args: RunArguments, plan: Plan) -> None:
     """Raise ValueError for a plan that deletes a stage's earlier output without `--overwrite` or `--force`."""
     if not plan.deletes or args.may_delete(plan.stage):
         return
-    deleted = described([str(plan.stage.outputs[0] / name) for name in plan.deletes])
+    deleted = described([str(plan.stage.output / name) for name in plan.deletes])
     to_keep = ""
     if plan.reason.startswith("changed"):
         to_keep = "undo the change"
-        if plan.stage.verb in RESUMING_VERBS:
+        if plan.stage.trains:
             to_keep += ", or set allow_config_change: true in its config to resume from the last checkpoint"
         to_keep += "; "
     forced = [stage for stage in args.forced if stage != plan.stage.name]
@@ -198,34 +179,14 @@ def command_again(args: RunArguments, forced: Sequence[str]) -> str:
 
 
 def selected(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
-    """Return the stages from `--from` to `--until`."""
     names = [stage.name for stage in pipeline.stages]
     start = names.index(args.first) if args.first else 0
     end = names.index(args.last) + 1 if args.last else len(names)
     return list(pipeline.stages[start:end])
 
 
-def require_skipped_outputs(pipeline: Pipeline, args: RunArguments) -> None:
-    """Raise ValueError if an output of a stage before `--from` does not exist."""
-    for stage in pipeline.stages:
-        if not args.first or stage.name == args.first:
-            return
-        missing = missing_outputs(stage)
-        if missing:
-            raise ValueError(
-                f"--from {args.first} skips {stage.name}, which has not written {', '.join(missing)} yet;"
-                f" begin with --from {stage.name}"
-            )
-
-
 def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
-    """Run one stage in its own process, with its progress on this terminal; return its exit code.
-
-    Args:
-        plan: of the stage.
-        state: of the pipeline.
-        words: from `resume_words`.
-    """
+    """Run one stage in its own process, with its progress on this terminal; return its exit code."""
     started = time.time()
     about = {"stale": stale_checkpoints(plan, state), "overwrites": OVERWRITE[0] in words}
     state.note(plan, "running", **about)
@@ -233,8 +194,8 @@ def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
     try:
         code = _wait(subprocess.Popen(plan.stage.command(*words)))
         status = {0: "done", EXIT_INTERRUPTED: "interrupted", EXIT_TERMINATED: "terminated"}.get(code, "failed")
-        missing = missing_outputs(plan.stage)
-        if code == 0 and plan.stage.verb in RESUMING_VERBS and not has_result(plan.stage.outputs[0]):
+        missing = plan.stage.missing()
+        if code == 0 and plan.stage.trains and not has_result(plan.stage.output):
             # A signal stopped only the stage, which has printed how to resume.
             status, code = "interrupted", EXIT_TERMINATED
         elif code == 0 and missing:
@@ -264,7 +225,7 @@ def resume_words(plan: Plan, state: PipelineState) -> list[str]:
     stage = plan.stage
     if plan.action == "run":
         return list(OVERWRITE) if plan.deletes else []
-    if stage.verb in RESUMING_VERBS:
+    if stage.trains:
         # Without a checkpoint there are only parts of a result, or files that it was allowed to delete.
         return ["--resume_from_checkpoint", "auto"] if state.resumable(stage) else list(OVERWRITE)
     # `prefs` keeps its ledger, so no answer is paid for twice. It replaces the rows if that was allowed when it began.
@@ -273,10 +234,9 @@ def resume_words(plan: Plan, state: PipelineState) -> list[str]:
 
 
 def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:
-    """Return names and times of the checkpoints of earlier runs."""
     if plan.action == "resume":
         return state.stages[plan.stage.name].get("stale", {})
-    folders = plan.stage.outputs[0].glob("checkpoint-*") if plan.stage.verb in RESUMING_VERBS else ()
+    folders = plan.stage.output.glob("checkpoint-*") if plan.stage.trains else ()
     return {folder.name: folder.stat().st_mtime_ns for folder in folders}
 
 
@@ -312,3 +272,6 @@ def show(
     for plan in plans if args.is_dry else ():
         if plan.action != "done":
             print(f"$ {redact(plan.stage.shown(*resume_words(plan, state)))}")
+
+
+main = partial(run_stage, "run", parse_run, run)

@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from onetrunk.checkpoints.folders import described
 from onetrunk.models.scorer import SCALE_FILE
+from onetrunk.stages.report import as_json, shortened
 from onetrunk.stages.resuming import last_finished_checkpoint, left_by_a_run, result_problems
-from onetrunk.stages.run.pipeline import RESUMING_VERBS, Pipeline, Stage, texts_in
+from onetrunk.stages.run.pipeline import Pipeline, Stage, texts_in
 from onetrunk.utils.files import atomic_write_json, read_json
 from onetrunk.utils.redaction import redact, redact_all
 
 STATE_FILE = "pipeline.json"
-CONFIG = "its config"
 # Files of a run that no later stage reads.
 IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*")
 # Prefixes of a path in a setting, such as "reward:folder".
@@ -39,28 +40,17 @@ LEDGERS = "ledger/"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage has to do.
-
-    Args:
-        stage: the stage.
-        action: "done" (nothing), "run" (for the first time, or again because something changed), or "resume".
-        reason: in words.
-        inputs: path -> digest of what it depends on; None while an earlier stage has yet to write it.
-        deletes: names in its output folder that it would delete, for which it needs `--overwrite`.
-    """
+    """What a stage has to do."""
 
     stage: Stage
-    action: str
+    action: str  # "done" (nothing), "run" (for the first time, or again because something changed), or "resume".
     reason: str
-    inputs: dict[str, str | None]
-    deletes: tuple[str, ...] = ()
+    inputs: dict[str, str | None]  # Path -> digest; None while an earlier stage has yet to write it.
+    deletes: Sequence[str] = ()  # Names in its output folder that it would delete, for which it needs `--overwrite`.
 
 
 class PipelineState:
     """The record of a pipeline's stages, in `pipeline.json` of its output folder.
-
-    Args:
-        pipeline: whose stages.
 
     Raises:
         RuntimeError: the record is damaged.
@@ -81,18 +71,18 @@ class PipelineState:
     def plan(self, stage: Stage, waits_for: Iterable[Stage] = (), is_forced: bool = False) -> Plan:
         """Return what a stage has to do.
 
-        Args:
-            stage: the stage.
-            waits_for: earlier stages that have yet to run.
-            is_forced: start it over even if it is done.
+        `waits_for` are earlier stages that have yet to run; `is_forced` starts a stage over even if it is done.
         """
         inputs = self._inputs(stage, waits_for)
-        left = tuple(deleted_when_started_over(stage))
+        left = _deleted_when_started_over(stage)
         record = self.stages.get(stage.name)
         if is_forced or record is None:
             return Plan(stage, "run", "forced" if is_forced else "never ran", inputs, left)
         is_resumable = self.resumable(stage)
-        changed, pending = _changes(stage, inputs, record), [name for name in inputs if inputs[name] is None]
+        settings = _changed_settings(stage, record)
+        bound = [change for name, change in settings.items() if name not in stage.free]
+        changed = bound + _changed_inputs(stage, inputs, record)
+        pending = [name for name in inputs if inputs[name] is None]
         if changed:
             reason = f"changed: {'; '.join(changed)}"
             if stage.settings.get("allow_config_change") is True and is_resumable:
@@ -102,19 +92,21 @@ class PipelineState:
             return Plan(stage, "run", f"waits for {', '.join(pending)}", inputs)
         if record.get("status") != "done":
             return Plan(stage, "resume", f"was {record.get('status')}", inputs)
-        reason = _damage(stage, record) or _other_length(stage, record)
+        reason = _damage(stage, record)
+        lengths = [settings[name] for name in LENGTHS if name in settings and name in stage.free]
+        if reason is None and lengths:
+            reason = f"another length: {', '.join(lengths)}"
         if reason is None:
-            return Plan(stage, "done", _free_changes(stage, record) or UNCHANGED, inputs)
+            why = f"only free settings have changed: {', '.join(settings)}" if settings else UNCHANGED
+            return Plan(stage, "done", why, inputs)
         if is_resumable:
             return Plan(stage, "resume", reason, inputs)
         # `prefs` can rebuild its rows from its ledger.
-        return Plan(stage, "run", reason, inputs, left if stage.verb in RESUMING_VERBS else ())
+        return Plan(stage, "run", reason, inputs, left if stage.trains else ())
 
     def resumable(self, stage: Stage) -> bool:
         """Return whether a stage that trains has left a checkpoint since it last started over."""
-        if stage.verb not in RESUMING_VERBS:
-            return False
-        checkpoint = last_finished_checkpoint(stage.outputs[0])
+        checkpoint = last_finished_checkpoint(stage.output) if stage.trains else None
         # Checkpoints from before the run began are of another run, with other inputs.
         stale = self.stages.get(stage.name, {}).get("stale", {})
         return checkpoint is not None and stale.get(checkpoint.name) != checkpoint.stat().st_mtime_ns
@@ -171,63 +163,34 @@ class PipelineState:
         return entry[2]
 
 
-def _changes(stage: Stage, inputs: dict[str, str | None], record: dict[str, Any]) -> list[str]:
-    """Return what has changed of a stage's inputs and settings, one phrase each.
-
-    Free settings, and files that an earlier stage has yet to write, are left out.
-    """
-    before = {name: digest for name, digest in record.get("inputs", {}).items() if name != CONFIG}
-    then, now = record.get("settings"), _compared(stage)
-    if then is None:
-        # An older version recorded only a digest of the settings.
-        changed = [CONFIG] if record.get("inputs", {}).get(CONFIG) != _settings_digest(stage) else []
-    else:
-        names = sorted(name for name in {*then, *now} - stage.free if then.get(name) != now.get(name))
-        changed = [_change(name, then, now) for name in names]
+def _changed_inputs(stage: Stage, inputs: dict[str, str | None], record: dict[str, Any]) -> list[str]:
+    """Return which files and folders differ, without those that an earlier stage has yet to write."""
+    before = record.get("inputs", {})
     free_paths = {str(path) for path in paths_in({name: stage.settings.get(name) for name in stage.free})}
-    gone = {name for name in before.keys() - inputs.keys() if name not in free_paths}
+    gone = before.keys() - inputs.keys() - free_paths
     other = {name for name, digest in inputs.items() if digest is not None and digest != before.get(name)}
-    return changed + sorted(gone | other)
+    return sorted(gone | other)
 
 
-def _other_length(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Return how the planned length of a training has changed since it ended; None if it has not."""
-    then, now = record.get("settings"), _compared(stage)
-    names = [name for name in LENGTHS if then and name in stage.free and then.get(name) != now.get(name)]
-    return f"another length: {', '.join(_change(name, then, now) for name in names)}" if names else None
-
-
-def _free_changes(stage: Stage, record: dict[str, Any]) -> str | None:
-    """Return which free settings have changed since a stage ended, as a phrase; None if none has."""
+def _changed_settings(stage: Stage, record: dict[str, Any]) -> dict[str, str]:
     then, now = record.get("settings", {}), _compared(stage)
-    names = sorted(name for name in stage.free if then and then.get(name) != now.get(name))
-    return f"only free settings have changed: {', '.join(names)}" if names else None
-
-
-def _change(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:
-    return f"{name}: {_short(then.get(name))} -> {_short(now.get(name))}"
+    names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    return {name: f"{name}: {_shown(then.get(name))} -> {_shown(now.get(name))}" for name in names}
 
 
 def _compared(stage: Stage) -> dict[str, Any]:
-    """Return the settings of a stage as its record stores them, without secrets."""
     about = {"verb": stage.verb} if stage.verb else {"outputs": [str(output) for output in stage.outputs]}
     return json.loads(json.dumps(redact_all({**about, **stage.settings}), default=str))
 
 
-def _short(value: Any) -> str:
-    text = "not set" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def _shown(value: Any) -> str:
+    return "not set" if value is None else shortened(value, 80) if isinstance(value, str) else as_json(value)
 
 
-def missing_outputs(stage: Stage) -> list[str]:
-    return [str(output) for output in stage.outputs if not output.exists()]
-
-
-def deleted_when_started_over(stage: Stage) -> list[str]:
-    """Return the names of the output that a stage deletes when it starts over."""
-    if stage.verb in RESUMING_VERBS:
-        return left_by_a_run(stage.outputs[0])
-    has_rows = stage.verb == "prefs" and any((stage.outputs[0] / ROWS).glob("*"))
+def _deleted_when_started_over(stage: Stage) -> list[str]:
+    if stage.trains:
+        return left_by_a_run(stage.output)
+    has_rows = stage.verb == "prefs" and any((stage.output / ROWS).glob("*"))
     return [ROWS] if has_rows else []
 
 
@@ -236,14 +199,14 @@ def _damage(stage: Stage, record: dict[str, Any]) -> str | None:
 
     A result with a manifest must be as it was written. Other outputs may be edited by hand: only missing files count.
     """
-    missing = missing_outputs(stage)
+    missing = stage.missing()
     if missing:
         return f"{', '.join(missing)} is gone"
-    if stage.verb in RESUMING_VERBS:
-        problems = result_problems(stage.outputs[0])
-        if stage.verb in ("reward", "distill") and not (stage.outputs[0] / SCALE_FILE).is_file():
+    if stage.trains:
+        problems = result_problems(stage.output)
+        if stage.verb in ("reward", "distill") and not (stage.output / SCALE_FILE).is_file():
             problems.append(f"{SCALE_FILE}: missing")
-        return f"{stage.outputs[0]} is damaged ({described(problems)})" if problems else None
+        return f"{stage.output} is damaged ({described(problems)})" if problems else None
     gone = [
         str(Path(output) / name)
         for output, names in record.get("files", {}).items()
@@ -255,7 +218,7 @@ def _damage(stage: Stage, record: dict[str, Any]) -> str | None:
 
 def _files_left(stage: Stage) -> dict[str, list[str]]:
     """Return the files in the output folders of a stage; those of a training are in its manifest."""
-    if stage.verb in RESUMING_VERBS:
+    if stage.trains:
         return {}
     return {
         str(output): [name for file in files_of(output) if not (name := _relative(file, output)).startswith(LEDGERS)]
@@ -266,18 +229,6 @@ def _files_left(stage: Stage) -> dict[str, list[str]]:
 
 def _relative(file: Path, folder: Path) -> str:
     return file.relative_to(folder).as_posix()
-
-
-def _settings_digest(stage: Stage) -> str:
-    about = {"verb": stage.verb, "settings": stage.settings, "outputs": [str(o) for o in stage.outputs]}
-    return hashlib.sha256(repr(_ordered(about)).encode()).hexdigest()
-
-
-def _ordered(value: Any) -> Any:
-    """Return a value whose text does not depend on the order of keys."""
-    if isinstance(value, dict):
-        return sorted((str(key), _ordered(entry)) for key, entry in value.items())
-    return [_ordered(entry) for entry in value] if isinstance(value, list) else value
 
 
 def paths_in(settings: dict[str, Any]) -> Iterator[Path]:
@@ -293,15 +244,15 @@ def paths_in(settings: dict[str, Any]) -> Iterator[Path]:
 
 def files_of(folder: Path) -> list[Path]:
     """Return the files of a folder that a later stage may read, sorted; links to folders are not followed."""
+
+    def is_ignored(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in IGNORED)
+
     files = []
     for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _is_ignored(name)]
-        files += [Path(root) / name for name in names if not _is_ignored(name)]
+        folders[:] = [name for name in folders if not is_ignored(name)]
+        files += [Path(root) / name for name in names if not is_ignored(name)]
     return sorted(file for file in files if file.is_file())
-
-
-def _is_ignored(name: str) -> bool:
-    return any(Path(name).match(pattern) for pattern in IGNORED)
 
 
 def _is_within(path: Path, folder: Path) -> bool:
