@@ -73,9 +73,12 @@ def check_manifest(manifest: Any) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise RuntimeError(f"{MANIFEST}: format {manifest.get('format')!r}, but this version reads format {FORMAT}")
     for name, entry in manifest["files"].items():
-        parts = PurePosixPath(name)
-        if not name or parts.is_absolute() or ".." in parts.parts or "\\" in name or "\0" in name:
+        path = PurePosixPath(name)
+        is_inside = path.name and not path.is_absolute() and ".." not in path.parts
+        if not is_inside or str(path) != name or {"\\", "\0"} & set(name):
             raise RuntimeError(f"{MANIFEST}: {name!r} is no name of a file in the folder")
+        if any(str(parent) in manifest["files"] for parent in path.parents):
+            raise RuntimeError(f"{MANIFEST}: {name!r} can't be a file of a checkpoint, it is inside another file")
         is_entry = isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
         if not is_entry or entry["size"] < 0 or not DIGEST.fullmatch(entry["sha256"]):
             raise RuntimeError(f"{MANIFEST}: the entry of {name} has no size and sha256")
