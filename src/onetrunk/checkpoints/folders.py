@@ -43,13 +43,13 @@ def checkpoint_problems(folder: str | os.PathLike[str]) -> list[str]:
     return problems(folder) if step is None else problems(folder, step=step)
 
 
-def described(problems: list[str], most: int = 3) -> str:
-    """Return the first `most` problems as one phrase, with the number of the others."""
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+def described(problems: list[str]) -> str:
+    """Return the first three problems as one phrase, with the number of the others."""
+    more = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
+    return "; ".join(problems[:3] + more)
 
 
-def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] = lambda _: None) -> Path | None:
+def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None]) -> Path | None:
     """Return the last checkpoint of a run that matches its manifest; None if there are no checkpoints.
 
     `tell` receives a warning for each damaged checkpoint that is passed over.
@@ -57,17 +57,17 @@ def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] =
     Raises:
         RuntimeError: there are checkpoints, and all of them are damaged.
     """
-    folders = checkpoint_folders(output_dir)
-    for folder in reversed(folders):
+    damage: list[str] = []
+    for folder in reversed(checkpoint_folders(output_dir)):
         differences = checkpoint_problems(folder)
         if not differences:
             return folder
+        damage.append(f"{folder.name}: {described(differences)}")
         tell(f"{folder} is damaged and passed over ({described(differences)})")
-    if folders:
+    if damage:
         raise RuntimeError(
-            f"none of the {len(folders)} checkpoints in {output_dir} is whole ({folders[-1].name}:"
-            f" {described(checkpoint_problems(folders[-1]))}); restore one from a copy, or start a new run in another"
-            " output_dir"
+            f"none of the {len(damage)} checkpoints in {output_dir} is whole ({damage[0]}); restore one from a copy,"
+            " or start a new run in another output_dir"
         )
     return None
 
@@ -115,9 +115,7 @@ def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]
     for folder in checkpoint_folders(output_dir):
         if step_of(folder) > step and (folder / MANIFEST).is_file():
             names = (folder.with_name(f"{folder.name}.aside{number}") for number in itertools.count())
-            name = next(name for name in names if not os.path.lexists(name))
-            os.rename(folder, name)
-            renamed.append(name)
+            renamed.append(folder.rename(next(name for name in names if not os.path.lexists(name))))
     return renamed
 
 

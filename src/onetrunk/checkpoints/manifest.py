@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,15 +31,14 @@ def write_manifest(folder: str | os.PathLike[str], **about: Any) -> dict[str, An
     """
     root = Path(folder)
     files: dict[str, dict[str, Any]] = {}
-    for path in _walk(root):
-        if path.is_symlink():
+    for path in (*sorted(root.rglob("*")), root):
+        if path.is_symlink() and path != root:
             raise RuntimeError(f"{path} is a link; a checkpoint may hold files only")
-        if path.is_file() and path != root / MANIFEST:
-            sync(path)
+        if path == root / MANIFEST:
+            continue
+        sync(path)
+        if path.is_file():
             files[path.relative_to(root).as_posix()] = {"size": path.stat().st_size, "sha256": digest(path)}
-    for path in (*_walk(root), root):
-        if path.is_dir():
-            sync(path)
     manifest = {"format": FORMAT, **about, "files": files}
     atomic_write_json(root / MANIFEST, manifest)
     return manifest
@@ -100,11 +98,8 @@ def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
         for name, value in about.items()
         if manifest.get(name) != value
     ]
-    for name, entry in manifest["files"].items():
-        problem = _problem(root, name, entry)
-        if problem:
-            differences.append(f"{name}: {problem}")
-    return differences
+    found = ((name, _problem(root, name, entry)) for name, entry in manifest["files"].items())
+    return differences + [f"{name}: {problem}" for name, problem in found if problem]
 
 
 def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:
@@ -126,10 +121,3 @@ def digest(path: str | os.PathLike[str]) -> str:
     """Return the sha256 of a file, as hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for path in sorted(root.iterdir()):
-        yield path
-        if path.is_dir() and not path.is_symlink():
-            yield from _walk(path)

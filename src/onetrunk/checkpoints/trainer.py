@@ -44,6 +44,7 @@ from onetrunk.checkpoints.hub import (
     PushFailed,
     hub_fault,
     push_failed,
+    repo_name,
     warn_of_failed_pushes,
     warn_of_push,
 )
@@ -52,10 +53,11 @@ from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.checkpoints.resume_point import (
     AUTO,
     LOOP_FILES,
+    EndingCallback,
     LoopEvents,
+    callbacks_of,
     end_of,
     end_state,
-    ending_callbacks,
     locate,
     loop_state_file,
     open_mirror,
@@ -245,7 +247,7 @@ class ResumableTrainer(Trainer):
         state.is_local_process_zero = self.args.local_process_index == 0
         self.state = state
         self.load_extra_loop_state(extra)
-        for callback in ending_callbacks(self):
+        for callback in callbacks_of(self, EndingCallback):
             callback.restore_ended(state)
         # An evaluation after training draws from the same generators.
         self._load_rng_state(self._resume_from)
@@ -427,19 +429,19 @@ class ResumableTrainer(Trainer):
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.load_branches_from(resume_from_checkpoint):
-            return
-        if isinstance(self.model, PeftModel):
-            require_safetensors(resume_from_checkpoint)
-        with reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._has_loaded_branches(resume_from_checkpoint):
+            with reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.load_branches_from(self.state.best_model_checkpoint):
-            return
-        if isinstance(self.model, PeftModel):
-            require_safetensors(self.state.best_model_checkpoint)
-        super()._load_best_model()
+        if not self._has_loaded_branches(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _has_loaded_branches(self, folder: str) -> bool:
+        is_loaded = self.load_branches_from(folder)
+        if not is_loaded and isinstance(self.model, PeftModel):
+            require_safetensors(folder)
+        return is_loaded
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(str(checkpoint)):
@@ -460,8 +462,7 @@ class ResumableTrainer(Trainer):
         try:
             super().init_hf_repo(token, private)
         except HUB_ERRORS as error:
-            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            raise RuntimeError(f"{name} cannot be pushed to: {hub_fault(error)}") from error
+            raise RuntimeError(f"{repo_name(self.args)} cannot be pushed to: {hub_fault(error)}") from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push the result to the Hub.
@@ -531,10 +532,7 @@ class ResumableTRLTrainer(ResumableTrainer):
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir) / "README.md"
         if self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            clean = redact(text)
-            if clean != text:
-                atomic_write_text(path, clean)
+            atomic_write_text(path, redact(path.read_text(encoding="utf-8")))
 
 
 class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
