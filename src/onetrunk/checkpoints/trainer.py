@@ -1,8 +1,7 @@
 """The base of every trainer here: checkpoints that are whole or absent, exact resume, a clean stop, safe Hub pushes.
 
 transformers' Trainer writes a checkpoint into a staging folder. The files are then synced to disk and listed in a
-manifest; the folder is renamed and verified, and only then is an older checkpoint deleted. A signal ends a run with a
-checkpoint.
+manifest; the folder is renamed and verified, and only then is an older checkpoint deleted.
 
 This is the ONE file that overrides or reads private members of transformers' Trainer and of TRL's trainers. Subclasses
 override the public hooks of ResumableTrainer instead. tests/checkpoints/test_private_members.py pins those members:
@@ -75,7 +74,6 @@ from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
-TRAIN_ON = "set continue_ended_run to true to train on"
 # Seconds to wait for uploads to the mirror: at the end of a run, and after a signal, when the process may be killed.
 MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
@@ -234,10 +232,12 @@ class ResumableTrainer(Trainer):
         if ended is None:
             longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
             longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
-            reason = f"step {state.global_step} of {planned} planned; raise {longer} to train on"
+            why = f" of {planned} planned; raise {longer}"
         else:
-            reason = f"step {state.global_step}, where the run was ended ({ended}); {TRAIN_ON}"
-        logger.warning(f"nothing is left to train: {self._resume_from} is at {reason}")
+            why = f", where the run was ended ({ended}); set continue_ended_run to true"
+        logger.warning(
+            f"nothing is left to train: {self._resume_from} is at step {state.global_step}{why} to train on"
+        )
         return True
 
     def _restore_ended(self, state: TrainerState, extra: dict[str, Any]) -> None:
