@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.rows import (
     completion_fault,
     conversation_fault,
+    missing_columns,
     num_held_out,
     prompt_fault,
     raise_faults,
@@ -151,8 +152,8 @@ class _PromptEncoder:
 def _check_columns(dataset: Dataset) -> None:
     if "prompt" not in dataset.column_names:
         raise ValueError(
-            f"the dataset has no column 'prompt', only {', '.join(dataset.column_names) or 'none'}; "
-            "say which one it is: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
+            f"the dataset has no column 'prompt', only {', '.join(dataset.column_names) or 'none'}; say which one it"
+            " is: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
         )
     reserved = [name for name in RESERVED_COLUMNS if name in dataset.column_names]
     if reserved:
@@ -193,17 +194,10 @@ def validate_completions(dataset: Dataset) -> str:
     Raises:
         ValueError: there are no such columns, there are no rows, or some rows are bad.
     """
-    names = set(dataset.column_names)
-    if {"prompt", "completion"} <= names:
-        columns = "prompt"
-    else:
-        columns = next((name for name in ("messages", "text") if name in names), None)
+    kinds = {"prompt": {"prompt", "completion"}, "messages": {"messages"}, "text": {"text"}}
+    columns = next((kind for kind, names in kinds.items() if names <= set(dataset.column_names)), None)
     if columns is None:
-        raise ValueError(
-            f"the dataset has the columns {', '.join(sorted(names)) or 'none'}; expected prompt and completion, or "
-            "messages, or text: say which yours are: dataset_columns {prompt: yours, completion: yours} in a recipe, "
-            "rename_column in Python"
-        )
+        raise missing_columns(dataset, "prompt and completion, or messages, or text")
     require_rows(dataset)
     conversational = columns == "prompt" and isinstance(dataset[0]["prompt"], list)
     raise_faults([_sft_fault(row, columns, conversational) for row in dataset])
