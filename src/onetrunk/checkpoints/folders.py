@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.utils.files import sync
+
+T = TypeVar("T")
 
 PREFIX = "checkpoint-"
 STAGING = ".saving"
@@ -39,8 +42,7 @@ def checkpoint_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 def checkpoint_problems(folder: str | os.PathLike[str]) -> list[str]:
     """Return `problems` of a checkpoint folder; its manifest must name the same step as the folder's name."""
-    step = step_of(folder)
-    return problems(folder) if step is None else problems(folder, step=step)
+    return problems(folder, step_of(folder))
 
 
 def described(problems: list[str]) -> str:
@@ -139,15 +141,20 @@ def rotate(output_dir: str | os.PathLike[str], keep: int | None, kept: Collectio
         keep: how many checkpoints to keep, at least LEAST_KEPT; None keeps all.
         kept: folders to keep whatever their age (the best one, one that is being uploaded).
     """
-    if not keep or keep < 0:
-        return []
-    protected = {Path(path).resolve() for path in kept}
-    folders = checkpoint_folders(output_dir)
-    newest = max(keep, LEAST_KEPT)
-    # A protected old checkpoint counts towards `keep`.
-    protected_old = sum(path.resolve() in protected for path in folders[:-newest])
-    newest = max(newest - protected_old, LEAST_KEPT)
-    oldest = [path for path in folders[:-newest] if path.resolve() not in protected]
+    folders, protected = checkpoint_folders(output_dir), {Path(path).resolve() for path in kept}
+    oldest = surplus(folders, keep, [folder for folder in folders if folder.resolve() in protected])
     for path in oldest:
         delete(path)
     return oldest
+
+
+def surplus(checkpoints: Sequence[T], keep: int | None, kept: Collection[T]) -> list[T]:
+    """Return the oldest of the checkpoints, which are in the order of their steps, beyond `keep` and not in `kept`.
+
+    One in `kept` counts towards `keep`, but the LEAST_KEPT newest always stay. If `keep` is None, all stay.
+    """
+    if not keep or keep < 0:
+        return []
+    newest = max(keep, LEAST_KEPT)
+    newest = max(newest - sum(checkpoint in kept for checkpoint in checkpoints[:-newest]), LEAST_KEPT)
+    return [checkpoint for checkpoint in checkpoints[:-newest] if checkpoint not in kept]

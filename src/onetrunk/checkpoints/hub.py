@@ -139,20 +139,17 @@ def hub_fault(error: BaseException) -> str:
 
 
 class PushFailed(RuntimeError):
-    """A push of the result failed; the result itself is saved."""
+    """The push of a trainer's result failed; the result is saved, and the message contains the command to push it."""
 
-
-def push_failed(trainer: Trainer, error: BaseException) -> PushFailed:
-    """Return the error to raise when the push of a trainer's result failed; it contains the command to push again."""
-    args = trainer.args
-    name = trainer.hub_model_id or args.hub_model_id
-    # Trainer leaves the same files out of a push: checkpoints, and the run's internal files.
-    words = ["hf", "upload", str(name), args.output_dir, ".", "--exclude", "checkpoint-*", "--exclude", "_*"]
-    words += ["--revision", args.hub_revision] if args.hub_revision else []
-    return PushFailed(
-        f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
-        f" `{shlex.join(words)}` pushes it"
-    )
+    def __init__(self, trainer: Trainer, error: BaseException):
+        args, name = trainer.args, trainer.hub_model_id or trainer.args.hub_model_id
+        # Trainer leaves the same files out of a push: checkpoints, and the run's internal files.
+        words = ["hf", "upload", str(name), args.output_dir, ".", "--exclude", "checkpoint-*", "--exclude", "_*"]
+        words += ["--revision", args.hub_revision] if args.hub_revision else []
+        super().__init__(
+            f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
+            f" `{shlex.join(words)}` pushes it"
+        )
 
 
 def warn_of_push(error: BaseException) -> None:

@@ -44,11 +44,11 @@ def write_manifest(folder: str | os.PathLike[str], **about: Any) -> dict[str, An
     return manifest
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of a folder after checking its format.
+def read_manifest(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Return the manifest of a folder after checking its format, and its step unless that is None.
 
     Raises:
-        RuntimeError: the manifest is missing, damaged, or names files outside the folder.
+        RuntimeError: the manifest is missing, damaged, of another step, or names files outside the folder.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -57,19 +57,17 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         content = read_json(path)
     except RuntimeError as error:
         raise RuntimeError(f"{MANIFEST}: {error}") from error
-    return check_manifest(content)
+    return check_manifest(content, step)
 
 
-def check_manifest(manifest: Any) -> dict[str, Any]:
-    """Return a manifest, which may come from an untrusted place, after checking its format.
-
-    Raises:
-        RuntimeError: it is not a manifest, or names a file outside its folder.
-    """
+def check_manifest(manifest: Any, step: int | None) -> dict[str, Any]:
+    """Return a manifest, which may come from an untrusted place; checks and raises as `read_manifest`."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise RuntimeError(f"{MANIFEST}: not a manifest, which is a mapping with files")
     if manifest.get("format") != FORMAT:
         raise RuntimeError(f"{MANIFEST}: format {manifest.get('format')!r}, but this version reads format {FORMAT}")
+    if step is not None and manifest.get("step") != step:
+        raise RuntimeError(f"{MANIFEST}: written for step {manifest.get('step')!r}, expected {step}")
     for name, entry in manifest["files"].items():
         path = PurePosixPath(name)
         is_inside = path.name and not path.is_absolute() and ".." not in path.parts
@@ -83,23 +81,18 @@ def check_manifest(manifest: Any) -> dict[str, Any]:
     return manifest
 
 
-def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
+def problems(folder: str | os.PathLike[str], step: int | None = None) -> list[str]:
     """Return how a folder differs from its manifest, as phrases; an empty list if it is whole. Reads every file.
 
-    The manifest must have the entries in `about` ("step").
+    Unless `step` is None, the manifest must name that step.
     """
     root = Path(folder)
     try:
-        manifest = read_manifest(root)
+        files = read_manifest(root, step)["files"]
     except RuntimeError as error:
         return [str(error)]
-    differences = [
-        f"{MANIFEST}: written for {name} {manifest.get(name)!r}, expected {value!r}"
-        for name, value in about.items()
-        if manifest.get(name) != value
-    ]
-    found = ((name, _problem(root, name, entry)) for name, entry in manifest["files"].items())
-    return differences + [f"{name}: {problem}" for name, problem in found if problem]
+    found = ((name, _problem(root, name, entry)) for name, entry in files.items())
+    return [f"{name}: {problem}" for name, problem in found if problem]
 
 
 def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onetrunk.checkpoints.folders import LEAST_KEPT, STAGING, begin_staging, publish, step_of
+from onetrunk.checkpoints.folders import STAGING, begin_staging, publish, step_of, surplus
 from onetrunk.checkpoints.manifest import FORMAT, MANIFEST, digest, read_manifest
 from onetrunk.checkpoints.store import DamagedError, RemoteFolder, Store, UnreachableError, reason
 
@@ -288,18 +288,16 @@ class Mirror:
         folders = self._store.folders(without=self._verified)
         others = (folder for folder in folders.values() if folder.run not in (run, None))
         self._require_none(folder for folder in others if folder.name not in self._abandoned)
-        if not upload.name:
-            self._store.upload(upload.folder, "", manifest)
-            self._abandoned.discard("")
-            return
-        self._run = run
         present = folders.get(upload.name)
-        if present and present.is_foreign and upload.name not in self._abandoned:
+        if upload.name and present and present.is_foreign and upload.name not in self._abandoned:
             raise RejectedError(f"there is a folder {upload.name} which this library has not written")
         if not (present and self._is_uploaded(present, manifest)):
-            self._store.upload(upload.folder, upload.name, manifest, run, self._settings)
-        self._verified.add(upload.name)
+            self._store.upload(upload.folder, upload.name, manifest, self._settings)
         self._abandoned.discard(upload.name)
+        if not upload.name:
+            return
+        self._run = run
+        self._verified.add(upload.name)
         try:
             self._rotate(upload, run, folders)
         except Exception as error:
@@ -338,11 +336,9 @@ class Mirror:
         # A mark without a run was cut off while it was written, before any other file.
         partial = {name for name, folder in older.items() if folder.has_mark and folder.run in (run, None)}
         doomed = sorted((self._abandoned - {""}) | partial, key=step_of)
-        if self._keep:
-            complete = {name for name, folder in older.items() if folder.has_manifest and folder.run == run}
-            by_step = sorted((self._verified | complete) - set(doomed), key=step_of)
-            newest = by_step[-max(self._keep, LEAST_KEPT) :]
-            doomed += [name for name in by_step if name not in {upload.name, *upload.kept, *newest}]
+        complete = {name for name, folder in older.items() if folder.has_manifest and folder.run == run}
+        by_step = sorted((self._verified | complete) - set(doomed), key=step_of)
+        doomed += surplus(by_step, self._keep, {upload.name, *upload.kept})
         if "" in self._abandoned:
             self._store.delete_result()
             self._abandoned.discard("")

@@ -58,19 +58,16 @@ def reason(error: BaseException) -> str:
 class RemoteFolder:
     """What the store says about a checkpoint folder, without reading its files.
 
-    Args:
-        name: of the folder; "" for the root, which holds the result.
-        run: id of the run that wrote it; None if unknown.
-        settings: digest of that run's settings, if it was still writing; None if unknown.
-        has_manifest: whether its complete manifest is there.
-        has_mark: whether it is being written or deleted, or was when a process was killed.
-        is_empty: whether nothing is there.
+    `run` is the id of the run that wrote it, if known.
     """
 
     name: str
     run: str | None
+    # The digest of that run's settings, if it was still writing.
     settings: str | None
+    # The complete manifest is there.
     has_manifest: bool
+    # It is being written or deleted, or was when a process was killed.
     has_mark: bool
     is_empty: bool
 
@@ -146,22 +143,15 @@ class Store:
         run = _text(manifest, "run") or _text(mark, "run")
         return RemoteFolder(name, run, _text(mark, "settings"), is_complete, MARK in files, not files)
 
-    def upload(
-        self, folder: Path, name: str, manifest: dict[str, Any], run: str | None = None, settings: str | None = None
-    ) -> None:
+    def upload(self, folder: Path, name: str, manifest: dict[str, Any], settings: str | None) -> None:
         """Upload the files of a manifest from a local folder, then the manifest, and read everything again.
 
-        Args:
-            folder: local, with the files of the manifest.
-            name: of the folder in the store.
-            manifest: of the folder.
-            run: id of the run.
-            settings: digest of the run's settings, for the mark of a checkpoint folder.
+        The mark that a checkpoint has meanwhile holds `settings`, a digest of the run's settings.
 
         Raises:
             DamagedError: what was read differs from the manifest.
         """
-        self._begin(name, run, settings)
+        self._begin(name, manifest.get("run"), settings)
         for file in manifest["files"]:
             with self._target(_join(name, file)) as target:
                 self._files.put_file(str(folder / file), target)
@@ -201,7 +191,7 @@ class Store:
     def delete(self, name: str, run: str | None) -> None:
         """Delete a checkpoint folder, its manifest first and its mark last. `run` is the id of this run."""
         if not self._is_hub:  # There one commit deletes the whole folder.
-            self._begin(name, run)
+            self._begin(name, run, None)
             for file in self._files.find(self._full(name)):
                 if not file.endswith(f"/{MARK}"):
                     self._remove(file.removeprefix(self._root).lstrip("/"))
@@ -219,7 +209,7 @@ class Store:
         for file in (MANIFEST, *files):
             self._remove_existing(file)
 
-    def _begin(self, name: str, run: str | None, settings: str | None = None) -> None:
+    def _begin(self, name: str, run: str | None, settings: str | None) -> None:
         """Make a folder, new or not, unfinished, so that it does not count from now on. The result has no mark."""
         if name:
             self._write(_join(name, MARK), json.dumps({"run": run, "settings": settings}).encode())
@@ -231,14 +221,11 @@ class Store:
 
     def _manifest(self, name: str) -> dict[str, Any]:
         try:
-            manifest = check_manifest(json.loads(self._read(_join(name, MANIFEST))))
+            return check_manifest(json.loads(self._read(_join(name, MANIFEST))), step_of(name))
         except FileNotFoundError as error:
             raise DamagedError(f"{MANIFEST}: missing") from error
         except (ValueError, RecursionError, RuntimeError) as error:
             raise DamagedError(f"{MANIFEST}: {str(error).removeprefix(f'{MANIFEST}: ')}") from error
-        if name and manifest.get("step") != step_of(name):
-            raise DamagedError(f"{MANIFEST}: written for step {manifest.get('step')!r}")
-        return manifest
 
     def _checked_chunks(self, path: str, file: str, entry: dict[str, Any]) -> Iterator[bytes]:
         """Yield the content of a file; raise DamagedError if it is not what its entry in the manifest says."""

@@ -42,7 +42,6 @@ from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
     PushFailed,
     hub_fault,
-    push_failed,
     repo_name,
     warn_of_failed_pushes,
     warn_of_push,
@@ -473,7 +472,7 @@ class ResumableTrainer(Trainer):
         try:
             return super().push_to_hub(*args, **kwargs)
         except (*HUB_ERRORS, OSError) as error:
-            raise push_failed(self, error) from error
+            raise PushFailed(self, error) from error
         finally:
             warn_of_failed_pushes(self)
 

@@ -31,7 +31,6 @@ def load_rows(
     *,
     split: str = "train",
     config_name: str | None = None,
-    revision: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Read a dataset from a file, a folder, or the Hub.
@@ -42,7 +41,6 @@ def load_rows(
             suffixes, or begins with an existing folder, is a path and never looked up on the Hub.
         split: name of the split, optionally with a slice ("train[:100]"); a single file has the split "train".
         config_name: configuration of a dataset that has several.
-        revision: branch, tag or commit on the Hub.
         columns: our name -> the dataset's name: {"prompt": "question"} renames the column `question` to `prompt`.
 
     Raises:
@@ -57,7 +55,7 @@ def load_rows(
     elif _looks_like_path(str(name_or_path)):
         raise FileNotFoundError(f"{name_or_path} does not exist (working folder {Path.cwd()}); give an existing path")
     else:
-        rows = _load_hub(str(name_or_path), split, config_name, revision)
+        rows = _load_hub(str(name_or_path), split, config_name)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
     return _rename_columns(rows, columns or {})
@@ -193,9 +191,9 @@ def _json_fault(path: Path) -> str | None:
     return None
 
 
-def _load_hub(name: str, split: str, config_name: str | None, revision: str | None) -> Dataset:
+def _load_hub(name: str, split: str, config_name: str | None) -> Dataset:
     try:
-        return datasets.load_dataset(name, config_name, split=split, revision=revision)
+        return datasets.load_dataset(name, config_name, split=split)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{name} is neither a local path nor a dataset that the Hub shows to you ({error}); check the name, or log"

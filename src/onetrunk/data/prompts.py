@@ -78,13 +78,8 @@ def prepare_prompts(
     encoder = _PromptEncoder(
         tokenizer, conversational, chat_template, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
-    features = datasets.Features(
-        {
-            **dataset.features,
-            "prompt_ids": datasets.List(datasets.Value("int64")),
-            "prompt_fault": datasets.Value("string"),
-        }
-    )
+    added = {"prompt_ids": datasets.List(datasets.Value("int64")), "prompt_fault": datasets.Value("string")}
+    features = datasets.Features({**dataset.features, **added})
     # No cache: its key does not change with the functions that the encoder calls.
     rows = dataset.map(encoder, features=features, load_from_cache_file=False, desc="prompts")
     raise_faults([fault and f"prompt {fault}" for fault in rows["prompt_fault"]])
@@ -168,18 +163,16 @@ def _is_conversational(prompts: list[Any]) -> bool:
 
 
 def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
-    kept = [index for index, ids in enumerate(rows["prompt_ids"]) if len(ids) <= max_prompt_length]
-    if not kept:
+    kept = rows.filter(lambda row: len(row["prompt_ids"]) <= max_prompt_length, load_from_cache_file=False)
+    if len(kept) == 0:
         raise ValueError(
             f"all {len(rows)} prompts are longer than max_prompt_length {max_prompt_length}; raise it, "
             "or set overlong_prompts to 'truncate'"
         )
-    if len(kept) == len(rows):
-        return rows
-    logger.warning(
-        "dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), max_prompt_length
-    )
-    return rows.select(kept)
+    if len(kept) < len(rows):
+        dropped = len(rows) - len(kept)
+        logger.warning("dropped %d of %d prompts longer than %d tokens", dropped, len(rows), max_prompt_length)
+    return kept
 
 
 # --- rows for supervised fine-tuning --------------------------------------------------------------------------------
@@ -207,16 +200,15 @@ def validate_completions(dataset: Dataset) -> str:
 def _sft_fault(row: dict[str, Any], columns: str, conversational: bool) -> str | None:
     if columns == "text":
         fault = text_fault(row["text"])
-        return fault and f"text {fault}"
-    if columns == "messages":
+    elif columns == "messages":
         fault = conversation_fault(row["messages"])
         if fault is None and all(message["role"] != "assistant" for message in row["messages"]):
             fault = "has no message of the assistant to learn from"
-        return fault and f"messages {fault}"
-    if fault := prompt_fault(row["prompt"], conversational):
-        return f"prompt {fault}"
-    fault = completion_fault(row["completion"], conversational)
-    return fault and f"completion {fault}"
+    else:
+        fault = prompt_fault(row["prompt"], conversational)
+        if fault is None:
+            columns, fault = "completion", completion_fault(row["completion"], conversational)
+    return fault and f"{columns} {fault}"
 
 
 def without_written_bos(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
