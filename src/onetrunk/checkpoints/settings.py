@@ -206,8 +206,10 @@ class CheckpointConfig:
 
 def _check_intervals(args: TrainingArguments) -> None:
     for kind in ("save", "eval", "logging"):
-        value, is_unset = getattr(args, f"{kind}_steps"), kind == "eval" and args.eval_steps is None
-        if getattr(args, f"{kind}_strategy") == "steps" and not is_unset and not (value or 0) > 0:
+        value, is_used = getattr(args, f"{kind}_steps"), getattr(args, f"{kind}_strategy") == "steps"
+        if kind == "eval" and value is None:
+            continue  # It means logging_steps.
+        if is_used and not (value or 0) > 0:
             raise ValueError(
                 f"{kind}_steps is {value!r}, and {kind}_strategy is 'steps'; set a whole number above 0 or a share of"
                 f" all steps between 0 and 1, or set {kind}_strategy to 'no'"
