@@ -165,4 +165,4 @@ def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog
     with caplog.at_level(logging.WARNING):
         assert run(verb, *PUSH, *saves, *longer, "--hub_always_push", "true", *new(tmp_path)) == 1
     assert (tmp_path / "out" / RESULT[verb]).is_file()
-    assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training goes on" in caplog.text
+    assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text

@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.utils.files import sync
+
+T = TypeVar("T")
 
 PREFIX = "checkpoint-"
 STAGING = ".saving"
@@ -39,17 +42,16 @@ def checkpoint_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 def checkpoint_problems(folder: str | os.PathLike[str]) -> list[str]:
     """Return `problems` of a checkpoint folder; its manifest must name the same step as the folder's name."""
-    step = step_of(folder)
-    return problems(folder) if step is None else problems(folder, step=step)
+    return problems(folder, step_of(folder))
 
 
-def described(problems: list[str], most: int = 3) -> str:
-    """Return the first `most` problems as one phrase, with the number of the others."""
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+def described(problems: list[str]) -> str:
+    """Return the first three problems as one phrase, with the number of the others."""
+    more = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
+    return "; ".join(problems[:3] + more)
 
 
-def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] = lambda _: None) -> Path | None:
+def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None]) -> Path | None:
     """Return the last checkpoint of a run that matches its manifest; None if there are no checkpoints.
 
     `tell` receives a warning for each damaged checkpoint that is passed over.
@@ -57,17 +59,17 @@ def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None] =
     Raises:
         RuntimeError: there are checkpoints, and all of them are damaged.
     """
-    folders = checkpoint_folders(output_dir)
-    for folder in reversed(folders):
+    damage: list[str] = []
+    for folder in reversed(checkpoint_folders(output_dir)):
         differences = checkpoint_problems(folder)
         if not differences:
             return folder
+        damage.append(f"{folder.name}: {described(differences)}")
         tell(f"{folder} is damaged and passed over ({described(differences)})")
-    if folders:
+    if damage:
         raise RuntimeError(
-            f"none of the {len(folders)} checkpoints in {output_dir} is whole ({folders[-1].name}:"
-            f" {described(checkpoint_problems(folders[-1]))}); restore one from a copy, or start a new run in another"
-            " output_dir"
+            f"none of the {len(damage)} checkpoints in {output_dir} is whole ({damage[0]}); restore one from a copy,"
+            " or start a new run in another output_dir"
         )
     return None
 
@@ -115,9 +117,7 @@ def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]
     for folder in checkpoint_folders(output_dir):
         if step_of(folder) > step and (folder / MANIFEST).is_file():
             names = (folder.with_name(f"{folder.name}.aside{number}") for number in itertools.count())
-            name = next(name for name in names if not os.path.lexists(name))
-            os.rename(folder, name)
-            renamed.append(name)
+            renamed.append(folder.rename(next(name for name in names if not os.path.lexists(name))))
     return renamed
 
 
@@ -141,15 +141,20 @@ def rotate(output_dir: str | os.PathLike[str], keep: int | None, kept: Collectio
         keep: how many checkpoints to keep, at least LEAST_KEPT; None keeps all.
         kept: folders to keep whatever their age (the best one, one that is being uploaded).
     """
-    if not keep or keep < 0:
-        return []
-    protected = {Path(path).resolve() for path in kept}
-    folders = checkpoint_folders(output_dir)
-    newest = max(keep, LEAST_KEPT)
-    # A protected old checkpoint counts towards `keep`.
-    protected_old = sum(path.resolve() in protected for path in folders[:-newest])
-    newest = max(newest - protected_old, LEAST_KEPT)
-    oldest = [path for path in folders[:-newest] if path.resolve() not in protected]
+    folders, protected = checkpoint_folders(output_dir), {Path(path).resolve() for path in kept}
+    oldest = surplus(folders, keep, [folder for folder in folders if folder.resolve() in protected])
     for path in oldest:
         delete(path)
     return oldest
+
+
+def surplus(checkpoints: Sequence[T], keep: int | None, kept: Collection[T]) -> list[T]:
+    """Return the oldest of the checkpoints, which are in the order of their steps, beyond `keep` and not in `kept`.
+
+    One in `kept` counts towards `keep`, but the LEAST_KEPT newest always stay. If `keep` is None, all stay.
+    """
+    if not keep or keep < 0:
+        return []
+    newest = max(keep, LEAST_KEPT)
+    newest = max(newest - sum(checkpoint in kept for checkpoint in checkpoints[:-newest]), LEAST_KEPT)
+    return [checkpoint for checkpoint in checkpoints[:-newest] if checkpoint not in kept]

@@ -7,10 +7,10 @@ of the run is saved. The trainer's calls are in checkpoints/trainer.py.
 from __future__ import annotations
 
 import functools
-import queue
 import re
 import shlex
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx2
@@ -30,8 +30,6 @@ from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
-# Trainer leaves these out of a push: checkpoints, and the run's internal files.
-NOT_PUSHED = ("checkpoint-*", "_*")
 HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
 LONGEST_REASON = 200
 # For all requests of `require_push` together, in seconds.
@@ -64,26 +62,28 @@ def require_push(args: TrainingArguments) -> None:
     token = args.hub_token or get_token()
     if not token:
         raise RuntimeError(f"push_to_hub is true and {NO_TOKEN}")
-    name = args.hub_model_id or Path(args.output_dir).absolute().name
-    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    answer: Future[None] = Future()
 
     def ask() -> None:
         try:
-            errors.put(_require_write(name, token, args.hub_private_repo, args.hub_revision))
+            answer.set_result(_require_write(repo_name(args), token, args.hub_private_repo, args.hub_revision))
         except BaseException as error:
-            errors.put(error)
+            answer.set_exception(error)
 
     # huggingface_hub's client waits for ever if a server accepts a request and does not answer.
     threading.Thread(target=ask, daemon=True, name="hub").start()
     try:
-        error = errors.get(timeout=DEADLINE_S)
-    except queue.Empty:
-        error = RuntimeError(
+        answer.result(DEADLINE_S)
+    except TimeoutError as error:
+        raise RuntimeError(
             f"push_to_hub is true and {constants.ENDPOINT} does not answer within {DEADLINE_S:g} s; look at the"
             " network, and try again"
-        )
-    if error is not None:
-        raise error
+        ) from error
+
+
+def repo_name(args: TrainingArguments) -> str:
+    """Return the name of the repository of a run, as far as the settings say it."""
+    return args.hub_model_id or Path(args.output_dir).absolute().name
 
 
 @functools.cache
@@ -97,7 +97,12 @@ def _require_write(name: str, token: str, private: bool | None, revision: str | 
             )
         name = name if "/" in name else f"{me['name']}/{name}"
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id
-        _check_write(api, repo)
+        try:
+            api.auth_check(repo, write=True)
+        except HfHubHTTPError as error:
+            # A server that is not Hugging Face's may not have this endpoint.
+            if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
+                raise
         if revision is not None:
             api.repo_info(repo, revision=revision)
     except RevisionNotFoundError as error:
@@ -107,15 +112,6 @@ def _require_write(name: str, token: str, private: bool | None, revision: str | 
         ) from error
     except HUB_ERRORS as error:
         raise RuntimeError(f"push_to_hub is true and {name} cannot be pushed to: {hub_fault(error)}") from error
-
-
-def _check_write(api: HfApi, repo: str) -> None:
-    try:
-        api.auth_check(repo, write=True)
-    except HfHubHTTPError as error:
-        # A server that is not Hugging Face's may not have this endpoint.
-        if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
-            raise
 
 
 def _one_line(text: str) -> str:
@@ -143,25 +139,24 @@ def hub_fault(error: BaseException) -> str:
 
 
 class PushFailed(RuntimeError):
-    """A push of the result failed; the result itself is saved."""
+    """The push of a trainer's result failed; the result is saved, and the message contains the command to push it."""
 
-
-def push_failed(trainer: Trainer, error: BaseException) -> PushFailed:
-    """Return the error to raise when the push of a trainer's result failed; it contains the command to push again."""
-    args = trainer.args
-    name = trainer.hub_model_id or args.hub_model_id
-    words = ["hf", "upload", str(name), args.output_dir, "."]
-    words += [word for pattern in NOT_PUSHED for word in ("--exclude", pattern)]
-    words += ["--revision", args.hub_revision] if args.hub_revision else []
-    return PushFailed(
-        f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
-        f" `{shlex.join(words)}` pushes it"
-    )
+    def __init__(self, trainer: Trainer, error: BaseException):
+        args, name = trainer.args, trainer.hub_model_id or trainer.args.hub_model_id
+        # Trainer leaves the same files out of a push: checkpoints, and the run's internal files.
+        words = ["hf", "upload", str(name), args.output_dir, ".", "--exclude", "checkpoint-*", "--exclude", "_*"]
+        words += ["--revision", args.hub_revision] if args.hub_revision else []
+        super().__init__(
+            f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
+            f" `{shlex.join(words)}` pushes it"
+        )
 
 
 def warn_of_push(error: BaseException) -> None:
     """Log that a checkpoint could not be pushed."""
-    logger.warning(f"a checkpoint was not pushed: {_reason(error)}. Training goes on; the checkpoint is in output_dir")
+    logger.warning(
+        f"a checkpoint was not pushed: {_reason(error)}. Training continues; the checkpoint is in output_dir"
+    )
 
 
 def warn_of_failed_pushes(trainer: Trainer) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,25 +31,24 @@ def write_manifest(folder: str | os.PathLike[str], **about: Any) -> dict[str, An
     """
     root = Path(folder)
     files: dict[str, dict[str, Any]] = {}
-    for path in _walk(root):
-        if path.is_symlink():
+    for path in (*sorted(root.rglob("*")), root):
+        if path.is_symlink() and path != root:
             raise RuntimeError(f"{path} is a link; a checkpoint may hold files only")
-        if path.is_file() and path != root / MANIFEST:
-            sync(path)
+        if path == root / MANIFEST:
+            continue
+        sync(path)
+        if path.is_file():
             files[path.relative_to(root).as_posix()] = {"size": path.stat().st_size, "sha256": digest(path)}
-    for path in (*_walk(root), root):
-        if path.is_dir():
-            sync(path)
     manifest = {"format": FORMAT, **about, "files": files}
     atomic_write_json(root / MANIFEST, manifest)
     return manifest
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of a folder after checking its format.
+def read_manifest(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Return the manifest of a folder after checking its format, and its step unless that is None.
 
     Raises:
-        RuntimeError: the manifest is missing, damaged, or names files outside the folder.
+        RuntimeError: the manifest is missing, damaged, of another step, or names files outside the folder.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -59,49 +57,42 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         content = read_json(path)
     except RuntimeError as error:
         raise RuntimeError(f"{MANIFEST}: {error}") from error
-    return check_manifest(content)
+    return check_manifest(content, step)
 
 
-def check_manifest(manifest: Any) -> dict[str, Any]:
-    """Return a manifest, which may come from an untrusted place, after checking its format.
-
-    Raises:
-        RuntimeError: it is not a manifest, or names a file outside its folder.
-    """
+def check_manifest(manifest: Any, step: int | None) -> dict[str, Any]:
+    """Return a manifest, which may come from an untrusted place; checks and raises as `read_manifest`."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise RuntimeError(f"{MANIFEST}: not a manifest, which is a mapping with files")
     if manifest.get("format") != FORMAT:
         raise RuntimeError(f"{MANIFEST}: format {manifest.get('format')!r}, but this version reads format {FORMAT}")
+    if step is not None and manifest.get("step") != step:
+        raise RuntimeError(f"{MANIFEST}: written for step {manifest.get('step')!r}, expected {step}")
     for name, entry in manifest["files"].items():
-        parts = PurePosixPath(name)
-        if not name or parts.is_absolute() or ".." in parts.parts or "\\" in name or "\0" in name:
+        path = PurePosixPath(name)
+        is_inside = path.name and not path.is_absolute() and ".." not in path.parts
+        if not is_inside or str(path) != name or {"\\", "\0"} & set(name):
             raise RuntimeError(f"{MANIFEST}: {name!r} is no name of a file in the folder")
+        if any(str(parent) in manifest["files"] for parent in path.parents):
+            raise RuntimeError(f"{MANIFEST}: {name!r} can't be a file of a checkpoint, it is inside another file")
         is_entry = isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
         if not is_entry or entry["size"] < 0 or not DIGEST.fullmatch(entry["sha256"]):
             raise RuntimeError(f"{MANIFEST}: the entry of {name} has no size and sha256")
     return manifest
 
 
-def problems(folder: str | os.PathLike[str], **about: Any) -> list[str]:
+def problems(folder: str | os.PathLike[str], step: int | None = None) -> list[str]:
     """Return how a folder differs from its manifest, as phrases; an empty list if it is whole. Reads every file.
 
-    The manifest must have the entries in `about` ("step").
+    Unless `step` is None, the manifest must name that step.
     """
     root = Path(folder)
     try:
-        manifest = read_manifest(root)
+        files = read_manifest(root, step)["files"]
     except RuntimeError as error:
         return [str(error)]
-    differences = [
-        f"{MANIFEST}: written for {name} {manifest.get(name)!r}, expected {value!r}"
-        for name, value in about.items()
-        if manifest.get(name) != value
-    ]
-    for name, entry in manifest["files"].items():
-        problem = _problem(root, name, entry)
-        if problem:
-            differences.append(f"{name}: {problem}")
-    return differences
+    found = ((name, _problem(root, name, entry)) for name, entry in files.items())
+    return [f"{name}: {problem}" for name, problem in found if problem]
 
 
 def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:
@@ -123,10 +114,3 @@ def digest(path: str | os.PathLike[str]) -> str:
     """Return the sha256 of a file, as hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for path in sorted(root.iterdir()):
-        yield path
-        if path.is_dir() and not path.is_symlink():
-            yield from _walk(path)

@@ -9,21 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.training_args import TrainingArguments
 
-from onetrunk.checkpoints.folders import (
-    LEAST_KEPT,
-    PREFIX,
-    checkpoint_folders,
-    checkpoint_problems,
-    described,
-    last_whole,
-)
+from onetrunk.checkpoints.folders import PREFIX, checkpoint_folders, checkpoint_problems, described, last_whole
 from onetrunk.checkpoints.manifest import MANIFEST, read_manifest
 from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.utils.files import read_json
@@ -31,6 +24,7 @@ from onetrunk.utils.files import read_json
 logger = get_logger(__name__)
 
 AUTO = "auto"
+Callback = TypeVar("Callback", bound=TrainerCallback)
 
 
 def loop_state_file(rank: int) -> str:
@@ -54,8 +48,7 @@ def open_mirror(args: TrainingArguments) -> Mirror | None:
     url = getattr(args, "checkpoint_mirror", None)
     if not url or not args.should_save:
         return None
-    limit = args.save_total_limit
-    mirror = Mirror(url, max(limit, LEAST_KEPT) if limit else None, logger.warning)
+    mirror = Mirror(url, args.save_total_limit, logger.warning)
     mirror.check(args.output_dir)
     return mirror
 
@@ -119,26 +112,19 @@ def _require_whole(folder: Path) -> None:
         return
     others = [path for path in checkpoint_folders(folder.parent) if path != folder and not checkpoint_problems(path)]
     remedy = f"{others[-1]} is whole" if others else f"no other checkpoint in {folder.parent} is whole"
+    fault = f"is damaged ({described(problems)})"
     if problems[0].startswith(f"{MANIFEST}: missing"):
-        raise ValueError(
-            f"{folder} has no {MANIFEST}, so it is incomplete or was written by another program, and a run cannot be"
-            f" resumed from it exactly; {remedy}"
-        )
-    raise ValueError(f"{folder} is damaged ({described(problems)}); {remedy}")
+        fault = f"has no {MANIFEST}: it is incomplete, or another program wrote it"
+    raise ValueError(f"{folder} {fault}; {remedy}")
 
 
 def _require_files(folder: Path, needed: Sequence[str]) -> None:
     files = read_manifest(folder)["files"]
     missing = [name for name in needed if name not in files]
-    if OPTIMIZER_NAME in missing:
-        raise ValueError(
-            f"{folder} holds no {', '.join(missing)}: it was saved with save_only_model, or by another kind of"
-            " trainer, and a run cannot be resumed from it exactly; start a new run from its weights instead"
-        )
     if missing:
         raise ValueError(
-            f"{folder} lacks {', '.join(missing)}: another kind of trainer wrote it; pass a {PREFIX}* folder of this"
-            " kind of run"
+            f"{folder} lacks {', '.join(missing)}: it was saved with save_only_model, or by another kind of trainer;"
+            f" pass a {PREFIX}* folder of this kind of run, or start a new run from its weights"
         )
 
 
@@ -152,15 +138,16 @@ def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
 
 def restore_early_stopping(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Set the counters of early stopping to those of a state of the loop."""
-    for callback, counter in zip(_early_stopping(trainer), state["early_stopping"], strict=False):
+    for callback, counter in zip(callbacks_of(trainer, EarlyStoppingCallback), state["early_stopping"], strict=False):
         callback.early_stopping_patience_counter = counter
 
 
 def end_state(trainer: Trainer) -> dict[str, Any]:
     """Return the part of the loop's state that `end_of` reads."""
+    stopping, ending = callbacks_of(trainer, EarlyStoppingCallback), callbacks_of(trainer, EndingCallback)
     return {
-        "early_stopping": [callback.early_stopping_patience_counter for callback in _early_stopping(trainer)],
-        "ended": next((callback.ended for callback in ending_callbacks(trainer) if callback.ended), None),
+        "early_stopping": [callback.early_stopping_patience_counter for callback in stopping],
+        "ended": next((callback.ended for callback in ending if callback.ended), None),
     }
 
 
@@ -173,19 +160,15 @@ def end_of(trainer: Trainer, state: Mapping[str, Any]) -> str | None:
     """
     if state.get("ended"):
         return state["ended"]
-    for callback, counter in zip(_early_stopping(trainer), state["early_stopping"], strict=False):
+    for callback, counter in zip(callbacks_of(trainer, EarlyStoppingCallback), state["early_stopping"], strict=False):
         if counter >= callback.early_stopping_patience:
             return f"early stopping: {counter} evaluations in a row were no better than the best one"
     return None
 
 
-def ending_callbacks(trainer: Trainer) -> list[EndingCallback]:
-    """Return the trainer's callbacks that may end a run."""
-    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EndingCallback)]
-
-
-def _early_stopping(trainer: Trainer) -> list[EarlyStoppingCallback]:
-    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EarlyStoppingCallback)]
+def callbacks_of(trainer: Trainer, kind: type[Callback]) -> list[Callback]:
+    """Return the trainer's callbacks of a class."""
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
 
 
 class EndingCallback(TrainerCallback):

@@ -60,8 +60,7 @@ def without_secrets(args: TrainingArguments) -> Iterator[None]:
         if name in SECRET_KEYWORDS and value:
             settings[name] = None
         elif isinstance(value, dict):
-            plain = {key: entry for key, entry in value.items() if not _is_secret(key, entry)}
-            settings[name] = redact_all(value if len(plain) == len(value) else plain)
+            settings[name] = redact_all({key: entry for key, entry in value.items() if not _is_secret(key, entry)})
         else:
             settings[name] = redact_all(value)
     try:

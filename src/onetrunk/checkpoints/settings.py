@@ -67,7 +67,7 @@ def is_free(name: str) -> bool:
 
 
 def require_same(path: Path, saved: dict[str, Any], current: dict[str, Any], names: Iterable[str]) -> None:
-    """Check settings that must be the same as in the checkpoint.
+    """Check that the base model, its precision and the settings `names` are the same as in the checkpoint.
 
     Args:
         path: the file that `saved` was read from.
@@ -76,19 +76,7 @@ def require_same(path: Path, saved: dict[str, Any], current: dict[str, Any], nam
         names: of the settings to compare.
 
     Raises:
-        ValueError: names each setting that differs.
-    """
-    changed = [name for name in names if saved.get(name) != current.get(name)]
-    if changed:
-        pairs = ", ".join(f"{name} {saved.get(name)} (here {current.get(name)})" for name in changed)
-        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
-
-
-def require_base(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that the base model and its precision are those of the checkpoint; arguments as for `require_same`.
-
-    Raises:
-        ValueError: names both base models.
+        ValueError: names both base models, or each setting that differs.
     """
     if saved.get("base") != current["base"]:
         raise ValueError(
@@ -96,19 +84,16 @@ def require_base(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> 
             f" {current['base_name']} ({current['base']}), another model or another precision; resume with the base"
             " model of that run, or start a new run"
         )
+    changed = [name for name in names if saved.get(name) != current.get(name)]
+    if changed:
+        pairs = ", ".join(f"{name} {saved.get(name)} (here {current.get(name)})" for name in changed)
+        raise ValueError(f"{path} was written with {pairs}; resume with the settings of that run, or start a new run")
 
 
 def allow_steering(path: Path, saved: dict[str, Any], current: dict[str, Any], is_allowed: bool) -> None:
-    """Warn about changed steering settings, or reject them if `allow_config_change` is not set.
+    """Warn about changed steering settings, or reject them with ValueError unless `is_allowed`.
 
-    Args:
-        path: the file that `saved` was read from.
-        saved: steering settings of the checkpoint. A setting that only one version of onetrunk has is not compared.
-        current: steering settings of this run.
-        is_allowed: `allow_config_change`.
-
-    Raises:
-        ValueError: names each setting that has changed.
+    A setting that only one version of onetrunk has is not compared.
     """
     changed = [name for name in current if name in saved and saved[name] != current[name]]
     if not changed:
@@ -125,12 +110,9 @@ def allow_steering(path: Path, saved: dict[str, Any], current: dict[str, Any], i
 def keep_optimizer_settings(
     path: Path, saved: dict[str, Any], current: dict[str, Any], names: Iterable[str], is_allowed: bool
 ) -> None:
-    """Warn that changed settings of the optimizer have no effect, or reject them without `allow_config_change`.
+    """Warn that changed settings of the optimizer have no effect, or reject them with ValueError unless `is_allowed`.
 
-    The optimizer's state holds these settings and is loaded from the checkpoint. Arguments as for `allow_steering`.
-
-    Raises:
-        ValueError: a setting has changed, and `is_allowed` is False.
+    The optimizer's state holds these settings and is loaded from the checkpoint.
     """
     changed = [name for name in names if saved.get(name) != current[name]]
     if not changed:
@@ -169,7 +151,6 @@ def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed
     saved = read_json(path)
     if not isinstance(saved, dict):
         raise ValueError(f"{path} does not hold the settings of a run; pass another checkpoint")
-    require_base(path, saved, current)
     require_same(path, saved, current, BOUND_SETTINGS)
     keep_optimizer_settings(path, saved, current, KEPT_SETTINGS, is_allowed)
     others = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
@@ -201,7 +182,7 @@ def _adapter_settings(model: PeftModel) -> dict[str, Any]:
 
 
 @dataclass(repr=False)
-class CheckpointSettings:
+class CheckpointConfig:
     """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
 
     allow_config_change: bool = option(
@@ -219,28 +200,19 @@ class CheckpointSettings:
     )
 
     def __post_init__(self) -> None:
-        check_intervals(self)
+        _check_intervals(self)
         super().__post_init__()
 
 
-def check_intervals(args: TrainingArguments) -> None:
-    """Check that each interval is positive, and that evaluations exist if a best model is to be chosen.
-
-    Raises:
-        ValueError: names the setting, its value and the values allowed.
-    """
-    for strategy, steps in (
-        ("save_strategy", "save_steps"),
-        ("eval_strategy", "eval_steps"),
-        ("logging_strategy", "logging_steps"),
-    ):
-        value = getattr(args, steps)
-        if getattr(args, strategy) != "steps" or (value is None and steps == "eval_steps"):
-            continue  # An unset eval_steps means logging_steps.
-        if not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+def _check_intervals(args: TrainingArguments) -> None:
+    for kind in ("save", "eval", "logging"):
+        value, is_used = getattr(args, f"{kind}_steps"), getattr(args, f"{kind}_strategy") == "steps"
+        if kind == "eval" and value is None:
+            continue  # It means logging_steps.
+        if is_used and not (value or 0) > 0:
             raise ValueError(
-                f"{steps} is {value!r}, and {strategy} is 'steps'; set a whole number above 0 or a share of all steps"
-                f" between 0 and 1, or set {strategy} to 'no'"
+                f"{kind}_steps is {value!r}, and {kind}_strategy is 'steps'; set a whole number above 0 or a share of"
+                f" all steps between 0 and 1, or set {kind}_strategy to 'no'"
             )
     if (args.load_best_model_at_end or args.save_strategy == "best") and args.eval_strategy == "no":
         setting = "load_best_model_at_end" if args.load_best_model_at_end else "save_strategy 'best'"

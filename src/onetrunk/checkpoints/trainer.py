@@ -1,8 +1,7 @@
 """The base of every trainer here: checkpoints that are whole or absent, exact resume, a clean stop, safe Hub pushes.
 
 transformers' Trainer writes a checkpoint into a staging folder. The files are then synced to disk and listed in a
-manifest; the folder is renamed and verified, and only then is an older checkpoint deleted. A signal ends a run with a
-checkpoint.
+manifest; the folder is renamed and verified, and only then is an older checkpoint deleted.
 
 This is the ONE file that overrides or reads private members of transformers' Trainer and of TRL's trainers. Subclasses
 override the public hooks of ResumableTrainer instead. tests/checkpoints/test_private_members.py pins those members:
@@ -43,7 +42,7 @@ from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
     PushFailed,
     hub_fault,
-    push_failed,
+    repo_name,
     warn_of_failed_pushes,
     warn_of_push,
 )
@@ -52,10 +51,11 @@ from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.checkpoints.resume_point import (
     AUTO,
     LOOP_FILES,
+    EndingCallback,
     LoopEvents,
+    callbacks_of,
     end_of,
     end_state,
-    ending_callbacks,
     locate,
     loop_state_file,
     open_mirror,
@@ -73,7 +73,6 @@ from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
-TRAIN_ON = "set continue_ended_run to true to train on"
 # Seconds to wait for uploads to the mirror: at the end of a run, and after a signal, when the process may be killed.
 MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
@@ -232,10 +231,12 @@ class ResumableTrainer(Trainer):
         if ended is None:
             longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
             longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
-            reason = f"step {state.global_step} of {planned} planned; raise {longer} to train on"
+            why = f" of {planned} planned; raise {longer}"
         else:
-            reason = f"step {state.global_step}, where the run was ended ({ended}); {TRAIN_ON}"
-        logger.warning(f"nothing is left to train: {self._resume_from} is at {reason}")
+            why = f", where the run was ended ({ended}); set continue_ended_run to true"
+        logger.warning(
+            f"nothing is left to train: {self._resume_from} is at step {state.global_step}{why} to train on"
+        )
         return True
 
     def _restore_ended(self, state: TrainerState, extra: dict[str, Any]) -> None:
@@ -245,7 +246,7 @@ class ResumableTrainer(Trainer):
         state.is_local_process_zero = self.args.local_process_index == 0
         self.state = state
         self.load_extra_loop_state(extra)
-        for callback in ending_callbacks(self):
+        for callback in callbacks_of(self, EndingCallback):
             callback.restore_ended(state)
         # An evaluation after training draws from the same generators.
         self._load_rng_state(self._resume_from)
@@ -427,19 +428,19 @@ class ResumableTrainer(Trainer):
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.load_branches_from(resume_from_checkpoint):
-            return
-        if isinstance(self.model, PeftModel):
-            require_safetensors(resume_from_checkpoint)
-        with reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._has_loaded_branches(resume_from_checkpoint):
+            with reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.load_branches_from(self.state.best_model_checkpoint):
-            return
-        if isinstance(self.model, PeftModel):
-            require_safetensors(self.state.best_model_checkpoint)
-        super()._load_best_model()
+        if not self._has_loaded_branches(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _has_loaded_branches(self, folder: str) -> bool:
+        is_loaded = self.load_branches_from(folder)
+        if not is_loaded and isinstance(self.model, PeftModel):
+            require_safetensors(folder)
+        return is_loaded
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(str(checkpoint)):
@@ -460,8 +461,7 @@ class ResumableTrainer(Trainer):
         try:
             super().init_hf_repo(token, private)
         except HUB_ERRORS as error:
-            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            raise RuntimeError(f"{name} cannot be pushed to: {hub_fault(error)}") from error
+            raise RuntimeError(f"{repo_name(self.args)} cannot be pushed to: {hub_fault(error)}") from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push the result to the Hub.
@@ -472,7 +472,7 @@ class ResumableTrainer(Trainer):
         try:
             return super().push_to_hub(*args, **kwargs)
         except (*HUB_ERRORS, OSError) as error:
-            raise push_failed(self, error) from error
+            raise PushFailed(self, error) from error
         finally:
             warn_of_failed_pushes(self)
 
@@ -531,10 +531,7 @@ class ResumableTRLTrainer(ResumableTrainer):
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir) / "README.md"
         if self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            clean = redact(text)
-            if clean != text:
-                atomic_write_text(path, clean)
+            atomic_write_text(path, redact(path.read_text(encoding="utf-8")))
 
 
 class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):

@@ -44,7 +44,7 @@ def require_room(trainer: Trainer, extra_bytes: int) -> None:
     if not args.should_save or args.save_strategy == "no":
         return
     size, free = checkpoint_bytes(trainer, extra_bytes), _free_bytes(Path(args.output_dir))
-    kept = max(args.save_total_limit, LEAST_KEPT) if args.save_total_limit else LEAST_KEPT
+    kept = max(args.save_total_limit or 0, LEAST_KEPT)
     if free < size * (kept + 1):
         raise RuntimeError(
             f"{args.output_dir} has {free:,} bytes free, and {kept + 1} checkpoints of about {size:,} bytes take"

@@ -6,10 +6,9 @@ row is checked by `prompts.py` and `preferences.py`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import secrets
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import datasets
 import yaml
 from datasets import Dataset, DatasetDict
-from huggingface_hub import DatasetCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from onetrunk.utils.files import require_inside, require_relative
+from onetrunk.utils.files import read_json, require_inside, require_relative
 from onetrunk.utils.yaml_files import check_aliases
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -33,7 +31,6 @@ def load_rows(
     *,
     split: str = "train",
     config_name: str | None = None,
-    revision: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Read a dataset from a file, a folder, or the Hub.
@@ -44,7 +41,6 @@ def load_rows(
             suffixes, or begins with an existing folder, is a path and never looked up on the Hub.
         split: name of the split, optionally with a slice ("train[:100]"); a single file has the split "train".
         config_name: configuration of a dataset that has several.
-        revision: branch, tag or commit on the Hub.
         columns: our name -> the dataset's name: {"prompt": "question"} renames the column `question` to `prompt`.
 
     Raises:
@@ -59,7 +55,7 @@ def load_rows(
     elif _looks_like_path(str(name_or_path)):
         raise FileNotFoundError(f"{name_or_path} does not exist (working folder {Path.cwd()}); give an existing path")
     else:
-        rows = _load_hub(str(name_or_path), split, config_name, revision)
+        rows = _load_hub(str(name_or_path), split, config_name)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
     return _rename_columns(rows, columns or {})
@@ -96,7 +92,7 @@ def _build(builder: str, path: Path, files: list[Path], split: str, **settings: 
         rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
         return rows
     except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
-        require_cache()
+        _require_cache()
         faults = (_json_fault(file) for file in files if BUILDERS[file.suffix] == "json")
         cause = next(filter(None, faults), None) or str(error.__cause__ or error).strip()
         raise ValueError(
@@ -104,21 +100,14 @@ def _build(builder: str, path: Path, files: list[Path], split: str, **settings: 
         ) from error
 
 
-def require_cache() -> None:
-    """Check that the datasets cache can be written; otherwise the loader's errors look like errors of the rows.
-
-    Raises:
-        RuntimeError: names the folder.
-    """
+def _require_cache() -> None:
+    """Raise RuntimeError if the datasets cache cannot be written; the loader's error looks like one of the rows."""
     folder = Path(datasets.config.HF_DATASETS_CACHE)
-    probe = folder / f".{secrets.token_hex(8)}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"0")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"0")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            probe.unlink()
         raise RuntimeError(
             f"{folder}, where rows are cached, cannot be written ({error.strerror}); make room there, or set"
             " HF_DATASETS_CACHE or HF_HOME to another folder"
@@ -127,9 +116,9 @@ def require_cache() -> None:
 
 def _load_saved(path: Path, split: str) -> Dataset:
     for state in (*path.glob("state.json"), *path.glob("*/state.json")):
-        for entry in _read_json(state).get("_data_files", ()):
+        for entry in _read_dict(state).get("_data_files", ()):
             require_inside(str(entry["filename"]), state.parent, f"a file that {state} names")
-    for name in _read_json(path / "dataset_dict.json").get("splits", ()):
+    for name in _read_dict(path / "dataset_dict.json").get("splits", ()):
         require_inside(str(name), path, f"a split that {path}/dataset_dict.json names")
     loaded = datasets.load_from_disk(str(path))
     splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded, "train": loaded}
@@ -146,13 +135,13 @@ def _check_card(folder: Path) -> None:
     for name in CARDS:
         if not (folder / name).is_file():
             continue
-        text = (folder / name).read_text(encoding="utf-8", errors="replace")
-        is_markdown = name.endswith(".md")
-        block = REGEX_YAML_BLOCK.search(text) if is_markdown else None
-        header = (block.group(2) if block else "") if is_markdown else text
+        header = (folder / name).read_text(encoding="utf-8", errors="replace")
+        if name.endswith(".md"):
+            block = REGEX_YAML_BLOCK.search(header)
+            header = block.group(2) if block else ""
         check_aliases(header, str(folder / name))
         try:
-            about = DatasetCard(text).data.to_dict() if is_markdown else yaml.safe_load(text)
+            about = yaml.safe_load(header)
         except (ValueError, yaml.YAMLError):
             continue  # The loader raises its own error.
         configs = about.get("configs") if isinstance(about, dict) else None
@@ -172,11 +161,8 @@ def _paths_in(value: Any) -> Iterator[str]:
         yield from _paths_in(entry)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
+def _read_dict(path: Path) -> dict[str, Any]:
+    value = read_json(path) if path.is_file() else {}
     return value if isinstance(value, dict) else {}
 
 
@@ -205,18 +191,18 @@ def _json_fault(path: Path) -> str | None:
     return None
 
 
-def _load_hub(name: str, split: str, config_name: str | None, revision: str | None) -> Dataset:
+def _load_hub(name: str, split: str, config_name: str | None) -> Dataset:
     try:
-        return datasets.load_dataset(name, config_name, split=split, revision=revision)
+        return datasets.load_dataset(name, config_name, split=split)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{name} is neither a local path nor a dataset that the Hub shows to you ({error}); "
-            "check the name, or log in if it is private"
+            f"{name} is neither a local path nor a dataset that the Hub shows to you ({error}); check the name, or log"
+            " in if it is private"
         ) from error
     except ConnectionError as error:
         raise RuntimeError(f"the Hub did not answer for dataset {name}: {error}; try again or give a file") from error
     except OSError:
-        require_cache()
+        _require_cache()
         raise
     except (ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"dataset {name}, config {config_name!r}, split {split!r}: {error}") from error

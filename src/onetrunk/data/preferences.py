@@ -18,11 +18,13 @@ from datasets import Dataset
 from onetrunk.data.rows import (
     completion_fault,
     conversation_fault,
+    missing_columns,
     num_held_out,
     prompt_fault,
     raise_faults,
     require_rows,
     text_fault,
+    type_fault,
 )
 
 SIDES = ("chosen", "rejected")
@@ -38,11 +40,7 @@ def validate_preferences(dataset: Dataset) -> bool:
     """
     missing = [name for name in PAIR if name not in dataset.column_names]
     if missing:
-        raise ValueError(
-            f"the dataset has the columns {', '.join(sorted(dataset.column_names)) or 'none'}; expected prompt, chosen"
-            f" and rejected, and {', '.join(missing)} is missing: say which yours are: dataset_columns {{prompt:"
-            " yours} in a recipe, rename_column in Python"
-        )
+        raise missing_columns(dataset, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
     require_rows(dataset)
     conversational = isinstance(dataset[0]["prompt"], list)
     raise_faults([_pair_fault(row, conversational) for row in dataset])
@@ -104,8 +102,6 @@ def _pair_fault(row: dict[str, Any], conversational: bool) -> str | None:
 
 
 def _number_fault(value: object) -> str | None:
-    if value is None:
-        return "is missing (null)"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return f"is of type {type(value).__name__}, expected a number"
+    if fault := type_fault(value, (int, float), "a number"):
+        return fault
     return None if math.isfinite(value) else f"is {value}, expected a finite number"

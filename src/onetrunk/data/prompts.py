@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.rows import (
     completion_fault,
     conversation_fault,
+    missing_columns,
     num_held_out,
     prompt_fault,
     raise_faults,
@@ -77,13 +78,8 @@ def prepare_prompts(
     encoder = _PromptEncoder(
         tokenizer, conversational, chat_template, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
-    features = datasets.Features(
-        {
-            **dataset.features,
-            "prompt_ids": datasets.List(datasets.Value("int64")),
-            "prompt_fault": datasets.Value("string"),
-        }
-    )
+    added = {"prompt_ids": datasets.List(datasets.Value("int64")), "prompt_fault": datasets.Value("string")}
+    features = datasets.Features({**dataset.features, **added})
     # No cache: its key does not change with the functions that the encoder calls.
     rows = dataset.map(encoder, features=features, load_from_cache_file=False, desc="prompts")
     raise_faults([fault and f"prompt {fault}" for fault in rows["prompt_fault"]])
@@ -151,8 +147,8 @@ class _PromptEncoder:
 def _check_columns(dataset: Dataset) -> None:
     if "prompt" not in dataset.column_names:
         raise ValueError(
-            f"the dataset has no column 'prompt', only {', '.join(dataset.column_names) or 'none'}; "
-            "say which one it is: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
+            f"the dataset has no column 'prompt', only {', '.join(dataset.column_names) or 'none'}; say which one it"
+            " is: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
         )
     reserved = [name for name in RESERVED_COLUMNS if name in dataset.column_names]
     if reserved:
@@ -167,18 +163,16 @@ def _is_conversational(prompts: list[Any]) -> bool:
 
 
 def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
-    kept = [index for index, ids in enumerate(rows["prompt_ids"]) if len(ids) <= max_prompt_length]
-    if not kept:
+    kept = rows.filter(lambda row: len(row["prompt_ids"]) <= max_prompt_length, load_from_cache_file=False)
+    if len(kept) == 0:
         raise ValueError(
             f"all {len(rows)} prompts are longer than max_prompt_length {max_prompt_length}; raise it, "
             "or set overlong_prompts to 'truncate'"
         )
-    if len(kept) == len(rows):
-        return rows
-    logger.warning(
-        "dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), max_prompt_length
-    )
-    return rows.select(kept)
+    if len(kept) < len(rows):
+        dropped = len(rows) - len(kept)
+        logger.warning("dropped %d of %d prompts longer than %d tokens", dropped, len(rows), max_prompt_length)
+    return kept
 
 
 # --- rows for supervised fine-tuning --------------------------------------------------------------------------------
@@ -193,17 +187,10 @@ def validate_completions(dataset: Dataset) -> str:
     Raises:
         ValueError: there are no such columns, there are no rows, or some rows are bad.
     """
-    names = set(dataset.column_names)
-    if {"prompt", "completion"} <= names:
-        columns = "prompt"
-    else:
-        columns = next((name for name in ("messages", "text") if name in names), None)
+    kinds = {"prompt": {"prompt", "completion"}, "messages": {"messages"}, "text": {"text"}}
+    columns = next((kind for kind, names in kinds.items() if names <= set(dataset.column_names)), None)
     if columns is None:
-        raise ValueError(
-            f"the dataset has the columns {', '.join(sorted(names)) or 'none'}; expected prompt and completion, or "
-            "messages, or text: say which yours are: dataset_columns {prompt: yours, completion: yours} in a recipe, "
-            "rename_column in Python"
-        )
+        raise missing_columns(dataset, "prompt and completion, or messages, or text")
     require_rows(dataset)
     conversational = columns == "prompt" and isinstance(dataset[0]["prompt"], list)
     raise_faults([_sft_fault(row, columns, conversational) for row in dataset])
@@ -213,16 +200,15 @@ def validate_completions(dataset: Dataset) -> str:
 def _sft_fault(row: dict[str, Any], columns: str, conversational: bool) -> str | None:
     if columns == "text":
         fault = text_fault(row["text"])
-        return fault and f"text {fault}"
-    if columns == "messages":
+    elif columns == "messages":
         fault = conversation_fault(row["messages"])
         if fault is None and all(message["role"] != "assistant" for message in row["messages"]):
             fault = "has no message of the assistant to learn from"
-        return fault and f"messages {fault}"
-    if fault := prompt_fault(row["prompt"], conversational):
-        return f"prompt {fault}"
-    fault = completion_fault(row["completion"], conversational)
-    return fault and f"completion {fault}"
+    else:
+        fault = prompt_fault(row["prompt"], conversational)
+        if fault is None:
+            columns, fault = "completion", completion_fault(row["completion"], conversational)
+    return fault and f"{columns} {fault}"
 
 
 def without_written_bos(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:

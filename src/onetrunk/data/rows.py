@@ -18,6 +18,14 @@ ROLES = (
 )
 
 
+def missing_columns(dataset: Dataset, expected: str) -> ValueError:
+    """Return the error for a dataset without the columns that `expected` describes."""
+    return ValueError(
+        f"the dataset has the columns {', '.join(sorted(dataset.column_names)) or 'none'}; expected {expected}: say"
+        " which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
+    )
+
+
 def require_rows(dataset: Dataset) -> None:
     """Raise ValueError if a dataset is empty."""
     if len(dataset) == 0:
@@ -39,12 +47,19 @@ def raise_faults(faults: Sequence[str | None]) -> None:
     raise ValueError("\n".join([f"{count} of {len(faults)} rows cannot be used; repair or remove them:", *lines]))
 
 
+def type_fault(value: object, types: tuple[type, ...], expected: str) -> str | None:
+    """Check the type of a value; a bool is not a number."""
+    if value is None:
+        return "is missing (null)"
+    if isinstance(value, bool) or not isinstance(value, types):
+        return f"is of type {type(value).__name__}, expected {expected}"
+    return None
+
+
 def text_fault(text: object) -> str | None:
     """Check a text, which must be a string that is not blank."""
-    if text is None:
-        return "is missing (null)"
-    if not isinstance(text, str):
-        return f"is of type {type(text).__name__}, expected text"
+    if fault := type_fault(text, (str,), "text"):
+        return fault
     if "\0" in text:
         return f"holds a NUL character at position {text.index(chr(0))}"
     return None if text.strip() else "is empty or white space only"
@@ -52,10 +67,8 @@ def text_fault(text: object) -> str | None:
 
 def conversation_fault(messages: object) -> str | None:
     """Check a conversation, which must be a list of messages, each with a known role and a text as content."""
-    if messages is None:
-        return text_fault(messages)
-    if not isinstance(messages, list):
-        return f"is of type {type(messages).__name__}, expected a list"
+    if fault := type_fault(messages, (list,), "a list"):
+        return fault
     if not messages:
         return "is a conversation without messages"
     for index, message in enumerate(messages):

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
 from onetrunk.ppo.alarms import RULES, AlarmConfig, stopping_alarms
@@ -69,7 +69,7 @@ REFUSED_OPTIMIZERS = {
 
 
 @dataclass(repr=False)
-class PPOConfig(AlarmConfig, CheckpointSettings, SecretFreeArguments, TrainingArguments):
+class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give

@@ -20,7 +20,6 @@ from onetrunk.checkpoints.settings import (
     allow_steering,
     is_free,
     keep_optimizer_settings,
-    require_base,
     require_same,
 )
 from onetrunk.models.adapters import POLICY
@@ -229,7 +228,6 @@ def check_settings(
     Raises:
         ValueError: names every setting that must stay as it was.
     """
-    require_base(path, written, current)
     free = {"base_name", "told", *SETTINGS["optimizer"]} - set(SETTINGS["optional"])
     if not in_rollout:
         free |= set(SETTINGS["rollout"])

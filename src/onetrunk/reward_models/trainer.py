@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import SIDES, stopped_column, validate_preferences
 from onetrunk.models.adapters import require_lora
@@ -40,7 +40,7 @@ ENCODED = ("chosen_ids", "rejected_ids")
 
 
 @dataclass(repr=False)
-class RewardModelConfig(CheckpointSettings, SecretFreeArguments, RewardConfig):
+class RewardModelConfig(CheckpointConfig, SecretFreeArguments, RewardConfig):
     """TRL's RewardConfig, and how the labels of the rows are used.
 
     Raises:

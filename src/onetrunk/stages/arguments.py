@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.checkpoints.settings import CheckpointSettings
+from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.utils.options import option
@@ -217,7 +217,7 @@ class RewardTrainingArguments(StageTrainingArguments):
 
 
 @dataclass(repr=False)
-class SFTArguments(StageTrainingArguments, CheckpointSettings, SecretFreeArguments, SFTConfig):
+class SFTArguments(StageTrainingArguments, CheckpointConfig, SecretFreeArguments, SFTConfig):
     """Settings of `onetrunk sft`."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
-# Characters of a path in an error message.
-LONGEST_SHOWN = 300
 
 # safetensors is imported inside the functions, so that the command line answers `--help` without loading torch.
 
@@ -103,29 +102,27 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Raises:
         RuntimeError: the file is missing, unreadable or damaged; the message names it.
     """
-    try:
+    with _reading(path, "JSON", ValueError, RecursionError):
         return json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise RuntimeError(f"{path} cannot be read ({error.strerror}); check the folder's name") from error
-    except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"{path} is damaged or not JSON ({error}); restore it from an older copy") from error
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the named tensors of a safetensors file, on the CPU.
-
-    Raises:
-        RuntimeError: the file is missing, unreadable or damaged; the message names it.
-    """
+    """Return the named tensors of a safetensors file, on the CPU; raises as `read_json`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with _reading(path, "safetensors", SafetensorError):
         return load_file(path)
+
+
+@contextlib.contextmanager
+def _reading(path: str | os.PathLike[str], kind: str, *damage: type[Exception]) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise RuntimeError(f"{path} cannot be read ({error}); check the folder's name") from error
-    except SafetensorError as error:
-        raise RuntimeError(f"{path} is damaged or not safetensors ({error}); restore it from an older copy") from error
+        raise RuntimeError(f"{path} cannot be read ({error.strerror or error}); check the folder's name") from error
+    except damage as error:
+        raise RuntimeError(f"{path} is damaged or not {kind} ({error}); restore it from an older copy") from error
 
 
 # --- folders, names and paths ---------------------------------------------------------------------------------------
@@ -138,13 +135,9 @@ def require_output_dir(path: str | os.PathLike[str]) -> Path:
         ValueError: the path is a file, or the root of the file system.
         RuntimeError: the folder cannot be created or written to.
     """
-    folder, shown = Path(path), str(path)
-    if len(shown) > LONGEST_SHOWN:
-        shown = f"{shown[:LONGEST_SHOWN]}..."
+    folder, shown = Path(path), f"{path!s:.300}"
     if not os.fspath(path) or "\0" in str(path) or os.path.abspath(folder) == "/":
         raise ValueError(f"the output folder is {shown!r}; name a folder of the run's own")
-    # Only a real write shows whether it works: permission bits do not apply to root, nor to a read-only mount.
-    probe = folder / f".{secrets.token_hex(8)}.tmp"
     try:
         if folder.is_symlink() and not folder.exists():
             raise RuntimeError(
@@ -154,8 +147,8 @@ def require_output_dir(path: str | os.PathLike[str]) -> Path:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"the output folder {shown} is a file; name a folder, or move the file away")
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        # Only a real file shows whether it works: permission bits do not apply to root, nor to a read-only mount.
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RuntimeError(
             f"the output folder {shown} cannot be written ({error.strerror}); name another, or change its permissions"

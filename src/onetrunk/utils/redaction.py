@@ -40,7 +40,8 @@ _SHAPES = re.compile(
 )
 # A stack trace of an exception group indents every line, also those of a key.
 _INDENTED = r"\n[ |]*"
-_SHAPE_NAMES = ("key", "password", "query value", "authorization")
+# The last group of each shape, and the name of its mark.
+_SHAPE_NAMES = {"key": "key", "user": "password", "query": "query value", "header": "authorization"}
 
 _added: dict[str, str] = {}
 
@@ -112,13 +113,8 @@ def _mark(name: str) -> str:
 
 
 def _mark_of_shape(match: re.Match[str]) -> str:
-    if match["key"]:
-        return _mark("key")
-    if match["scheme"]:
-        return f"{match['scheme']}{_mark('password')}@"
-    if match["query"]:
-        return match["query"] + _mark("query value")
-    return match["header"] + _mark("authorization")
+    kept = match["scheme"] or match["query"] or match["header"] or ""
+    return kept + _mark(_SHAPE_NAMES[match.lastgroup]) + ("@" if match["scheme"] else "")
 
 
 def _between(marks: re.Pattern[str], text: str, pattern: re.Pattern[str], mark: Callable[..., str]) -> str:
@@ -140,7 +136,7 @@ def _patterns(known: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.P
     forms = sorted((f for f in names if len(f) >= LEAST_LENGTH), key=lambda form: (-len(form), form))
     # `re.escape` turns a newline into a backslash and a newline.
     values = "|".join(re.escape(form).replace("\\\n", _INDENTED) for form in forms) or r"(?!)"
-    in_marks = "|".join(map(re.escape, sorted({*names.values(), *_SHAPE_NAMES, *SECRET_KEYWORDS})))
+    in_marks = "|".join(map(re.escape, sorted({*names.values(), *_SHAPE_NAMES.values(), *SECRET_KEYWORDS})))
     return re.compile(f"(<redacted (?:{in_marks})>)"), re.compile(values), names
 
 

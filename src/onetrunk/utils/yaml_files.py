@@ -5,6 +5,7 @@ PyYAML silently keeps the last of two equal keys, and a few lines of aliases can
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -40,36 +41,33 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
         node = _composed(text, place)
         lines = _top_level(node, place) if isinstance(node, yaml.MappingNode) else {}
         try:
-            return yaml.safe_load(text), lines
-        except (ValueError, OverflowError) as error:  # A number of thousands of digits, or a date that does not exist.
+            return (None if node is None else yaml.SafeLoader("").construct_document(node)), lines
+        # A number of thousands of digits, or a date that does not exist.
+        except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{place} holds a value that cannot be read: {error}; put it in quotes") from error
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise ValueError(f"{place}{where} is not YAML: {problem or error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply; write it flatter") from error
 
 
 def check_aliases(text: str, place: str) -> None:
-    """Check, before another library reads YAML, that its aliases do not expand to too many values.
+    """Raise ValueError, before another library reads YAML, if its aliases expand to too many values.
 
-    Raises:
-        ValueError: names the place. A syntax error is left to the other library.
+    A syntax error is left to the other library.
     """
-    try:
+    with contextlib.suppress(yaml.YAMLError):
         _composed(text, place)
-    except yaml.YAMLError:
-        return
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply; write it flatter") from error
 
 
 def _composed(text: str, place: str) -> yaml.Node | None:
-    node = yaml.compose(text, yaml.SafeLoader)
-    if node is not None:
-        _expanded_size(node, {}, place)
-    return node
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is not None:
+            _expanded_size(node, {}, place)
+        return node
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply; write it flatter") from error
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None], place: str) -> int:
@@ -86,12 +84,12 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None], place: s
             if key.tag == NULL_TAG:
                 raise ValueError(f"{place} line {_line(key)}: a key is null; write a name, in quotes if it is null")
             if isinstance(key, yaml.ScalarNode):
-                first = first_lines.get(key.value)
-                if first is not None:
+                first = first_lines.setdefault(key.value, key)
+                if first is not key:
                     raise ValueError(
-                        f"{place} line {_line(key)}: {key.value} is already given in line {first}; keep one of the two"
+                        f"{place} line {_line(key)}: {key.value} is already given in line {_line(first)}; keep one of"
+                        " the two"
                     )
-                first_lines[key.value] = _line(key)
             size += _expanded_size(key, sizes, place) + _expanded_size(value, sizes, place)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_expanded_size(value, sizes, place) for value in node.value)

@@ -236,9 +236,7 @@ def measure_side(
             parts.sampler,
             parts.datasets[0],
             accelerator,
-            seed=args.seed,
-            rows_per_pack=args.per_device_eval_batch_size,
-            max_tokens=args.microbatch_tokens,
+            args,
             role=role,
         )
     if not args.reward_funcs:
