@@ -1,0 +1,85 @@
+"""A process of two is killed: the launcher starts both again, they resume, and the result has the same bytes."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from tests.stages.small_runs import make_material
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+# Two rollouts follow the first checkpoint, so the killed process has a rollout to lose.
+OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
+OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4 --lora_r 2 --save_steps 2 --use_cpu true"
+OPTIONS += " --report_to none --disable_tqdm true --resume auto"
+# Rank 1 kills itself while it scores the third rollout, once; every call leaves a line.
+REWARD = """
+import os, signal
+from pathlib import Path
+
+def dying(completions, trainer_state, **kwargs):
+    rank, step = os.environ["RANK"], trainer_state.global_step
+    with open(f"calls-{rank}.txt", "a") as calls:
+        calls.write(f"{os.getpid()} {step}\\n")
+    if rank == "1" and step == 2 and Path("kill").exists():
+        Path("kill").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [-float(len(c)) for c in completions]
+"""
+TORCHRUN = "torch.distributed.run --nnodes 1 --nproc_per_node 2 --max_restarts 1 --rdzv_backend c10d".split()
+# As the files of recipes/launch do; the configuration file asks for GPUs, ACCELERATE_USE_CPU takes processors instead.
+ACCELERATE = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml")]
+ACCELERATE += "--num_processes 2 --max_restarts 1 --rdzv_backend c10d".split()
+LAUNCHERS = {"torchrun": [*TORCHRUN, "--rdzv_endpoint", "localhost:0"], "accelerate": ACCELERATE}
+
+
+def launched(folder: Path, launcher: str) -> str:
+    """Run PPO on two processes to its end; return what it printed."""
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # Without it the restarted processes hang in init_process_group. The endpoint gives each run its own port.
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_RDZV_ENDPOINT": "localhost:0"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
+    # A run that hangs is ended by the time limit of the test.
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def prepared(folder: Path) -> Path:
+    make_material(folder)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@cache
+def uninterrupted() -> Path:
+    folder = prepared(Path(mkdtemp()))
+    launched(folder, "torchrun")
+    return folder
+
+
+def calls(folder: Path, rank: int) -> list[tuple[str, int]]:
+    """Return the process and the step of each call of the reward."""
+    lines = (folder / f"calls-{rank}.txt").read_text().splitlines()
+    return [(line.split()[0], int(line.split()[1])) for line in lines]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_after_a_kill_both_processes_restart_and_end_with_the_same_bytes(tmp_path, launcher):
+    folder = prepared(tmp_path)
+    (folder / "kill").touch()
+    launched(folder, launcher)
+    assert not (folder / "kill").exists()
+    for rank in (0, 1):
+        assert [step for _, step in calls(uninterrupted(), rank)] == [0, 1, 2, 3]
+        processes = {process for process, _ in calls(folder, rank)}
+        assert len(processes) == 2, "both processes were started again"
+        assert [step for _, step in calls(folder, rank)][-2:] == [2, 3], "the run resumed from its checkpoint"
+    for name in ("adapter_model.safetensors", "value_head.safetensors"):
+        assert (folder / "out" / name).read_bytes() == (uninterrupted() / "out" / name).read_bytes()
