@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 # Two rollouts follow the first checkpoint, so the killed process has a rollout to lose.
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
-OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4 --lora_r 2 --save_steps 2 --use_cpu true"
-OPTIONS += " --report_to none --disable_tqdm true --resume auto"
+OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
+OPTIONS += " --lora_r 2 --save_steps 2 --use_cpu true --report_to none --disable_tqdm true --resume auto"
 # Rank 1 kills itself while it scores the third rollout, once; every call leaves a line.
 REWARD = """
 import os, signal
