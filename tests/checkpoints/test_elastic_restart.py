@@ -1,6 +1,7 @@
-"""A process of two is killed: the launcher starts both again, they resume, and the result has the same bytes."""
+"""A process of two is killed: the launchers start both again, they resume, and the result has the same bytes."""
 
 import os
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -12,7 +13,7 @@ import pytest
 from tests.stages.small_runs import make_material
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
 # Two rollouts follow the first checkpoint, so the killed process has a rollout to lose.
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
 OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
@@ -35,20 +36,41 @@ TORCHRUN = "torch.distributed.run --nnodes 1 --nproc_per_node 2 --max_restarts 1
 # As the files of recipes/launch do; the configuration file asks for GPUs, ACCELERATE_USE_CPU takes processors instead.
 ACCELERATE = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml")]
 ACCELERATE += "--num_processes 2 --max_restarts 1 --rdzv_backend c10d".split()
-LAUNCHERS = {"torchrun": [*TORCHRUN, "--rdzv_endpoint", "localhost:0"], "accelerate": ACCELERATE}
+LAUNCHERS = ("torchrun", "accelerate", "two accelerates")
 
 
-def launched(folder: Path, launcher: str) -> str:
-    """Run PPO on two processes to its end; return what it printed."""
+def agents(launcher: str) -> list[list[str]]:
+    """Return the words of each launcher that the run needs: one per node."""
+    if launcher == "torchrun":
+        return [TORCHRUN]
+    if launcher == "accelerate":
+        return [ACCELERATE]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    # Both are on this machine. As machine 0, the later one would reject the port that the other has opened.
+    meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank", "1"]
+    return [[*ACCELERATE, "--num_machines", "2", *meeting]] * 2
+
+
+def launched(folder: Path, launcher: str) -> None:
+    """Run PPO on two processes to its end."""
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # Without it the restarted processes hang in init_process_group. The endpoint gives each run its own port.
+    # Without it the restarted processes hang in init_process_group. The endpoint gives a run on one node its own port.
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_RDZV_ENDPOINT": "localhost:0"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
-    # A run that hangs is ended by the time limit of the test.
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout + done.stderr
+    running = []
+    for i, words in enumerate(agents(launcher)):
+        command = [sys.executable, "-m", *words, str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
+        with open(folder / f"log-{i}.txt", "w") as log:
+            running.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log))
+    try:
+        # A run that hangs is ended by the time limit of the test.
+        codes = [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+    logs = "".join((folder / f"log-{i}.txt").read_text()[-4000:] for i in range(len(running)))
+    assert codes == [0] * len(running), logs
 
 
 def prepared(folder: Path) -> Path:
