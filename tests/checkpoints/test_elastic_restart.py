@@ -1,0 +1,107 @@
+"""A process of two is killed: the launchers start both again, they resume, and the result has the same bytes."""
+
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from tests.stages.small_runs import make_material
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
+# Two rollouts follow the first checkpoint, so the killed process has a rollout to lose.
+OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
+OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
+OPTIONS += " --lora_r 2 --save_steps 2 --use_cpu true --report_to none --disable_tqdm true --resume auto"
+# Rank 1 kills itself while it scores the third rollout, once; every call leaves a line.
+REWARD = """
+import os, signal
+from pathlib import Path
+
+def dying(completions, trainer_state, **kwargs):
+    rank, step = os.environ["RANK"], trainer_state.global_step
+    with open(f"calls-{rank}.txt", "a") as calls:
+        calls.write(f"{os.getpid()} {step}\\n")
+    if rank == "1" and step == 2 and Path("kill").exists():
+        Path("kill").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [-float(len(c)) for c in completions]
+"""
+TORCHRUN = "torch.distributed.run --nnodes 1 --nproc_per_node 2 --max_restarts 1 --rdzv_backend c10d".split()
+# As the files of recipes/launch do; the configuration file asks for GPUs, ACCELERATE_USE_CPU takes processors instead.
+ACCELERATE = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml")]
+ACCELERATE += "--num_processes 2 --max_restarts 1 --rdzv_backend c10d".split()
+LAUNCHERS = ("torchrun", "accelerate", "two accelerates")
+
+
+def agents(launcher: str) -> list[list[str]]:
+    """Return the words of each launcher that the run needs: one per node."""
+    if launcher == "torchrun":
+        return [TORCHRUN]
+    if launcher == "accelerate":
+        return [ACCELERATE]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    # Both are on this machine. As machine 0, the later one would reject the port that the other has opened.
+    meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank", "1"]
+    return [[*ACCELERATE, "--num_machines", "2", *meeting]] * 2
+
+
+def launched(folder: Path, launcher: str) -> None:
+    """Run PPO on two processes to its end."""
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # Without it the restarted processes hang in init_process_group. The endpoint gives a run on one node its own port.
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_RDZV_ENDPOINT": "localhost:0"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
+    running = []
+    for i, words in enumerate(agents(launcher)):
+        command = [sys.executable, "-m", *words, str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
+        with open(folder / f"log-{i}.txt", "w") as log:
+            running.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log))
+    try:
+        # A run that hangs is ended by the time limit of the test.
+        codes = [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+    logs = "".join((folder / f"log-{i}.txt").read_text()[-4000:] for i in range(len(running)))
+    assert codes == [0] * len(running), logs
+
+
+def prepared(folder: Path) -> Path:
+    make_material(folder)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@cache
+def uninterrupted() -> Path:
+    folder = prepared(Path(mkdtemp()))
+    launched(folder, "torchrun")
+    return folder
+
+
+def calls(folder: Path, rank: int) -> list[tuple[str, int]]:
+    """Return the process and the step of each call of the reward."""
+    lines = (folder / f"calls-{rank}.txt").read_text().splitlines()
+    return [(line.split()[0], int(line.split()[1])) for line in lines]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_after_a_kill_both_processes_restart_and_end_with_the_same_bytes(tmp_path, launcher):
+    folder = prepared(tmp_path)
+    (folder / "kill").touch()
+    launched(folder, launcher)
+    assert not (folder / "kill").exists()
+    for rank in (0, 1):
+        assert [step for _, step in calls(uninterrupted(), rank)] == [0, 1, 2, 3]
+        processes = {process for process, _ in calls(folder, rank)}
+        assert len(processes) == 2, "both processes were started again"
+        assert [step for _, step in calls(folder, rank)][-2:] == [2, 3], "the run resumed from its checkpoint"
+    for name in ("adapter_model.safetensors", "value_head.safetensors"):
+        assert (folder / "out" / name).read_bytes() == (uninterrupted() / "out" / name).read_bytes()

@@ -1,0 +1,290 @@
+"""The files of recipes/launch start commands that our parsers take, and are what their schedulers accept.
+
+The shell code is run with stand-ins for the programs that it calls, which record their arguments.
+"""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.stages.recipes import ROOT
+from tests.stages.test_recipes import check_command
+
+LAUNCH = ROOT / "recipes" / "launch"
+BATCH_FILES = sorted(LAUNCH.glob("*.sbatch"))
+SHELL_FILES = sorted([*BATCH_FILES, *LAUNCH.glob("*.sh")])
+TRAINERS = [path for path in BATCH_FILES if path.name != "slurm_server.sbatch"]
+# Options of sbatch that our files may use, each with the form of its value; None: the option takes none.
+SBATCH_OPTIONS = {
+    "job-name": r"[\w-]+",
+    "nodes": r"\d+",
+    "ntasks": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"\d+",
+    "cpus-per-task": r"\d+",
+    "mem": r"\d+G?",
+    "time": r"(\d+-)?\d+:\d\d:\d\d",
+    "output": r"\S+",
+    "open-mode": r"append|truncate",
+    "requeue": None,
+    "signal": r"([RB]:)?[A-Z0-9]+@\d+",
+}
+# What Slurm sets in a job of two nodes.
+SLURM = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+RECORD = """
+import json, os, sys
+name = os.path.basename(sys.argv[0])
+watched = ("TORCH_", "PET_", "SRUN_")
+entry = {"words": [name, *sys.argv[1:]], "env": {k: v for k, v in os.environ.items() if k.startswith(watched)}}
+with open(os.environ["RECORDED"], "a") as calls:
+    calls.write(json.dumps(entry) + "\\n")
+print(os.environ.get(f"PRINTS_{name}", ""))
+sys.exit(int(os.environ.get(f"EXITS_{name}", 0)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def run_shell(tmp_path):
+    """Return a function that runs words of a shell and returns its exit code and the calls of the programs in it."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("srun", "scontrol", "squeue", "scancel", "curl", "ray", "accelerate"):
+        program = programs / name
+        program.write_text(f"#!{sys.executable}\n{RECORD}")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+    def run(words: list[str], **env: str) -> tuple[int, list[dict]]:
+        record = tmp_path / "calls"
+        record.unlink(missing_ok=True)
+        path = os.pathsep.join([str(programs), os.environ["PATH"]])
+        done = subprocess.run(words, env={**os.environ, "PATH": path, "RECORDED": str(record), **env}, timeout=240)
+        calls = [json.loads(line) for line in record.read_text().splitlines()]
+        return done.returncode, calls
+
+    return run
+
+
+def called(calls: list[dict], name: str) -> list[list[str]]:
+    """Return the words of each call of a program."""
+    return [call["words"] for call in calls if call["words"][0] == name]
+
+
+def launched(words: list[str]) -> dict[str, str]:
+    """Check a whole command that contains `accelerate launch`; return the options of the launcher."""
+    words = words[words.index("accelerate") :]
+    check_command(words)
+    assert words[words.index("--resume") + 1] == "auto"
+    options = words[2 : words.index("scripts/ppo.py")]
+    return dict(zip(options[::2], options[1::2], strict=True))
+
+
+def check_elastic(options: dict[str, str], env: dict[str, str]) -> None:
+    """Crashed processes are started again: c10d can, and only with this variable do they meet again."""
+    assert options["--rdzv_backend"] == "c10d" and int(options["--max_restarts"]) > 0
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def sbatch_options(path: Path) -> dict[str, str | None]:
+    """Return the options in the #SBATCH lines before the first command, where sbatch stops reading them."""
+    options: dict[str, str | None] = {}
+    for line in path.read_text().splitlines()[1:]:
+        if line and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH "):
+            name, is_given, value = line.removeprefix("#SBATCH --").partition("=")
+            options[name] = value if is_given else None
+    return options
+
+
+@pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
+def test_bash_can_read_every_shell_file(path):
+    assert path.read_text().startswith("#!/bin/bash\n")
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("path", BATCH_FILES, ids=lambda path: path.name)
+def test_every_sbatch_option_exists_and_has_a_value_of_its_form(path):
+    options = sbatch_options(path)
+    assert len(options) == path.read_text().count("\n#SBATCH "), "an option after the first command is ignored"
+    for name, value in options.items():
+        form = SBATCH_OPTIONS[name]
+        assert value is None if form is None else re.fullmatch(form, value), (name, value)
+    assert {"job-name", "time", "gpus-per-node", "requeue"} <= options.keys()
+    assert options["open-mode"] == "append", "a requeued job would overwrite its log"
+
+
+@pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
+def test_a_training_job_gets_the_signal_where_its_launcher_runs_and_has_time_to_save(path, run_shell):
+    options = sbatch_options(path)
+    is_for, _, seconds = options["signal"].partition("@")
+    # The launcher is the task itself, so steps are signalled, not the batch shell.
+    assert is_for == "TERM" and options["ntasks-per-node"] == "1"
+    _, calls = run_shell(["bash", str(path), "77"], **SLURM, PRINTS_squeue="n1", PRINTS_scontrol="n1\nn2")
+    (srun,) = (call for call in calls if call["words"][0] == "srun")
+    command = [word for word in srun["words"][1:] if word != "--kill-on-bad-exit=0"]
+    assert command[:2] == ["accelerate", "launch"], "nothing stands between srun and the launcher"
+    assert int(srun["env"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < int(seconds)
+    assert srun["env"]["SRUN_CPUS_PER_TASK"] == "64"
+
+
+@pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
+def test_the_command_of_a_training_job_parses_and_uses_every_gpu(path, run_shell):
+    options = sbatch_options(path)
+    code, calls = run_shell(["bash", str(path), "77"], **SLURM, PRINTS_squeue="n1", PRINTS_scontrol="n1\nn2")
+    assert code == 0
+    (words,) = called(calls, "srun")
+    launch = launched(words)
+    env = next(call["env"] for call in calls if call["words"][0] == "srun")
+    check_elastic(launch, env)
+    assert int(launch["--num_processes"]) == int(options["nodes"]) * int(options["gpus-per-node"])
+    if options["nodes"] == "1":
+        assert env["PET_RDZV_ENDPOINT"] == "localhost:0"
+    else:
+        assert "PET_RDZV_ENDPOINT" not in env
+        assert (launch["--num_machines"], launch["--main_process_ip"]) == ("2", "n1")
+        assert 1024 < int(launch["--main_process_port"]) < 32768
+
+
+@pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
+@pytest.mark.parametrize("left, is_requeued", [(200, True), (5000, False)])
+def test_a_stopped_job_is_requeued_and_a_failed_one_is_not(path, run_shell, left, is_requeued):
+    date = subprocess.run(["date", "-d", f"{left} seconds", "+%FT%T"], capture_output=True, text=True, check=True)
+    env = {**SLURM, "PRINTS_squeue": date.stdout.strip(), "EXITS_srun": "1"}
+    code, calls = run_shell(["bash", str(path), "77"], **env)
+    assert code == 1 and called(calls, "scancel") == []
+    assert (["scontrol", "requeue", "12345"] in called(calls, "scontrol")) is is_requeued
+
+
+def test_the_training_job_asks_the_server_at_the_port_where_it_listens(run_shell):
+    _, calls = run_shell(["bash", str(LAUNCH / "slurm_server.sbatch")], **{**SLURM, "SLURM_JOB_ID": "77"})
+    (server,) = called(calls, "srun")
+    assert server[1:3] == ["vllm", "serve"]
+    port = server[server.index("--port") + 1]
+    path = LAUNCH / "slurm_with_server.sbatch"
+    _, calls = run_shell(["bash", str(path), "77"], **SLURM, PRINTS_squeue="n7")
+    assert called(calls, "curl")[0][-1] == f"http://n7:{port}/health"
+    (words,) = called(calls, "srun")
+    reward = words[words.index("--reward_funcs") + 1]
+    assert reward == f"http://n7:{port}/classify#model={server[3]}&tokenizer={server[3]}"
+    assert called(calls, "scancel") == [["scancel", "77"]], "the server ends with the run"
+
+
+def test_the_training_job_ends_if_the_job_of_its_server_has_ended(run_shell):
+    code, calls = run_shell(["bash", str(LAUNCH / "slurm_with_server.sbatch"), "77"], **SLURM)
+    assert code == 1 and called(calls, "srun") == []
+
+
+def test_the_command_of_the_skypilot_task_parses(run_shell):
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    env |= {name: value or "s3://bucket/ppo" for name, value in task["envs"].items()}
+    code, calls = run_shell(["bash", "-c", task["run"]], **env)
+    assert code == 0
+    (call,) = calls
+    launch = launched(call["words"])
+    check_elastic(launch, call["env"])
+    assert (launch["--num_processes"], launch["--main_process_ip"]) == ("16", "10.0.0.1")
+    assert call["words"][call["words"].index("--checkpoint_mirror") + 1] == "s3://bucket/ppo"
+
+
+def test_the_skypilot_task_is_one_for_skypilot():
+    pytest.importorskip("sky", reason="skypilot is large (460 MB) and not in the dev extra: pip install skypilot")
+    from sky import Task
+    from sky.utils import common_utils, schemas
+
+    text = (LAUNCH / "skypilot.yaml").read_text()
+    task = yaml.safe_load(text)
+    common_utils.validate_schema(task, schemas.get_task_schema(), "task: ")
+    common_utils.validate_schema(task["resources"], schemas.get_resources_schema(), "resources: ")
+    task["envs"]["MIRROR"], task["secrets"]["HF_TOKEN"] = "s3://bucket/ppo", "secret"
+    (resources,) = Task.from_yaml_config(task).resources
+    assert resources.use_spot and resources.accelerators == {"H100": 8}
+    assert resources.job_recovery == {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3}
+    for wrong in ({"restarts": 3}, {"resources": {"spot": True}}):
+        with pytest.raises(ValueError):
+            Task.from_yaml_config({**task, **wrong})
+
+
+def test_the_command_of_the_trainjob_parses(run_shell):
+    trainer = yaml.safe_load((LAUNCH / "trainjob.yaml").read_text())["spec"]["trainer"]
+    # What Kubeflow Trainer sets, and what our file sets.
+    env = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    env |= {"PET_MASTER_ADDR": "ppo-node-0-0.ppo", "PET_MASTER_PORT": "29400", "PET_NODE_RANK": "1"}
+    env |= {entry["name"]: entry["value"] for entry in trainer["env"] if "value" in entry}
+    (script,) = trainer["args"]
+    # The image has the repository in a folder of its own.
+    script = script.replace("cd /onetrunk", f"cd {ROOT}")
+    code, calls = run_shell([*trainer["command"], script], **env)
+    assert code == 0
+    (call,) = calls
+    launch = launched(call["words"])
+    check_elastic(launch, call["env"])
+    gpus = int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"])
+    assert (
+        int(launch["--num_processes"]) == trainer["numNodes"] * gpus == trainer["numNodes"] * trainer["numProcPerNode"]
+    )
+    assert re.search(r"^exec accelerate launch", script, re.MULTILINE), "the launcher must be the first process"
+
+
+def test_kubeflow_knows_every_key_of_the_trainjob():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+
+    def unknown(job: dict) -> set[tuple]:
+        """Return the paths of the values that the model drops or changes; it raises no error for unknown keys."""
+        read = models.TrainerV1alpha1TrainJob.from_dict(job).to_dict()
+        return set(leaves(job)) - set(leaves(read))
+
+    job = yaml.safe_load((LAUNCH / "trainjob.yaml").read_text())
+    assert job["kind"] == "TrainJob" and job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert unknown(job) == set()
+    job["spec"]["podTemplateOverrides"] = [{"targetJobs": [{"name": "node"}]}]
+    assert {path[1] for path in unknown(job)} == {"podTemplateOverrides"}
+    grace = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    grace = grace["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    (timeout,) = (e["value"] for e in job["spec"]["trainer"]["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert int(timeout) < grace
+
+
+def leaves(value: object, path: tuple = ()) -> list[tuple]:
+    """Return path and value of everything in nested dicts and lists that is neither."""
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in leaves(item, (*path, key))]
+    if isinstance(value, list):
+        return [leaf for i, item in enumerate(value) for leaf in leaves(item, (*path, i))]
+    return [(*path, value)]
+
+
+def test_the_command_of_the_ray_job_parses(run_shell):
+    code, calls = run_shell(["bash", str(LAUNCH / "ray_job.sh")], OUTPUT_DIR="/shared/runs/ppo")
+    assert code == 0
+    (words,) = called(calls, "ray")
+    assert words[1:3] == ["job", "submit"]
+    file = words[words.index("--runtime-env") + 1]
+    launch = launched(words)
+    check_elastic(launch, yaml.safe_load(Path(file).read_text())["env_vars"])
+    assert launch["--num_processes"] == words[words.index("--entrypoint-num-gpus") + 1]
+    assert words[words.index("--output_dir") + 1] == "/shared/runs/ppo"
+
+
+def test_the_environment_of_the_ray_job_is_one_for_ray():
+    ray = pytest.importorskip("ray", reason="pip install 'onetrunk[ray]'")
+    environment = yaml.safe_load((LAUNCH / "ray_runtime_env.yaml").read_text())
+    assert dict(ray.runtime_env.RuntimeEnv(**environment)) == environment
+
+
+def test_every_file_is_in_the_table_of_the_readme():
+    text = (LAUNCH / "README.md").read_text()
+    assert [path.name for path in sorted(LAUNCH.iterdir()) if f"({path.name})" not in text] == ["README.md"]
