@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from onetrunk.models.parallel import local_bytes  # noqa: E402
 from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,
@@ -78,6 +79,8 @@ def run(name: str, folder: Path) -> None:
         "is_multi_cpu": state.distributed_type == DistributedType.MULTI_CPU,
         "is_wrapped": type(trainer.model_wrapped).__name__,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "kinds": sorted({(type(p).__name__, p.requires_grad) for p in trainer.model.parameters()}),
+        "local_bytes": local_bytes(trainer.model),
         "steps": trainer.state.global_step,
         "completions": seen,
         "history": without_wall_clock(trainer.state.log_history),

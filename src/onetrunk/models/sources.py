@@ -153,9 +153,19 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
 # --- base marks ---
 
 
+KEPT_IDENTITY = "onetrunk_identity"
+
+
+def keep_identity(base: PreTrainedModel) -> None:
+    """Compute the marks and the fingerprint of a base now; once it is sharded no process has all of its weights."""
+    vars(base)[KEPT_IDENTITY] = (base_marks(base), base_fingerprint(base))
+
+
 @torch.no_grad()
 def base_marks(base: PreTrainedModel) -> dict[str, Any]:
     """Return the name of a base model and samples of its weights, as JSON data; adapters in its layers are ignored."""
+    if KEPT_IDENTITY in vars(base):
+        return vars(base)[KEPT_IDENTITY][0]
     names, parts = [], []
     for name, parameter in base.named_parameters():
         if parameter.dtype not in MARKED_DTYPES or any(head in name for head in HEADS):
@@ -228,6 +238,8 @@ def _is_mark(value: Any) -> bool:
 
 def base_fingerprint(base: PreTrainedModel) -> str:
     """Return one line that identifies a base model; adapters in its layers are ignored."""
+    if KEPT_IDENTITY in vars(base):
+        return vars(base)[KEPT_IDENTITY][1]
     return _fingerprint(base, without=".lora_")
 
 

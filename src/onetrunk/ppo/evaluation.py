@@ -20,7 +20,14 @@ from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import RolloutPack, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.ppo.sampling import (
+    RolloutPack,
+    Sampler,
+    ScoredRollout,
+    equal_counts,
+    prompt_batch,
+    rollout_packs,
+)
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from onetrunk.utils.redaction import redact
@@ -67,7 +74,8 @@ def evaluate_prompts(
     if roles:
         pad_id = sampler.params.pad_token_id
         everything = [range(len(rollout))]
-        packs = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device)
+        agree = equal_counts(model, accelerator)
+        packs = rollout_packs(rollout, everything, rows_per_pack, max_tokens, pad_id, accelerator.device, agree)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()

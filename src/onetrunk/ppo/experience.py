@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.models.cache import TrunkCache
+from onetrunk.models.parallel import is_sharded
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController, gae, length_adaptive_lam, token_rewards
@@ -35,6 +36,7 @@ from onetrunk.ppo.sampling import (
     RolloutPack,
     Sampler,
     ScoredRollout,
+    equal_counts,
     prompt_batch,
     rollout_packs,
 )
@@ -88,6 +90,7 @@ class ExperienceStream:
         self.config = config
         self.accelerator = accelerator
         self.metrics = metrics
+        self.is_sharded = is_sharded(model())
         self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
         self.plan = plan_batches(config, accelerator.num_processes)
         self.order = PromptOrder.from_config(config, len(dataset))
@@ -123,9 +126,11 @@ class ExperienceStream:
             rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
         sampled = time.perf_counter()
 
-        # The model runs over the packs in the background: reward functions may need the main thread.
+        # The model runs over the packs in the background: reward functions may need the main thread. The forwards of a
+        # sharded base are collective, and their order is only certain in the main thread.
         formed = self._packs(rollout)
-        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, self.sampler.may_wait)
+        starts_now = self.sampler.may_wait and not self.is_sharded
+        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True):
             scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
             packs = model_run.result()
@@ -204,14 +209,17 @@ class ExperienceStream:
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
         max_tokens, pad_id = self.config.microbatch_tokens, self.sampler.params.pad_token_id
+        agree = equal_counts(self.model(), self.accelerator)
         return rollout_packs(
-            rollout, minibatches, self.plan.rows_per_pack, max_tokens, pad_id, self.accelerator.device
+            rollout, minibatches, self.plan.rows_per_pack, max_tokens, pad_id, self.accelerator.device, agree
         )
 
     def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            return self.scorer.run(packs, self.sampler.roles(*roles), poll=self.stop_signals.poll)
+            # A process that gives up alone would leave the others waiting in a forward of a sharded base.
+            poll = {} if self.is_sharded else {"poll": self.stop_signals.poll}
+            return self.scorer.run(packs, self.sampler.roles(*roles), **poll)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
@@ -450,7 +458,7 @@ class PackScorer:
                 ]
                 return join_rows(outputs)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or is_sharded(self.model()):
                     raise
                 reason = str(error)
             outputs = []

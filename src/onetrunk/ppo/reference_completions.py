@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
+from onetrunk.models.parallel import gathered
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.sampling import PromptOrder
@@ -53,6 +54,8 @@ def sample_references(trainer: PPOTrainer, more: Sequence[Dataset] = ()) -> dict
     completions: dict[str, SampledText] = {}
     with (
         Ledger(path) as ledger,
+        # Once for all chunks: processes have different numbers of them.
+        gathered(model),
         torch.no_grad(),
         trainer.accelerator.autocast(),
         model.as_role("reference"),

@@ -23,6 +23,7 @@ from onetrunk.data.prompts import prepare_prompts
 from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.cache import TrunkCache, choose_place
+from onetrunk.models.parallel import launch_layout, shard_frozen
 from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
 from onetrunk.models.trunk import TrunkModel
@@ -57,12 +58,16 @@ class Run:
 
 @dataclass(frozen=True)
 class SampledModel:
-    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share."""
+    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share.
+
+    `sharding` is a line for the user about a base that is sharded, else None.
+    """
 
     model: TrunkModel
     tokenizer: PreTrainedTokenizerBase
     datasets: list[Dataset]
     sampler: Sampler
+    sharding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ def prepare_run(
     held_out = dict(zip(held_out, prepared, strict=True))
     longest_prompt = max(map(len, train_dataset["prompt_ids"]))
     trunk_plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
+    if parts.sharding is not None:
+        trunk_plan = replace(trunk_plan, report=f"{trunk_plan.report}\n{parts.sharding}")
     states_stay = trunk_plan.cache is not None and (trunk_plan.cache.place == "device" or args.device.type == "cpu")
     captures = {"captures_states": trunk_plan.captures_states, "captures_last": trunk_plan.captures_last}
     return Run(
@@ -169,6 +176,7 @@ def load_sampled_model(
     if args.value_head_init is not None:
         init_value_head(trunk, args.value_head_init)
     repair_padding(tokenizer, trunk.get_base_model().config)
+    sharding = shard_frozen(trunk, launch_layout(), args.device)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
@@ -176,7 +184,7 @@ def load_sampled_model(
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
     )
-    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
+    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params), sharding)
 
 
 def policy_tokenizer(

@@ -20,6 +20,7 @@ from onetrunk.models.new_scorer import (
     scorer_from_config,
     train_tokenizer,
 )
+from onetrunk.models.parallel import gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import is_adapter, load_config
 from onetrunk.ppo.checks import check_tokenizer
@@ -172,8 +173,9 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     trainer.train(resume_from_checkpoint=resume)
     trainer.to_teacher_scale()
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        report(trainer, data, teacher, train, held_out)
+    with gathered(trainer.model):
+        if trainer.is_world_process_zero():
+            report(trainer, data, teacher, train, held_out)
     finish("distill", trainer, student, data.hub_dataset)
 
 

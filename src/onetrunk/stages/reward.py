@@ -15,6 +15,7 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
+from onetrunk.models.parallel import gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import is_adapter, load_config, pinned_source
 from onetrunk.ppo.checks import check_tokenizer
@@ -68,8 +69,9 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     delete_old_run(args, resume)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        report(trainer, model_args.model_name_or_path, train, held_out)
+    with gathered(trainer.model):
+        if trainer.is_world_process_zero():
+            report(trainer, model_args.model_name_or_path, train, held_out)
     finish("reward", trainer, model_args, data.hub_dataset)
 
 
