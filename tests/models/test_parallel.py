@@ -1,4 +1,4 @@
-"""A sharded base gives what a whole one gives (outputs, gradients, samples, files), and each process holds its share."""
+"""A sharded base gives what a whole one gives: outputs, gradients, samples, files. Each process holds its share."""
 
 import json
 import os

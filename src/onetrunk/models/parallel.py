@@ -212,6 +212,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
             unit.reshard()
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what forwards without a backward left gathered: the weights outside the layers (embedding, head)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_bytes(model: nn.Module) -> int:
     """Return the bytes of weights that this process holds between forwards."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())

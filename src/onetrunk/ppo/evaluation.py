@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
+from onetrunk.models.parallel import reshard
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.sampling import (
@@ -81,6 +82,7 @@ def evaluate_prompts(
     model.eval()
     with torch.no_grad(), accelerator.autocast():
         packs = [replace(p, output=model(pack=p.pack, roles=roles, temperature=temperature)) for p in packs]
+    reshard(model)
     model.train(was_training)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
     metrics = rollout_metrics(scored, packs, accelerator, counted)

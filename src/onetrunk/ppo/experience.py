@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import is_sharded
+from onetrunk.models.parallel import is_sharded, reshard
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, FixedKLController, gae, length_adaptive_lam, token_rewards
@@ -435,6 +435,7 @@ class PackScorer:
                 states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
                 output = output._replace(states=self.cache.keep(states))
             scored.append(replace(item, states=None, output=output))
+        reshard(self.model())
         # A score that is not finite leaves out its row only.
         tensors = [
             tensor
@@ -486,6 +487,7 @@ class PackScorer:
             if states is None:
                 states = self._in_trunk_dtype(model(pack=experience.pack, roles=("trunk",)).states)
             restored.append(replace(experience, states=self.cache.keep(states)))
+        reshard(model)
         return restored
 
     def _in_trunk_dtype(self, states: Tensor) -> Tensor:
