@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -105,8 +107,8 @@ class ResumableTrainer(Trainer):
         self._layout = launch_layout()
         super().__init__(*args, **kwargs)
         sharding = shard_frozen(self.model, self._layout, self.args.device)
-        if sharding is not None:
-            logger.info(sharding)
+        if sharding is not None and self.args.should_log:
+            tqdm.write(sharding, file=sys.stderr)
         self.add_callback(self._loop_events)
 
     # --- hooks for subclasses ---------------------------------------------------------------------------------------
