@@ -25,6 +25,7 @@ from tests.tiny import tiny_model
 ROLES = ("policy", "value", "reference")
 PROMPTS = [[4, 5, 6, 7], [20, 21], [30, 31, 32]]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+NF4_DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.bfloat16}
 
 
 def continued() -> TrunkModel:
@@ -37,11 +38,11 @@ def continued() -> TrunkModel:
     return TrunkModel.from_adapter(model, adapter_layers="top-2")
 
 
-def quantized(folder: Path) -> TrunkModel:
+def quantized(folder: Path, **config: Any) -> TrunkModel:
     trunk = build_trunk(
         folder / "base",
         lora(),
-        quantization_config=BitsAndBytesConfig(**NF4),
+        quantization_config=BitsAndBytesConfig(**config),
         model_init_kwargs={"device_map": "cpu", "dtype": torch.float32},
         adapter_layers="top-2",
     )
@@ -60,6 +61,7 @@ CASES = (
     "DoRA",
     "continued adapter",
     "nf4",
+    "nf4, double quantisation",
     "bfloat16",
 )
 
@@ -76,7 +78,8 @@ def cases(folder: Path) -> dict[str, Any]:
         "gpt2": partial(a_trunk, "gpt2"),
         "DoRA": partial(a_trunk, config=lora(use_dora=True)),
         "continued adapter": continued,
-        "nf4": partial(quantized, folder),
+        "nf4": partial(quantized, folder, **NF4),
+        "nf4, double quantisation": partial(quantized, folder, **NF4_DOUBLE),
         "bfloat16": partial(a_trunk, dtype=torch.bfloat16),
     }
 
@@ -136,9 +139,7 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
     whole.save_pretrained(folder / f"whole-{rank}")
     after = (base_marks(sharded.get_base_model()), base_fingerprint(sharded.get_base_model()))
     names = sorted(p.name for p in (folder / f"whole-{rank}").iterdir() if p.is_file())
-    saved = {
-        kind: [(folder / f"{kind}-{rank}" / name).read_bytes() for name in names] for kind in ("whole", "sharded")
-    }
+    saved = [[(folder / f"{kind}-{rank}" / name).read_bytes() for name in names] for kind in ("whole", "sharded")]
     return {
         "line": line,
         "is_sharded": is_sharded(sharded) and not is_sharded(whole),

@@ -175,3 +175,12 @@ def test_a_model_is_needed_that_has_a_frozen_base(monkeypatch):
     model = get_peft_model(tiny_model("llama"), lora(task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="must be the number of processes"):
         shard_frozen(model, Layout(3, 1), torch.device("cpu"))
+
+
+def test_a_base_in_8_bit_is_rejected(monkeypatch, tmp_path):
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    trunk = sharding_worker.quantized(tmp_path, load_in_8bit=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="set load_in_4bit instead of load_in_8bit"):
+        shard_frozen(trunk, Layout(), torch.device("cpu"))

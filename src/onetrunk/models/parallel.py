@@ -136,7 +136,8 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
         device: of this process.
 
     Raises:
-        ValueError: all weights train, or the layout does not fit the number of processes.
+        ValueError: all weights train, the base is in 8 bit, or the layout does not fit the number of processes.
+        RuntimeError: the processes loaded different bases.
     """
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if layout is None or world_size == 1 or is_sharded(model):
@@ -145,6 +146,11 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
         raise ValueError(
             "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"
             " with accelerate_configs/ddp.yaml"
+        )
+    if any(type(p).__name__ == "Int8Params" for p in model.parameters()):
+        raise ValueError(
+            "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
+            " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
     replicas, shards = layout.sizes(world_size)
     whole_bytes = local_bytes(model)

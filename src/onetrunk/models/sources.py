@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, has_file
 
 from onetrunk.models.adapters import require_lora
-from onetrunk.models.loading import check_source, read_adapter_config, read_config, source_file
+from onetrunk.models.loading import check_source, is_packed, read_adapter_config, read_config, source_file
 from onetrunk.utils.files import atomic_write_json
 
 BASE_FILE = "base_model.json"
@@ -168,7 +168,7 @@ def base_marks(base: PreTrainedModel) -> dict[str, Any]:
         return vars(base)[KEPT_IDENTITY][0]
     names, parts = [], []
     for name, parameter in base.named_parameters():
-        if parameter.dtype not in MARKED_DTYPES or any(head in name for head in HEADS):
+        if parameter.dtype not in MARKED_DTYPES or is_packed(parameter) or any(head in name for head in HEADS):
             continue
         flat = parameter.data.reshape(-1)
         # Spread, because the first numbers of all rows may be equal.
