@@ -19,12 +19,13 @@ from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
+from onetrunk.models.parallel import launch_layout
 from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.stages.ppo import parse_ppo
-from tests.models import ddp_worker
+from tests.models import ddp_worker, sharding_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.ppo import two_processes
@@ -164,12 +165,23 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
     assert "judged" in two_processes.CASES
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_what_the_readme_says_is_rejected_is_rejected(kind, tmp_path, monkeypatch):
-    assert all(cell == "rejected" for (_, column), cell in CELLS.items() if column == "FSDP2 / ZeRO")
+@pytest.mark.parametrize("row", [row for row, column in YES if column == "FSDP2"])
+def test_what_the_readme_says_of_fsdp2_is_a_case_of_two_processes(row):
+    """Every row is trained through fsdp2.yaml by test_two_processes, and compared in one step by test_parallel."""
+    names = {"shared", "adapter", "kept", "judged"}
+    assert names <= set(two_processes.CASES)
+    assert {"shared", "detached, top-2", "adapter, top-2", "checkpointing"} <= set(sharding_worker.CASES)
+    columns = {"activation checkpointing": "checkpointing", "continued SFT adapter": "continued adapter"}
+    columns |= {"NF4 / 8-bit base": "nf4", "DoRA": "DoRA", "tied head": "tied head", "soft-capping": "soft-capping"}
+    assert set(columns.values()) <= set(sharding_worker.CASES)
+
+
+def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
+    assert all(cell == "rejected" for (_, column), cell in CELLS.items() if column == "ZeRO")
     config = PPOConfig(output_dir=str(tmp_path), use_cpu=True)
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
-    with pytest.raises(ValueError, match="not supported yet; launch with accelerate_configs/ddp.yaml"):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    launch_layout.cache_clear()
+    with pytest.raises(ValueError, match="is not supported.*accelerate_configs/fsdp2.yaml"):
         check_launch(config)
 
 

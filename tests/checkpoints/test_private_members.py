@@ -31,6 +31,7 @@ METHODS = {
     "_maybe_log_save_evaluate": (
         "(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None)"
     ),
+    "_move_model_to_device": "(self, model, device)",
     "_push_from_checkpoint": "(self, checkpoint_folder)",
     "_save": "(self, output_dir=None, state_dict=None)",
     "_save_checkpoint": "(self, model, trial)",

@@ -1,4 +1,4 @@
-"""What the processes of test_two_processes run: `python two_processes.py FOLDER`, alone or under torchrun.
+"""What the processes of test_two_processes run: `python two_processes.py FOLDER [CASE ...]`, alone or launched.
 
 Every case is trained and written down as tensors and JSON, so that one launch serves all comparisons.
 """
@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from onetrunk.models.parallel import local_bytes  # noqa: E402
 from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,
@@ -78,6 +79,9 @@ def run(name: str, folder: Path) -> None:
         "is_multi_cpu": state.distributed_type == DistributedType.MULTI_CPU,
         "is_wrapped": type(trainer.model_wrapped).__name__,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "kinds": sorted({(type(p).__name__, p.requires_grad) for p in trainer.model.parameters()}),
+        "local_bytes": local_bytes(trainer.model),
+        "trained_bytes": sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad),
         "steps": trainer.state.global_step,
         "completions": seen,
         "history": without_wall_clock(trainer.state.log_history),
@@ -106,14 +110,15 @@ def resume(folder: Path) -> None:
     resumed.accelerator.end_training()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     # Once there is a process group, transformers saves models on the first process alone.
     place = judge_folder(folder)
     saved_reward_adapter(place / "judge", saved_base(place / "base", num_hidden_layers=2), layers=[1])
-    for name in CASES:
+    for name in names or CASES:
         run(name, folder)
-    resume(folder)
+    if not names:
+        resume(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -13,14 +13,17 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -66,6 +69,7 @@ from onetrunk.checkpoints.secrets import without_secrets
 from onetrunk.checkpoints.settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
+from onetrunk.models.parallel import is_sharded, launch_layout, shard_frozen
 from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
@@ -99,7 +103,11 @@ class ResumableTrainer(Trainer):
         self._run_id = ""
         self._mirror: Mirror | None = None
         self._finite_loss_sum = 0.0
+        self._layout = launch_layout()
         super().__init__(*args, **kwargs)
+        sharding = shard_frozen(self.model, self._layout, self.args.device)
+        if sharding is not None and self.args.should_log:
+            tqdm.write(sharding, file=sys.stderr)
         self.add_callback(self._loop_events)
 
     # --- hooks for subclasses ---------------------------------------------------------------------------------------
@@ -198,6 +206,11 @@ class ResumableTrainer(Trainer):
             # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
             is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
             self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A model that will be sharded moves unit by unit: the device may not hold it whole.
+        if self._layout is None or is_sharded(model):
+            super()._move_model_to_device(model, device)
 
     def _output_dir_held(self) -> AbstractContextManager[None]:
         """Return the lock of output_dir, or nothing on a process that saves nothing."""

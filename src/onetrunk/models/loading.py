@@ -321,9 +321,14 @@ def check_finite(model: nn.Module, kind: str = "model", name: str = "") -> None:
         )
 
 
+def is_packed(tensor: Tensor) -> bool:
+    """Return whether a tensor holds 4-bit weights, whatever dtype they are stored in (`bnb_4bit_quant_storage`)."""
+    return type(tensor).__name__ == "Params4bit"
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has no NaN and no infinity; True if it has no float values."""
-    if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in CHECKED_FLOATS:
+    if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in CHECKED_FLOATS or is_packed(tensor):
         return True
     # One pass and no copy of the tensor; `isfinite` would make one.
     low, high = torch.aminmax(tensor)

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, has_file
 
 from onetrunk.models.adapters import require_lora
-from onetrunk.models.loading import check_source, read_adapter_config, read_config, source_file
+from onetrunk.models.loading import check_source, is_packed, read_adapter_config, read_config, source_file
 from onetrunk.utils.files import atomic_write_json
 
 BASE_FILE = "base_model.json"
@@ -143,12 +143,22 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
 # --- base marks ---
 
 
+KEPT_IDENTITY = "onetrunk_identity"
+
+
+def keep_identity(base: PreTrainedModel) -> None:
+    """Compute the marks and the fingerprint of a base now; once it is sharded no process has all of its weights."""
+    vars(base)[KEPT_IDENTITY] = (base_marks(base), base_fingerprint(base))
+
+
 @torch.no_grad()
 def base_marks(base: PreTrainedModel) -> dict[str, Any]:
     """Return the name of a base model and samples of its weights, as JSON data; adapters in its layers are ignored."""
+    if KEPT_IDENTITY in vars(base):
+        return vars(base)[KEPT_IDENTITY][0]
     names, parts = [], []
     for name, parameter in base.named_parameters():
-        if parameter.dtype not in MARKED_DTYPES or any(head in name for head in HEADS):
+        if parameter.dtype not in MARKED_DTYPES or is_packed(parameter) or any(head in name for head in HEADS):
             continue
         flat = parameter.data.reshape(-1)
         # Spread, because the first numbers of all rows may be equal.
@@ -204,6 +214,8 @@ def check_base_marks(base: PreTrainedModel, source: str, revision: str | None = 
 
 def base_fingerprint(base: PreTrainedModel) -> str:
     """Return one line that identifies a base model; adapters in its layers are ignored."""
+    if KEPT_IDENTITY in vars(base):
+        return vars(base)[KEPT_IDENTITY][1]
     return _fingerprint(base, without=".lora_")
 
 

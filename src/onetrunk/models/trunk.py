@@ -306,6 +306,9 @@ class TrunkModel(PeftModelForCausalLM):
         """Write the trained branches and the reference into a folder; the policy at the root, for PEFT and vLLM."""
         kwargs.setdefault("save_embedding_layers", False)
         kwargs.setdefault("selected_adapters", [name for name in self.peft_config if name != REWARD])
+        if kwargs.get("state_dict") is None:
+            # PEFT would collect the weights of the base too, which may be sharded.
+            kwargs["state_dict"] = {name: p.detach() for name, p in self.named_parameters() if ".lora_" in name}
         super().save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
         if is_main_process:
             self.value_head.save(save_directory)

@@ -81,6 +81,22 @@ def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) ->
     return packs
 
 
+def split_packs(packs: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Return `count` packs of the same rows, by halving the largest ones; processes that must run equally many use it.
+
+    Raises:
+        ValueError: there are more packs already, or fewer rows.
+    """
+    packs = list(packs)
+    if not len(packs) <= count <= sum(map(len, packs)):
+        raise ValueError(f"{len(packs)} packs of {sum(map(len, packs))} rows cannot become {count} packs")
+    while len(packs) < count:
+        index = max(range(len(packs)), key=lambda i: len(packs[i]))
+        rows = packs[index]
+        packs[index : index + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return packs
+
+
 def make_pack(
     prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], pad_id: int, minibatch: int = 0
 ) -> Pack:

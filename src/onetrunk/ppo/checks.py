@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.models.base import load_base
 from onetrunk.models.build import check_model_type
+from onetrunk.models.parallel import launch_layout
 from onetrunk.models.sources import load_config
 from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
 from onetrunk.rollouts.base import RolloutBackend
@@ -70,11 +70,7 @@ def check_launch(args: PPOConfig) -> None:
             f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
             " or set CUDA_VISIBLE_DEVICES=0"
         )
-    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(variable, "false").lower() == "true":
-            raise ValueError(
-                f"{name} is not supported yet; launch with accelerate_configs/ddp.yaml or single_gpu.yaml"
-            )
+    launch_layout()
     plan_batches(args, args.world_size)
 
 

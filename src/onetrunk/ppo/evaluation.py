@@ -26,10 +26,11 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.judges.base import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
+from onetrunk.models.parallel import gathered, reshard
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, prompt_batch, rollout_packs
+from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, equal_counts, prompt_batch, rollout_packs
 from onetrunk.rewards.judge import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
@@ -88,13 +89,14 @@ def evaluate_prompts(
     roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
     packs, everything, pad_id = [], [range(len(rollout))], sampler.params.pad_token_id
     if roles:
-        limits = (args.per_device_eval_batch_size, args.microbatch_tokens)
-        packs = rollout_packs(rollout, everything, *limits, pad_id, accelerator.device)
+        limits, agree = (args.per_device_eval_batch_size, args.microbatch_tokens), equal_counts(model, accelerator)
+        packs = rollout_packs(rollout, everything, *limits, pad_id, accelerator.device, agree)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()
     with torch.no_grad(), accelerator.autocast():
         packs = [replace(p, output=model(pack=p.pack, roles=roles, temperature=temperature)) for p in packs]
+    reshard(model)
     model.train(was_training)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
     metrics = rollout_metrics(scored, packs, accelerator, counted)
@@ -202,6 +204,7 @@ def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[st
     completions: dict[str, SampledText] = {}
     with (
         Ledger(path) as ledger,
+        gathered(trainer.model),  # Once for all chunks: processes have different numbers of them.
         torch.no_grad(),
         trainer.accelerator.autocast(),
         model.as_role("reference"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.models.cache import TrunkCache
+from onetrunk.models.parallel import is_sharded, reshard
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
@@ -34,6 +35,7 @@ from onetrunk.ppo.sampling import (
     RolloutPack,
     Sampler,
     ScoredRollout,
+    equal_counts,
     prompt_batch,
     rollout_packs,
 )
@@ -85,6 +87,7 @@ class ExperienceStream:
         self.config = config
         self.accelerator = accelerator
         self.metrics = metrics
+        self.is_sharded = is_sharded(model())
         self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
         self.plan = plan_batches(config, accelerator.num_processes)
         self.order = PromptOrder.from_config(config, len(dataset))
@@ -120,9 +123,11 @@ class ExperienceStream:
             rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
         sampled = time.perf_counter()
 
-        # The model runs over the packs in the background: reward functions may need the main thread.
+        # The model runs over the packs in the background: reward functions may need the main thread. The forwards of a
+        # sharded base are collective, and their order is only certain in the main thread.
         formed = self._packs(rollout)
-        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, self.sampler.may_wait)
+        starts_now = self.sampler.may_wait and not self.is_sharded
+        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True):
             scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
             packs = model_run.result()
@@ -204,12 +209,15 @@ class ExperienceStream:
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
         limits, pad_id = (self.plan.rows_per_pack, self.config.microbatch_tokens), self.sampler.params.pad_token_id
-        return rollout_packs(rollout, minibatches, *limits, pad_id, self.accelerator.device)
+        agree = equal_counts(self.model(), self.accelerator)
+        return rollout_packs(rollout, minibatches, *limits, pad_id, self.accelerator.device, agree)
 
     def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            return self.scorer.run(packs, self.sampler.roles(*roles), poll=self.stop_signals.poll)
+            # A process that gives up alone would leave the others waiting in a forward of a sharded base.
+            poll = {} if self.is_sharded else {"poll": self.stop_signals.poll}
+            return self.scorer.run(packs, self.sampler.roles(*roles), **poll)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
@@ -407,6 +415,7 @@ class PackScorer:
                 states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
                 output = output._replace(states=self.cache.keep(states))
             scored.append(replace(item, states=None, output=output))
+        reshard(self.model())
         # A score that is not finite leaves out its row only.
         outputs = [item.output._replace(states=None, scores=None) for item in scored]
         if not torch.stack([x.isfinite().all() for output in outputs for x in output if x is not None]).all():
@@ -426,7 +435,16 @@ class PackScorer:
                 ]
             )
 
-        return self.pack_size.retry(run, [pack], before_retry=lambda reason: None)
+        return self.pack_size.retry(run, [pack], before_retry=self._require_retry)
+
+    def _require_retry(self, reason: str) -> None:
+        """Raise RuntimeError if this process cannot run a pack in parts, because the others run it whole."""
+        if is_sharded(self.model()):
+            raise RuntimeError(
+                f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a sharded"
+                " base one process cannot retry, because the others wait in the same forward. Lower"
+                " per_device_train_batch_size, microbatch_tokens or max_completion_length, then resume"
+            )
 
     def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the experiences as a checkpoint keeps them: without the states that the same forwards make again.
@@ -449,6 +467,7 @@ class PackScorer:
             if states is None:
                 states = self._in_trunk_dtype(model(pack=experience.pack, roles=("trunk",)).states)
             restored.append(replace(experience, states=self.cache.keep(states)))
+        reshard(model)
         return restored
 
     def _in_trunk_dtype(self, states: Tensor) -> Tensor:

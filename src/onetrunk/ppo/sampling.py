@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion
+from onetrunk.models.parallel import is_sharded
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.packing import deal_rows, make_pack, plan_packs
+from onetrunk.ops.packing import deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
@@ -159,6 +161,7 @@ def rollout_packs(
     max_tokens: int | None,
     pad_id: int,
     device: torch.device,
+    agree: Callable[[list[int]], list[int]] | None = None,
 ) -> list[RolloutPack]:
     """Return the packs of a rollout on `device`, with the trunk states that the sampler captured.
 
@@ -168,12 +171,17 @@ def rollout_packs(
         rows_per_pack, max_tokens: most rows and padded tokens of a pack; None: no bound.
         pad_id: fills the padding.
         device: where the packs go.
+        agree: maps the number of packs of each minibatch to the number that it must have (`equal_counts`).
     """
     prompts, completions, states = rollout.prompt_ids, rollout.completion_ids, rollout.states
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    plans = [plan_packs([lengths[i] for i in members], rows_per_pack, max_tokens) for members in minibatches]
+    if agree is not None:
+        counts = agree([len(plan) for plan in plans])
+        plans = [split_packs(plan, count) for plan, count in zip(plans, counts, strict=True)]
     packs = []
-    for number, members in enumerate(minibatches):
-        for places in plan_packs([lengths[i] for i in members], rows_per_pack, max_tokens):
+    for number, (members, plan) in enumerate(zip(minibatches, plans, strict=True)):
+        for places in plan:
             rows = [members[place] for place in places]
             pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, minibatch=number)
             pack, captured = to_device(pack, device), None
@@ -182,6 +190,21 @@ def rollout_packs(
                 captured = states[torch.tensor(rows, device=states.device), :width].contiguous()
             packs.append(RolloutPack(pack, rows, captured))
     return packs
+
+
+def equal_counts(model: nn.Module, accelerator: Accelerator) -> Callable[[list[int]], list[int]] | None:
+    """Return how processes agree on numbers of packs: the most of any of them. None if the base is not sharded.
+
+    The forwards of a sharded base are collective, so every process needs the same number of packs.
+    """
+    if not is_sharded(model):
+        return None
+
+    def most(counts: list[int]) -> list[int]:
+        own = torch.tensor([counts], device=accelerator.device)
+        return accelerator.gather(own).max(dim=0).values.tolist()
+
+    return most
 
 
 @dataclass(frozen=True)

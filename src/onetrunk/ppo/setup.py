@@ -23,6 +23,7 @@ from onetrunk.data.prompts import prepare_prompts
 from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.cache import TrunkCache, choose_place
+from onetrunk.models.parallel import launch_layout, shard_frozen
 from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
 from onetrunk.models.trunk import TrunkModel
@@ -44,12 +45,16 @@ Reward = RewardFunction | str | PreTrainedModel
 
 @dataclass(frozen=True)
 class SampledModel:
-    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share."""
+    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share.
+
+    `sharding` is a line for the user about a base that is sharded, else None.
+    """
 
     model: TrunkModel
     tokenizer: PreTrainedTokenizerBase
     datasets: list[Dataset]
     sampler: Sampler
+    sharding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ def prepare_run(
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = max(map(len, parts.datasets[0]["prompt_ids"]))
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
+    if parts.sharding is not None:
+        plan = replace(plan, report=f"{plan.report}\n{parts.sharding}")
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
@@ -134,6 +141,7 @@ def load_sampled_model(
     if args.value_head_init is not None:
         init_value_head(trunk, args.value_head_init)
     repair_padding(tokenizer, trunk.get_base_model().config)
+    sharding = shard_frozen(trunk, launch_layout(), args.device)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
@@ -141,7 +149,7 @@ def load_sampled_model(
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
     )
-    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
+    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params), sharding)
 
 
 def policy_tokenizer(

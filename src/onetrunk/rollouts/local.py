@@ -4,8 +4,8 @@ Why not `generate` of transformers: it draws from one global random state, and c
 row's randomness derives from its key alone, and a finished row leaves the batch with its share of the cache. Prompts
 are padded on the LEFT, so that the next token of every row is in the same column; positions come from the mask.
 
-The backend shares its weights with the trainer, so it serves the synchronous schedule only. It runs as many forwards
-as its own rows need: weights that every forward gathers from other ranks (FSDP, ZeRO-3) need another backend.
+The backend shares its weights with the trainer, so it serves the synchronous schedule only. A sharded base is gathered
+once per call, so that each process runs as many forwards as its own rows need.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList
 
 from onetrunk.models.base import decoder_layers
+from onetrunk.models.parallel import gathered
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.narrow import Positions
@@ -109,7 +110,8 @@ class LocalBackend:
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
         # Merged first: its proof is a forward, which must not be captured.
-        with torch.no_grad(), _eval_mode(model), merged_policy(model), _capturing(capture, model):
+        # A sharded base is whole in here, so rows may end at different steps on different processes.
+        with gathered(model), torch.no_grad(), _eval_mode(model), merged_policy(model), _capturing(capture, model):
             for finished in self._sample(model, prompt_ids, params, keys, capture):
                 done.update(finished)
                 num_tokens += sum(len(completion.token_ids) for completion in finished.values())

@@ -21,6 +21,7 @@ from onetrunk.models.new_scorer import (
     scorer_from_config,
     train_tokenizer,
 )
+from onetrunk.models.parallel import gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
@@ -155,8 +156,9 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     train(trainer, resume)
     trainer.to_teacher_scale()
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        report(trainer, data, teacher, pairs, held_out)
+    with gathered(trainer.model):
+        if trainer.is_world_process_zero():
+            report(trainer, data, teacher, pairs, held_out)
     finish("distill", trainer, result_of(student), dataset_name=data.hub_dataset)
 
 

@@ -15,6 +15,7 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
+from onetrunk.models.parallel import gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config, pinned_source
 from onetrunk.ppo.checks import check_tokenizer
@@ -47,8 +48,9 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     trainer = make_trainer(args, model_args, rows, held_out)
     train(trainer, resume)
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        report(trainer, model_args.model_name_or_path, rows, held_out)
+    with gathered(trainer.model):
+        if trainer.is_world_process_zero():
+            report(trainer, model_args.model_name_or_path, rows, held_out)
     finish("reward", trainer, result_of(model_args), dataset_name=data.hub_dataset)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from onetrunk.models.parallel import launch_layout
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
 from onetrunk.stages.secrets import print_redacted, secrets_redacted
@@ -64,6 +65,7 @@ def run_stage(
         try:
             with secrets_redacted(), signals_as_exception():
                 parsed = parse(list(sys.argv[1:] if argv is None else argv))
+                launch_layout()  # Before any model loads.
                 with locked_output_dir(parsed):
                     work(*parsed)
             return 0

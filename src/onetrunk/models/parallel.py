@@ -1,0 +1,230 @@
+"""Shard the frozen base over processes with FSDP2, as the accelerate config of the launch asks.
+
+Only frozen weights are sharded. What trains (adapters, heads) stays whole on every process and is replicated by DDP,
+so optimizer state, clipping, checkpoints and the saved PEFT folder are those of an unsharded run. accelerate's own
+FSDP2 would shard adapters too; it loses value heads and further adapters when it saves.
+
+A sharded layer gathers its weights in each forward and backward, so all processes must run equally many of them.
+`gathered` holds all weights whole for a block without that restriction: sampling uses it, once per rollout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from onetrunk.models.base import decoder_layers
+from onetrunk.models.sources import base_fingerprint, keep_identity
+
+USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
+    f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
+)
+GATHERED = "onetrunk_is_gathered"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the processes of a launch share the frozen base.
+
+    Args:
+        shards: processes that hold one copy together; None: all of them.
+        replicas: number of such copies. Only gradients of what trains cross between copies.
+    """
+
+    shards: int | None = None
+    replicas: int = 1
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """Return (replicas, shards) for a number of processes.
+
+        Raises:
+            ValueError: they do not multiply to that number.
+        """
+        shards = world_size // self.replicas if self.shards is None else self.shards
+        if shards * self.replicas != world_size:
+            raise ValueError(
+                f"parallelism_config asks for {self.replicas} replicas of {shards} shards and {world_size} processes"
+                " run; dp_replicate_size x dp_shard_size must be the number of processes"
+            )
+        return self.replicas, shards
+
+
+@functools.cache
+def launch_layout() -> Layout | None:
+    """Return the layout that the accelerate config of this launch asks for; None: every process holds the whole base.
+
+    The request is taken over from accelerate, which would otherwise wrap the model itself: call this before a model
+    is loaded and before an Accelerator exists. The answer holds for the whole process.
+
+    Raises:
+        ValueError: the config asks for something that does not work here; the message names the config to use.
+    """
+    if _is_set(USE_DEEPSPEED):
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+        raise ValueError(
+            f"DeepSpeed ZeRO{'-' + stage if stage.isdigit() else ''} is not supported: it takes an optimizer step for"
+            " every forward of a step, and cannot save adapters of a sharded base. Launch with"
+            " accelerate_configs/fsdp2.yaml, which shards the frozen base, or with ddp.yaml"
+        )
+    sizes = _parallelism_sizes()
+    for name, advice in (
+        ("TP_SIZE", "shard with accelerate_configs/fsdp2.yaml"),
+        ("CP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
+        ("SP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
+    ):
+        if sizes[name] > 1:
+            raise ValueError(f"parallelism_config_{name.lower()} is {sizes[name]}; only 1 is supported: {advice}")
+    if not _is_set(USE_FSDP):
+        return None
+    _check_fsdp_options()
+    for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ[name] = "false"
+    replicas, shards = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"]
+    return Layout(shards if shards > 1 else None, replicas)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
+
+
+def _parallelism_sizes() -> dict[str, int]:
+    names = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
+    is_used = _is_set(USE_PARALLELISM)
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name}", "1")) if is_used else 1 for name in names}
+
+
+def _check_fsdp_options() -> None:
+    """Raise ValueError for an option of the FSDP section that would be ignored."""
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError("fsdp_version 1 is not supported; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+    advice = {
+        "FSDP_OFFLOAD_PARAMS": "load the base in 4 bit, or shard it over more processes",
+        "FSDP_ACTIVATION_CHECKPOINTING": "set activation_checkpointing in the trainer's settings",
+    }
+    for name, remedy in advice.items():
+        if _is_set(name):
+            raise ValueError(f"{name.lower()}: true is not supported; set it to false and {remedy}")
+    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        raise ValueError(
+            "fsdp_reshard_after_forward: false keeps the gathered base on every process, which saves nothing here;"
+            " set it to true, or launch with accelerate_configs/ddp.yaml"
+        )
+
+
+def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) -> str | None:
+    """Shard the frozen weights of a model in place; return a line for the user, or None if nothing was sharded.
+
+    Every layer becomes one FSDP2 unit and the rest another, moved to the device unit by unit: a GPU never holds the
+    whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
+    are taken here) and before the trainer wraps the model.
+
+    Args:
+        model: with the adapters that it will train.
+        layout: None leaves the model as it is.
+        device: of this process.
+
+    Raises:
+        ValueError: all weights train, the base is in 8 bit, or the layout does not fit the number of processes.
+        RuntimeError: the processes loaded different bases.
+    """
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if layout is None or world_size == 1 or is_sharded(model):
+        return None
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"
+            " with accelerate_configs/ddp.yaml"
+        )
+    if any(type(p).__name__ == "Int8Params" for p in model.parameters()):
+        raise ValueError(
+            "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
+            " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
+        )
+    replicas, shards = layout.sizes(world_size)
+    whole_bytes = local_bytes(model)
+    keep_identity(model.get_base_model())
+    _require_one_base(model)
+    kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
+    shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    # Values and next values are views of a head's output; nothing changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, ignored_params=kept)
+    fully_shard(model, mesh=mesh, ignored_params=kept)
+    model.to(device)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    # DDP would broadcast and reduce what never changes.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, frozen + [name for name, _ in model.named_buffers()]
+    )
+    copies = "" if replicas == 1 else f", {replicas} copies"
+    return (
+        f"fsdp2: the frozen base is sharded over {shards} processes{copies}: {local_bytes(model) / 2**20:,.1f} of"
+        f" {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads are replicated (DDP)"
+    )
+
+
+def _require_one_base(model: PeftModel) -> None:
+    """Raise RuntimeError if the processes loaded different weights, whose shards would not belong together."""
+    fingerprints: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(fingerprints, base_fingerprint(model.get_base_model()))
+    for process, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise RuntimeError(
+                f"process {process} loaded another base than process 0 ({fingerprint}; {fingerprints[0]}). Give all"
+                " machines the same files, and load the model after its trainer's config was made, or by name"
+            )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `shard_frozen` has sharded the model, so that its forwards are collective."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Hold every weight whole on every process inside the block, where forwards are no longer collective.
+
+    Entering the outermost block is collective. A model that is not sharded is left as it is.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units or getattr(units[0], GATHERED, False):
+        yield
+        return
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    setattr(units[0], GATHERED, True)
+    try:
+        yield
+    finally:
+        setattr(units[0], GATHERED, False)
+        for unit in units:
+            # As FSDP2 sets it: the outermost unit keeps its weights between forward and backward.
+            unit.set_reshard_after_forward(unit is not units[0], recurse=False)
+            unit.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what forwards without a backward left gathered: the weights outside the layers (embedding, head)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Return the bytes of weights that this process holds between forwards."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())

@@ -1,0 +1,171 @@
+"""What each process does in test_parallel.py: every case with a whole and with a sharded base, compared."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import get_peft_model
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BitsAndBytesConfig
+
+from onetrunk.models.build import build_trunk
+from onetrunk.models.parallel import Layout, gathered, is_sharded, local_bytes, shard_frozen
+from onetrunk.models.sources import base_fingerprint, base_marks
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+from tests.models.branches import a_pack, a_trunk, gradients, lora, loss_of, move
+from tests.tiny import tiny_model
+
+ROLES = ("policy", "value", "reference")
+PROMPTS = [[4, 5, 6, 7], [20, 21], [30, 31, 32]]
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+NF4_DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.bfloat16}
+
+
+def continued() -> TrunkModel:
+    """Return a trunk that continues an adapter on all layers, of which the lower half stays frozen."""
+    model = get_peft_model(tiny_model("llama"), lora(task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return TrunkModel.from_adapter(model, adapter_layers="top-2")
+
+
+def quantized(folder: Path, **config: Any) -> TrunkModel:
+    trunk = build_trunk(
+        folder / "base",
+        lora(),
+        quantization_config=BitsAndBytesConfig(**config),
+        model_init_kwargs={"device_map": "cpu", "dtype": torch.float32},
+        adapter_layers="top-2",
+    )
+    move(trunk)
+    return trunk
+
+
+CASES = (
+    "shared",
+    "detached, top-2",
+    "adapter, top-2",
+    "checkpointing",
+    "tied head",
+    "soft-capping",
+    "gpt2",
+    "DoRA",
+    "continued adapter",
+    "nf4",
+    "nf4, double quantisation",
+    "bfloat16",
+)
+
+
+def cases(folder: Path) -> dict[str, Any]:
+    """Return what builds the trunk of each case."""
+    return {
+        "shared": a_trunk,
+        "detached, top-2": partial(a_trunk, value_head="detached", adapter_layers="top-2"),
+        "adapter, top-2": partial(a_trunk, value_head="adapter", adapter_layers="top-2"),
+        "checkpointing": partial(a_trunk, value_head="adapter"),
+        "tied head": partial(a_trunk, "qwen2"),
+        "soft-capping": partial(a_trunk, "gemma2", adapter_layers="top-2"),
+        "gpt2": partial(a_trunk, "gpt2"),
+        "DoRA": partial(a_trunk, config=lora(use_dora=True)),
+        "continued adapter": continued,
+        "nf4": partial(quantized, folder, **NF4),
+        "nf4, double quantisation": partial(quantized, folder, **NF4_DOUBLE),
+        "bfloat16": partial(a_trunk, dtype=torch.bfloat16),
+    }
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of two sets of tensors, relative to the largest entry of each tensor."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    pairs = [(one[k].float(), other[k].float()) for k in one if one[k] is not None]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs if b.numel())
+
+
+def step(model, trunk: TrunkModel, rank: int) -> tuple[dict, dict]:
+    """Return outputs and gradients of a step on this process's rows."""
+    for _ in range(2):  # The second step needs the first one's reduction to have ended.
+        trunk.zero_grad(set_to_none=True)
+        output = model(pack=a_pack(rows=slice(rank % 2, None, 2)), roles=ROLES)
+        loss_of(output).backward()
+    return {k: v.detach() for k, v in output._asdict().items() if v is not None}, gradients(trunk)
+
+
+def samples(trunk: TrunkModel, rank: int) -> list[list[int]]:
+    params = SamplingParams(max_completion_length=3 + 5 * rank, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
+    # Processes sample different numbers of tokens.
+    return LocalBackend(trunk).generate(PROMPTS, params, [(0, 0, row) for row in range(3)]).completion_ids
+
+
+def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: bool) -> dict[str, Any]:
+    """Return what differs between a whole and a sharded base."""
+    whole, sharded = build().train(), build().train()
+    if checkpointing:
+        whole.activation_checkpointing_enable()
+        sharded.activation_checkpointing_enable()
+    wrap = partial(DistributedDataParallel, find_unused_parameters=True, broadcast_buffers=False)
+    expected, expected_gradients = step(wrap(whole), whole, rank)
+    before = (base_marks(whole.get_base_model()), base_fingerprint(whole.get_base_model()))
+    frozen = sum(p.nbytes for p in sharded.parameters() if not p.requires_grad)
+    adapters = sum(p.nbytes for n, p in sharded.named_parameters() if p.requires_grad or ".lora_" in n)
+    line = shard_frozen(sharded, layout, torch.device("cpu"))
+    counts = {"gathers": 0}
+    original = torch.distributed.all_gather_single
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts["gathers"] += 1
+        return original(*args, **kwargs)
+
+    torch.distributed.all_gather_single = counting
+    try:
+        output, found = step(wrap(sharded), sharded, rank)
+        in_step, counts["gathers"] = counts["gathers"], 0
+        completions = samples(sharded, rank)
+        in_rollout = counts["gathers"]
+    finally:
+        torch.distributed.all_gather_single = original
+    with gathered(sharded):
+        kinds_inside = {type(p).__name__ for p in sharded.parameters()}
+    sharded.save_pretrained(folder / f"sharded-{rank}")
+    whole.save_pretrained(folder / f"whole-{rank}")
+    after = (base_marks(sharded.get_base_model()), base_fingerprint(sharded.get_base_model()))
+    names = sorted(p.name for p in (folder / f"whole-{rank}").iterdir() if p.is_file())
+    saved = [[(folder / f"{kind}-{rank}" / name).read_bytes() for name in names] for kind in ("whole", "sharded")]
+    return {
+        "line": line,
+        "is_sharded": is_sharded(sharded) and not is_sharded(whole),
+        "kinds": sorted({(type(p).__name__, p.requires_grad) for p in sharded.parameters()}),
+        "kinds_inside": sorted(kinds_inside),
+        "local": local_bytes(sharded) - adapters,
+        "frozen": frozen,
+        "output": largest_difference(output, expected),
+        "gradients": largest_difference(found, expected_gradients),
+        "gathers_in_two_steps": in_step,
+        "gathers_in_rollout": in_rollout,
+        "completions": completions == samples(whole, rank),
+        "identity": after == before,
+        "files": names,
+        "saved": saved[0] == saved[1],
+    }
+
+
+def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    results = {}
+    builders = cases(Path(folder))
+    for name in names:
+        place = Path(folder) / name.replace(",", "").replace(" ", "-")
+        place.mkdir(exist_ok=True)
+        results[name] = compare(builders[name], layout, rank, place, name == "checkpointing")
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()

@@ -1,0 +1,186 @@
+"""A sharded base gives what a whole one gives: outputs, gradients, samples, files. Each process holds its share."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.multiprocessing
+from peft import get_peft_model
+
+from onetrunk.models import parallel
+from onetrunk.models.parallel import Layout, gathered, is_sharded, launch_layout, shard_frozen
+from tests.models import sharding_worker
+from tests.models.branches import a_trunk, lora
+from tests.models.sharding_worker import CASES
+from tests.tiny import tiny_model
+
+LAYERS = 4
+# Layers above the cut run once for each role; the root and the layers below it once for a pack.
+GATHERS = {"shared": 14, "detached, top-2": 10, "adapter, top-2": 12, "checkpointing": 22}
+
+
+def launch(folder, world_size, layout, cases):
+    # Hidden 64: bitsandbytes quantises in blocks of 64.
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(folder / "base")
+    arguments = (str(folder), world_size, layout, cases)
+    torch.multiprocessing.spawn(sharding_worker.work, args=arguments, nprocs=world_size)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("fsdp2"), 2, Layout(), list(CASES))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("hsdp"), 4, Layout(shards=2, replicas=2), ["shared", "adapter, top-2"])
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_a_whole_base(two, case):
+    for rank in two:
+        # Bitwise: the gathered weights are the same, and DDP reduces the same gradients.
+        assert (rank[case]["output"], rank[case]["gradients"]) == (0.0, 0.0)
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(two, case):
+    for rank in two:
+        found = rank[case]
+        assert found["is_sharded"]
+        assert ["DTensor", True] not in found["kinds"] and ["Parameter", True] in found["kinds"]
+        # A continued adapter's frozen part stays whole, like its trained part.
+        assert (["Parameter", False] in found["kinds"]) == (case == "continued adapter")
+        if case != "continued adapter":
+            assert found["local"] * 2 == found["frozen"]
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("case", CASES)
+def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(two, case):
+    for rank in two:
+        assert rank[case]["gathers_in_rollout"] == LAYERS + 1
+        assert rank[case]["completions"] and rank[case]["kinds_inside"] == ["Parameter"]
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("case", CASES)
+def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(two, case):
+    for rank in two:
+        assert rank[case]["saved"] and rank[case]["identity"]
+        assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(rank[case]["files"])
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("case", GATHERS)
+def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(two, case):
+    assert two[0][case]["gathers_in_two_steps"] == 2 * GATHERS[case]
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_two_copies_of_two_shards_give_what_a_whole_base_gives(hybrid):
+    for rank in hybrid:
+        for found in rank.values():
+            assert "over 2 processes, 2 copies" in found["line"]
+            assert (found["output"], found["gradients"], found["completions"]) == (0.0, 0.0, True)
+            assert found["local"] * 2 == found["frozen"]
+
+
+# --- the request of the launch ---
+
+
+@pytest.fixture
+def launch_env(monkeypatch):
+    """Return a function that sets the environment of a launch and asks for its layout."""
+    names = (parallel.USE_FSDP, parallel.USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+    def asked(**variables):
+        for name in names:
+            monkeypatch.setenv(name, "false")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        launch_layout.cache_clear()
+        return launch_layout()
+
+    yield asked
+    launch_layout.cache_clear()
+
+
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+
+
+def test_the_accelerate_config_decides_the_layout(launch_env, monkeypatch):
+    assert launch_env() is None
+    assert launch_env(**FSDP) == Layout()
+    assert launch_env(**FSDP, **SIZES, PARALLELISM_CONFIG_DP_SHARD_SIZE="4") == Layout(shards=4, replicas=2)
+    # accelerate must not wrap the model itself.
+    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+            "ZeRO-2 is not supported.*fsdp2",
+        ),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            "ZeRO-3 is not supported.*fsdp2",
+        ),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "set fsdp_version: 2"),
+        ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true is not supported.*4 bit"),
+        ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set activation_checkpointing in the trainer"),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward: false keeps"),
+        ({**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "parallelism_config_tp_size is 2; only 1"),
+        ({**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size is 2; only 1"),
+    ],
+)
+def test_what_is_not_supported_is_rejected_with_what_to_change(launch_env, variables, message):
+    with pytest.raises(ValueError, match=message):
+        launch_env(**variables)
+
+
+@pytest.mark.parametrize(("layout", "world_size", "sizes"), [(Layout(), 4, (1, 4)), (Layout(2, 2), 4, (2, 2))])
+def test_replicas_times_shards_is_the_number_of_processes(layout, world_size, sizes):
+    assert layout.sizes(world_size) == sizes
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [(Layout(2, 2), 6), (Layout(None, 3), 4), (Layout(8, 1), 4)])
+def test_a_layout_of_another_number_of_processes_is_rejected(layout, world_size):
+    with pytest.raises(ValueError, match="must be the number of processes"):
+        layout.sizes(world_size)
+
+
+def test_one_process_has_nothing_to_shard():
+    trunk = a_trunk()
+    assert shard_frozen(trunk, Layout(), torch.device("cpu")) is None and not is_sharded(trunk)
+    with gathered(trunk):
+        assert not is_sharded(trunk)
+
+
+def test_a_model_is_needed_that_has_a_frozen_base(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="use_peft: true"):
+        shard_frozen(tiny_model("llama"), Layout(), torch.device("cpu"))
+    model = get_peft_model(tiny_model("llama"), lora(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="must be the number of processes"):
+        shard_frozen(model, Layout(3, 1), torch.device("cpu"))
+
+
+def test_a_base_in_8_bit_is_rejected(monkeypatch, tmp_path):
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    trunk = sharding_worker.quantized(tmp_path, load_in_8bit=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="set load_in_4bit instead of load_in_8bit"):
+        shard_frozen(trunk, Layout(), torch.device("cpu"))
