@@ -441,8 +441,8 @@ class PackScorer:
         """Raise RuntimeError if this process cannot run a pack in parts, because the others run it whole."""
         if is_sharded(self.model()):
             raise RuntimeError(
-                f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a sharded"
-                " base one process cannot retry, because the others wait in the same forward. Lower"
+                f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a"
+                " sharded base one process cannot retry, because the others wait in the same forward. Lower"
                 " per_device_train_batch_size, microbatch_tokens or max_completion_length, then resume"
             )
 
