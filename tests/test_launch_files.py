@@ -38,6 +38,7 @@ SBATCH_OPTIONS = {
 }
 # What Slurm sets in a job of two nodes.
 SLURM = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+SLURM["SLURM_GPUS_PER_NODE"] = "8"
 RECORD = """
 import json, os, sys
 name = os.path.basename(sys.argv[0])

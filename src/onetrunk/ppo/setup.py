@@ -6,6 +6,7 @@ Settings, tokenizer, rows and rewards are checked first; the model loads last, b
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import has_file
 
@@ -45,16 +47,12 @@ Reward = RewardFunction | str | PreTrainedModel
 
 @dataclass(frozen=True)
 class SampledModel:
-    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share.
-
-    `sharding` is a line for the user about a base that is sharded, else None.
-    """
+    """A model with the tokenized prompts and the sampler: the part that a PPO run and an evaluation share."""
 
     model: TrunkModel
     tokenizer: PreTrainedTokenizerBase
     datasets: list[Dataset]
     sampler: Sampler
-    sharding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,6 @@ def prepare_run(
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = max(map(len, parts.datasets[0]["prompt_ids"]))
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
-    if parts.sharding is not None:
-        plan = replace(plan, report=f"{plan.report}\n{parts.sharding}")
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
@@ -142,6 +138,8 @@ def load_sampled_model(
         init_value_head(trunk, args.value_head_init)
     repair_padding(tokenizer, trunk.get_base_model().config)
     sharding = shard_frozen(trunk, launch_layout(), args.device)
+    if sharding is not None and args.should_log:
+        tqdm.write(sharding, file=sys.stderr)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
@@ -149,7 +147,7 @@ def load_sampled_model(
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
     )
-    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params), sharding)
+    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
 
 
 def policy_tokenizer(
