@@ -548,7 +548,9 @@ class ResumableTRLTrainer(ResumableTrainer):
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir) / "README.md"
         if self.is_world_process_zero() and path.is_file():
-            atomic_write_text(path, redact(path.read_text(encoding="utf-8")))
+            text = path.read_text(encoding="utf-8")
+            if redact(text) != text:
+                atomic_write_text(path, redact(text))
 
 
 class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
