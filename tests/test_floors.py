@@ -219,3 +219,30 @@ def test_each_other_rule_catches_its_violation(module, source):
 
 def test_sizes_at_the_limit_pass():
     assert problems(GOOD + "def f():\n" + "    x = 1\n" * 59, "onetrunk.ops.losses") == []
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Return the modules of ours that each module imports, for types alone too."""
+    names = {module_name(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = {full for _, full in imports(ast.parse(path.read_text()), name, path.name == "__init__.py")}
+        graph[name] = {full if full in names else full.rpartition(".")[0] for full in found} & names.keys() - {name}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, or nothing."""
+    # Whatever imports nothing that is left cannot be part of a circle.
+    left = {name: set(others) for name, others in graph.items()}
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = imported_modules()
+    assert len(graph) > 100 and graph["onetrunk.ppo.trainer"] > {"onetrunk.ppo.config"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+    assert circle(graph) == []

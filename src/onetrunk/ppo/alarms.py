@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerControl, TrainerState
@@ -18,10 +18,6 @@ from transformers import TrainerControl, TrainerState
 from onetrunk.checkpoints.folders import LEAST_KEPT, last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.utils.options import option
-
-if TYPE_CHECKING:
-    from onetrunk.ppo.config import PPOConfig
-    from onetrunk.ppo.metrics import MetricLog
 
 logger = get_logger(__name__)
 
@@ -249,12 +245,19 @@ class Alarms(EndingCallback):
     """Logs `alarm/<name>`, 1 while an alarm lasts and otherwise 0, at the last step of every rollout.
 
     Args:
-        metrics: returns the run's MetricLog, whose totals are those of the rollout.
+        take_totals: returns the metrics of the rollout that has just ended, and forgets them.
+        log: adds metrics to those of the next log.
         may_save: returns whether the weights after the last step may be saved; the end of the run waits for it.
     """
 
-    def __init__(self, metrics: Callable[[], MetricLog], may_save: Callable[[], bool]):
-        self.metrics = metrics
+    def __init__(
+        self,
+        take_totals: Callable[[], dict[str, float]],
+        log: Callable[[dict[str, float]], None],
+        may_save: Callable[[], bool],
+    ):
+        self.take_totals = take_totals
+        self.log = log
         self.may_save = may_save
         self._reset()
 
@@ -273,7 +276,7 @@ class Alarms(EndingCallback):
         """Return the state that a checkpoint keeps, as JSON values."""
         return {"in_a_row": self._in_a_row, "first_sums": self._first_sums, "num_first": self._num_first}
 
-    def load_state_dict(self, state: dict[str, Any], config: PPOConfig) -> None:
+    def load_state_dict(self, state: dict[str, Any], config: AlarmConfig) -> None:
         """Restore what `state_dict` returned. An alarm that ended the run starts counting again."""
         self._in_a_row |= state["in_a_row"]
         self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
@@ -281,7 +284,7 @@ class Alarms(EndingCallback):
             if self._in_a_row[name] >= config.alarm_patience:
                 self._in_a_row[name] = 0
 
-    def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
+    def needed_checkpoints(self, step: int, config: AlarmConfig) -> set[Path]:
         """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
         slots, output_dir = config.slots_per_rollout, Path(config.output_dir)
         end = step - step % slots
@@ -291,7 +294,7 @@ class Alarms(EndingCallback):
 
     # --- events of the training loop --------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: AlarmConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The trainer restores the state from a checkpoint after this.
         self._reset()
         if args.stop_on_alarm and args.save_total_limit and args.save_strategy == "steps" and state.save_steps:
@@ -302,16 +305,15 @@ class Alarms(EndingCallback):
                     f" checkpoint from before an alarm; set it to {needed} or more"
                 )
 
-    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: AlarmConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % args.slots_per_rollout == 0:
             self._end_rollout(args, state)
         if self._ending is not None and self.may_save():
             self.ended = self._ending
             control.should_training_stop = control.should_save = True
 
-    def _end_rollout(self, args: PPOConfig, state: TrainerState) -> None:
-        log = self.metrics()
-        metrics = log.totals.finish(log.accelerator)
+    def _end_rollout(self, args: AlarmConfig, state: TrainerState) -> None:
+        metrics = self.take_totals()
         num_rows = args.rollout_batch_size * args.num_generations
         first = {}
         if self._num_first >= NUM_FIRST:
@@ -330,12 +332,12 @@ class Alarms(EndingCallback):
                 self._raise_alarm(name, breach, args, state)
             elif was_on and not breach:
                 logger.info(f"alarm {name} is over")
-        log.add_rollout(is_on)
+        self.log(is_on)
         if self._num_first < NUM_FIRST and all(name in metrics for name in self._first_sums):
             self._num_first += 1
             self._first_sums = {name: total + metrics[name] for name, total in self._first_sums.items()}
 
-    def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
+    def _raise_alarm(self, name: str, breach: tuple[float, float], args: AlarmConfig, state: TrainerState) -> None:
         rule, num_rollouts = RULES[name], args.alarm_patience
         # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
         begin = state.global_step - num_rollouts * args.slots_per_rollout

@@ -50,7 +50,7 @@ _WITHOUT_MEANING = {
     " eval_do_concat_batches prediction_loss_only",
     "evaluation samples and scores; a reward function sees every column": "include_for_metrics",
     "PPO has no labels": "label_names label_smoothing_factor",
-    "not supported yet; use accelerate_configs/ddp.yaml": "parallelism_config fsdp deepspeed",
+    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed",
 }
 INHERITED_WITHOUT_MEANING = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
 # Fields of TrainingArguments with one possible value, and why.

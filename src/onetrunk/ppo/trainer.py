@@ -113,7 +113,11 @@ class PPOTrainer(ResumableTrainer):
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
-        self.alarms = Alarms(lambda: self.metric_log, self.may_save)
+        self.alarms = Alarms(
+            lambda: self.metric_log.totals.finish(self.accelerator),
+            lambda metrics: self.metric_log.add_rollout(metrics),
+            self.may_save,
+        )
         self.pack_size = PackSize("the update")
         is_logged = args.log_completions and args.should_save
         self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on=is_logged)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onetrunk.ops.logprob_tiles import Head, RunningSums
+from onetrunk.ops.running_softmax import Head, RunningSums
 
 BLOCK = 4096
 
