@@ -22,7 +22,9 @@ from bench.processes import HERE, ROOT
 WORKER = HERE / "distributed_worker.py"
 QUICK = "--shape tiny --prompt 8 --completion 8 --rollout 4 --microbatch 2 --epochs 2 --small_reward".split()
 # Two packs of two rows on each process: enough for the counts, which do not depend on the size.
-FACTS = "--shape base --prompt 16 --completion 8 --rollout 4 --microbatch 2 --epochs 2 --small_reward".split()
+FACTS = (
+    "--shape base --layers 8 --prompt 16 --completion 8 --rollout 4 --microbatch 2 --epochs 2 --small_reward".split()
+)
 # One pack of 512 tokens per process and epoch: a step of a second, in which 6 MiB of gradients are reduced.
 SCALING = "--shape base --layers 8 --rollout 4 --microbatch 4 --epochs 2 --iterations 3 --small_reward".split()
 ENVIRONMENT = {
@@ -125,7 +127,7 @@ def run_together(launches: Sequence[Launch], timeout_s: float) -> list[list[dict
 
 def fact_launches(counts: Sequence[int], quick: bool) -> dict[str, Launch]:
     """Return the launches whose memory and collective operations are measured."""
-    options = (*(QUICK if quick else FACTS), "--layer_choices", "all", "top-1" if quick else "top-4")
+    options = (*(QUICK if quick else FACTS), "--layer_choices", "all", "top-1" if quick else "top-2")
     launches = {}
     for count in counts:
         if count == 1:
