@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,3 +153,14 @@ def test_a_launch_that_takes_too_long_is_ended(bench):
     launch = runs.Launch(None, 1, "facts", tuple(runs.QUICK))
     with pytest.raises(RuntimeError, match="took more than 0 s; raise --timeout_s"):
         runs.run_together([launch], timeout_s=0.01)
+
+
+@pytest.mark.multi_process
+def test_no_process_of_a_launch_is_left_when_it_is_given_up(bench, tmp_path):
+    _, runs = bench
+    launch = runs.Launch("ddp", 2, "facts", tuple(runs.QUICK))
+    with runs.running(launch, tmp_path) as launcher:
+        while len(psutil.Process(launcher.pid).children(recursive=True)) < 2:
+            assert launcher.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]

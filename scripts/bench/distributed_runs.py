@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,8 @@ ENVIRONMENT = {
 }
 # Of a failed launch: accelerate's own report of it is the last 20.
 LOG_LINES = 40
+# torchrun gives its processes 30 s before it kills them.
+ENDS_WITHIN_S = 60.0
 # How a saved base is loaded: dtype of the files, and options of the process that loads it.
 LOADS = {
     "in the dtype of its files": ("float32", ("--dtype", "float32")),
@@ -86,14 +87,15 @@ def running(launch: Launch, folder: Path) -> Iterator[subprocess.Popen]:
             env=environment,
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )
         try:
             yield process
         finally:
-            # The group is empty already after a launch that ended by itself.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # torchrun puts each process into a session of its own, and ends them when it is asked to end itself.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_WITHIN_S)
+            process.kill()
             process.wait()
 
 
