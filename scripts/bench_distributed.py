@@ -1,6 +1,6 @@
 """Several processes on this machine: memory of each, what they exchange, and how one process scales to two.
 
-    python scripts/bench_distributed.py                        # all parts, 3 rounds: under 8 minutes on 2 quiet cores
+    python scripts/bench_distributed.py                        # all parts, 3 rounds: about 8 minutes on 2 quiet cores
     python scripts/bench_distributed.py --parts scaling        # the parts that are measured again
     python scripts/bench_distributed.py --quick --rounds 1     # a tiny shape: shows that it runs, means nothing
 

@@ -205,7 +205,7 @@ of gathered weights a process receives all but its own share. `unused flags` are
 """,
     "loading": """\
 MiB of one of two processes beyond its imports: anonymous memory, which is its own, plus its share of mapped files,
-which all processes of a machine share and which the system may drop. Adapters, 22 MiB with their heads, are included.
+which all processes of a machine share and which the system may drop. Adapters are included.
 In the dtype of its files the base stays mapped until a layer is sharded, so no process has a copy of all of it.
 Converted or quantised weights are copies: each process has the whole base until it is sharded.
 """,
