@@ -1,12 +1,17 @@
 """Bytes and FLOPs against hand-worked numbers and against the modules that they describe."""
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
 from onetrunk.costs import (
+    Gathers,
     ModelShape,
     forward_flops,
+    gathers,
     head_flops,
+    held_bytes,
     kv_cache_bytes,
     reuse_saving,
     trunk_states_bytes,
@@ -44,3 +49,30 @@ def test_what_reuse_saves_by_hand():
     above = 4 * (1 + 4) * (240 + 20)
     assert reuse_saving(SHAPE, 6, 4, 0.5) == pytest.approx(1 - (above + 2 * 720) / (above + 5 * 2 * 720))
     assert reuse_saving(SHAPE, 0, 4, 0.5) == 0
+
+
+def test_what_a_process_holds_of_a_sharded_base_by_hand():
+    # 8 layers of 120 weights and a tied head of 40: 1,000 weights, 2,000 bytes in bfloat16.
+    assert (SHAPE.parameters, replace(SHAPE, is_tied=False).parameters) == (1000, 1040)
+    assert [held_bytes(SHAPE, 2, shards) for shards in (1, 2, 3, 4)] == [2000, 1000, 667, 500]
+    # While a rollout is sampled, the whole base next to the share; an unsharded base is not held twice.
+    assert [held_bytes(SHAPE, 2, shards, is_gathered=True) for shards in (1, 2, 4)] == [2000, 3000, 2500]
+    assert held_bytes(SHAPE, 0.5, 2) == 250
+
+
+def test_what_an_iteration_gathers_by_hand():
+    # 3 packs, 2 epochs, adapters on all 8 layers: scoring is policy and reference, an update forward and backward.
+    assert gathers(SHAPE, 0, 3, 2) == {
+        "generate": Gathers(8, 1),
+        "score": Gathers(3 * (8 + 8), 1),
+        "update": Gathers(2 * 3 * (8 + 8), 2 * 3),
+    }
+    # Adapters on the top 2: the lower 6 run while sampling alone, once per pack in scoring, or in every forward.
+    by_lower = [gathers(SHAPE, 6, 3, 2, lower_layers=lower) for lower in ("sampling", "scoring", "every")]
+    assert [found["score"].layers for found in by_lower] == [3 * (2 + 2), 3 * (6 + 2 + 2), 3 * (6 + 2 + 2)]
+    assert [found["update"].layers for found in by_lower] == [6 * (2 + 2), 6 * (2 + 2), 6 * (6 + 2 + 2)]
+    # A value adapter adds a forward, and a backward but for its lowest layer.
+    branch = gathers(SHAPE, 6, 3, 2, has_value_adapter=True, has_reference=False)
+    assert (branch["score"].layers, branch["update"].layers) == (3 * (2 + 2), 6 * (2 + 2 + 2 + 1))
+    # Two layers of 120 weights and three times the 40 outside of them, in float32.
+    assert Gathers(2, 3).num_bytes(SHAPE, 4) == 4 * (2 * 120 + 3 * 40)

@@ -183,9 +183,9 @@ def build_trainer(work: Workload, folder: str, given: argparse.Namespace, marks:
     return trainer
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options: those of the workload, and what only our trainer has."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the options: those of the workload, and what only our trainer has."""
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     Workload.add_options(parser)
     parser.add_argument("--adapter_layers", default="all", help="all, or top-k")
     parser.add_argument("--value_head", default="shared")
@@ -193,7 +193,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trunk_cache", default="auto")
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    return parser(__doc__).parse_args(arguments)
 
 
 def roofline(work: Workload, given: argparse.Namespace, marks: Marks) -> dict[str, float]:

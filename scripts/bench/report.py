@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from bench import distributed_report
 from bench.processes import BASELINE, OURS, shown
 from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 
@@ -99,8 +100,14 @@ def commands(row: Row) -> list[str]:
 
 def write_readme(folder: Path) -> None:
     """Write the README of a folder of results from the JSON files in it."""
-    parts = ["# Results\n", "Written by `scripts/bench.py`; the JSON files next to this page hold all values.\n"]
-    for name, chapter in (("results.json", _results_chapter), ("growth.json", _growth_chapter)):
+    writers = "`scripts/bench.py` and `scripts/bench_distributed.py`"
+    parts = ["# Results\n", f"Written by {writers}; the JSON files next to this page hold all values.\n"]
+    chapters = {
+        "results.json": _results_chapter,
+        "growth.json": _growth_chapter,
+        "distributed.json": _several_processes,
+    }
+    for name, chapter in chapters.items():
         if (folder / name).exists():
             parts.append(chapter(json.loads((folder / name).read_text())))
     (folder / "README.md").write_text("\n".join(parts))
@@ -138,6 +145,10 @@ def _growth_chapter(results: dict[str, Any]) -> str:
             markdown(("axis", "size", *results["columns"]), lines),
         ]
     )
+
+
+def _several_processes(results: dict[str, Any]) -> str:
+    return distributed_report.chapter(results, markdown, _machine_line)
 
 
 def _machine_line(results: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,16 @@ class ModelShape:
         """Number of weights in the output head."""
         return self.vocab_size * self.hidden_size
 
+    @property
+    def outer_parameters(self) -> int:
+        """Number of weights outside the layers: the embedding, and the output head where it is not tied."""
+        return (1 if self.is_tied else 2) * self.head_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights in all matrices; norms and biases, under 1% of a model, are left out."""
+        return self.num_layers * self.layer_parameters + self.outer_parameters
+
 
 def trunk_states_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes of the hidden states of `tokens` padded tokens at one layer."""
@@ -66,6 +77,68 @@ def trunk_states_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
 def kv_cache_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes of keys and values of `tokens` padded tokens in all layers."""
     return 2 * tokens * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+
+
+def held_bytes(shape: ModelShape, itemsize: float, shards: int, *, is_gathered: bool = False) -> int:
+    """Return the bytes of the frozen base that each of `shards` processes holds.
+
+    Args:
+        shape: of the base.
+        itemsize: bytes of a weight.
+        shards: processes that hold one copy together; 1: the base is not sharded.
+        is_gathered: while a rollout is sampled, where a process holds the whole base next to its share.
+    """
+    whole = math.ceil(shape.parameters * itemsize)
+    share = math.ceil(whole / shards)
+    return share + (whole if is_gathered and shards > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """How often weights of a sharded base are gathered: single layers, and the weights outside the layers."""
+
+    layers: int
+    outer: int
+
+    def num_bytes(self, shape: ModelShape, itemsize: float) -> int:
+        """Return the bytes of the gathered weights; a process receives all of them but its own share."""
+        return math.ceil((self.layers * shape.layer_parameters + self.outer * shape.outer_parameters) * itemsize)
+
+
+def gathers(
+    shape: ModelShape,
+    cut: int,
+    packs: int,
+    epochs: int,
+    *,
+    has_value_adapter: bool = False,
+    has_reference: bool = True,
+    lower_layers: str = "sampling",
+) -> dict[str, Gathers]:
+    """Return what one iteration gathers, by its phases "generate", "score" and "update".
+
+    A rollout gathers everything once. In scoring and update each forward through a layer gathers it, and so does each
+    backward; the weights outside the layers stay for all of the scoring, and for one pack of the update. With a value
+    adapter the first layer above the cut stays from one backward to the other. Holds without activation checkpointing.
+
+    Args:
+        shape: of the base.
+        cut: number of frozen layers below the adapters.
+        packs: of a process in one rollout.
+        epochs: passes over the rollout.
+        has_value_adapter: the value is a branch of its own above the cut, not a head on the policy.
+        has_reference: False where beta is 0.
+        lower_layers: when the layers below the cut run: in "sampling" only (the states are captured there), once in
+            "scoring", or in "every" forward (`trunk_cache: off`).
+    """
+    above, trained = shape.num_layers - cut, 1 + has_value_adapter
+    in_scoring = (trained + has_reference) * above + (0 if lower_layers == "sampling" else cut)
+    in_update = 2 * trained * above - has_value_adapter + (cut if lower_layers == "every" else 0)
+    return {
+        "generate": Gathers(shape.num_layers, 1),
+        "score": Gathers(packs * in_scoring, 1),
+        "update": Gathers(epochs * packs * in_update, epochs * packs),
+    }
 
 
 def forward_flops(shape: ModelShape, tokens: int, layers: int, context: float = 0.0) -> float:

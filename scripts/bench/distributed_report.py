@@ -1,0 +1,248 @@
+"""Medians, efficiencies and the README chapter of `scripts/bench_distributed.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PHASES = ("generate", "score", "update", "total")
+SCALED = ("two alone", "ddp", "fsdp2")
+# Efficiency that is required of DDP.
+FLOOR = 0.85
+# A process that has less of its core than this shares it with other work, and its seconds mean little.
+LEAST_SHARE = 0.95
+MIB = 2**20
+KINDS = ("gradients", "unused flags", "metrics")
+LABELS = {
+    "one": "one process",
+    "two alone": "two runs at once that do not communicate",
+    "ddp": "two processes, ddp",
+    "fsdp2": "two processes, fsdp2",
+}
+
+
+# --- scaling ---
+
+
+def with_total(row: dict[str, float]) -> dict[str, float]:
+    return {**row, "total": sum(row.values())}
+
+
+def medians(ranks: Sequence[dict[str, Any]], clock: str) -> dict[str, float]:
+    """Return the median seconds of each phase over the iterations of some processes; `clock` is wall or cpu."""
+    rows = [with_total(row) for rank in ranks for row in rank["result"][clock]]
+    return {phase: statistics.median(row[phase] for row in rows) for phase in PHASES}
+
+
+def scaling(rounds: Sequence[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Return seconds and efficiencies.
+
+    The efficiency is the seconds of one process over those of each of two with as many rows (weak scaling). It is
+    computed in every round, so that a machine that gets slower between two rounds does not change it.
+
+    Args:
+        rounds: {"one", "two alone", "ddp", "fsdp2"} to the results of the processes.
+    """
+    seconds = {name: {clock: _over_rounds(rounds, name, clock) for clock in ("wall", "cpu")} for name in rounds[0]}
+    efficiency = {name: _efficiency(rounds, name) for name in SCALED}
+    share = seconds["one"]["cpu"]["total"] / max(1e-9, seconds["one"]["wall"]["total"])
+    return {
+        "seconds": seconds,
+        "efficiency": efficiency,
+        "share_of_core": round(share, 3),
+        "is_busy": share < LEAST_SHARE,
+        "floor": FLOOR,
+        "meets_floor": efficiency["ddp"]["total"] >= FLOOR,
+    }
+
+
+def _over_rounds(rounds: Sequence[dict[str, Any]], name: str, clock: str) -> dict[str, float]:
+    found = [medians(one_round[name], clock) for one_round in rounds]
+    return {phase: round(statistics.median(row[phase] for row in found), 3) for phase in PHASES}
+
+
+def _efficiency(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    def ratios(clock: str, phase: str) -> list[float]:
+        pairs = [(medians(r["one"], clock)[phase], medians(r[name], clock)[phase]) for r in rounds]
+        return [round(one / max(1e-9, two), 3) for one, two in pairs]
+
+    totals = ratios("wall", "total")
+    return {
+        **{phase: statistics.median(ratios("wall", phase)) for phase in PHASES},
+        "cpu": statistics.median(ratios("cpu", "total")),
+        "fastest": round(_fastest(rounds, "one") / max(1e-9, _fastest(rounds, name)), 3),
+        "range": [min(totals), max(totals)],
+    }
+
+
+def _fastest(rounds: Sequence[dict[str, Any]], name: str) -> float:
+    return min(sum(row.values()) for r in rounds for rank in r[name] for row in rank["result"]["wall"])
+
+
+def busy_line(results: dict[str, Any]) -> str:
+    """Return a warning about a machine that other work used, or an empty text."""
+    if not results["is_busy"]:
+        return ""
+    return (
+        f"One process had {results['share_of_core']:.0%} of its core: other work used the machine, so run it again on"
+        " a quiet one before you trust the efficiency."
+    )
+
+
+def scaling_lines(results: dict[str, Any], labels: dict[str, str] | None = None) -> list[tuple[str, ...]]:
+    """Return the lines of the table of scaling; `labels` replace the short names."""
+    lines: list[tuple[str, ...]] = []
+    for name, seconds in results["seconds"].items():
+        wall = [f"{seconds['wall'][phase]:.2f}" for phase in PHASES]
+        lines.append(((labels or {}).get(name, name), *wall, f"{seconds['cpu']['total']:.2f}", "", ""))
+        if name in results["efficiency"]:
+            found = results["efficiency"][name]
+            low, high = found["range"]
+            cells = [f"{found[column]:.0%}" for column in (*PHASES, "cpu", "fastest")]
+            lines.append(("efficiency", *cells, f"{low:.0%} to {high:.0%}"))
+    return lines
+
+
+# --- memory and collective operations ---
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:,.1f}" if num_bytes >= MIB / 10 else f"{num_bytes / MIB:.3f}"
+
+
+def memory_lines(launches: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of the table of memory, each with the most of any process."""
+    lines = []
+    for name, launch in launches.items():
+        for number, choice in enumerate(launch["ranks"][0]["result"]):
+            ranks = [rank["result"][number] for rank in launch["ranks"]]
+
+            def most(key: str, ranks: Sequence[dict[str, Any]] = ranks) -> float:
+                return max(rank[key] for rank in ranks)
+
+            def against(key: str, most: Callable[[str], float] = most) -> str:
+                return f"{mib(most(key))} ({mib(most(f'{key}_formula'))})"
+
+            peaks = [
+                f"{max(rank['anonymous_mib'][phase] for rank in ranks):,.0f}"
+                for phase in ("rest", "generate", "score", "update")
+            ]
+            trained = f"{mib(most('trained'))} + {mib(most('optimizer'))}"
+            weights = (against("frozen"), against("frozen_in_rollout"), trained)
+            lines.append((name, choice["adapter_layers"], *weights, *peaks))
+    return lines
+
+
+def traffic_lines(launches: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of the table of collective operations, those of process 0."""
+    lines = []
+    for name, launch in launches.items():
+        if len(launch["ranks"]) == 1:
+            continue
+        for choice in launch["ranks"][0]["result"]:
+            gathers = [
+                f"{choice['gathers'][phase][0]}, {mib(choice['gathers'][phase][1])} ({formula[0]}, {mib(formula[1])})"
+                for phase, formula in choice["gathers_formula"].items()
+            ] or ["0"] * 3
+            others = []
+            for kind in KINDS:
+                calls, num_bytes = of_kind(choice, kind)
+                formula = (choice["optimizer_steps"], choice["optimizer_steps"] * choice["trained"])
+                expected = f" ({formula[0]}, {mib(formula[1])})" if kind == "gradients" else ""
+                others.append(f"{calls}, {mib(num_bytes)}{expected}")
+            lines.append((name, choice["adapter_layers"], *gathers, *others))
+    return lines
+
+
+def of_kind(choice: dict[str, Any], kind: str) -> tuple[int, int]:
+    """Return calls and bytes of a kind of collective operation in an iteration."""
+    cells = [phase.get(kind, [0, 0]) for phase in choice["collectives"].values()]
+    return sum(cell[0] for cell in cells), sum(cell[1] for cell in cells)
+
+
+def loading_lines(cases: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of the table of loading, each with the most of any process."""
+    lines = []
+    for name, case in cases.items():
+        ranks = [rank["result"]["memory"] for rank in case["ranks"]]
+        cells = [
+            " + ".join(
+                f"{max(0.0, max(rank[moment][part] for rank in ranks)):,.0f}" for part in ("anonymous", "files")
+            )
+            for moment in ("peak: load", "loaded", "peak: shard", "sharded")
+        ]
+        lines.append((name, f"{case['file_mib']:,.0f}", *cells))
+    return lines
+
+
+# --- the chapter of the README ---
+
+MEMORY_COLUMNS = (
+    "launch",
+    "adapters",
+    "frozen base",
+    "in a rollout",
+    "trained + optimizer",
+    "process at rest",
+    *(f"peak: {phase}" for phase in PHASES[:3]),
+)
+TRAFFIC_COLUMNS = ("launch", "adapters", "weights: rollout", "scoring", "update", *KINDS)
+LOADING_COLUMNS = ("the base is loaded", "files", "peak of loading", "loaded", "peak of sharding", "sharded")
+SCALING_COLUMNS = ("", *(f"{phase} s" for phase in PHASES), "CPU s", "fastest", "rounds")
+
+NOTES = {
+    "memory": """\
+MiB on the process that has most; in brackets the formula (`costs.held_bytes`), which leaves out norms and biases. In a
+rollout a process holds the whole base next to its share. The last four columns are anonymous memory of the whole
+process, imports included, with buffers that the allocator keeps for later; a rollout also merges the adapters into a
+copy of the adapted matrices.
+""",
+    "traffic": """\
+Calls and MiB of one iteration (a rollout, its scoring and its update); in brackets the formula (`costs.gathers`; for
+gradients the optimizer steps and the trained bytes). MiB are those of the gathered weights or of the reduced buffer:
+of gathered weights a process receives all but its own share. `unused flags` are DDP's, one number per trained tensor.
+""",
+    "loading": """\
+MiB of one of two processes beyond its imports: anonymous memory, which is its own, plus its share of mapped files,
+which all processes of a machine share and which the system may drop. Adapters are included.
+In the dtype of its files the base stays mapped until a layer is sharded, so no process has a copy of all of it.
+Converted or quantised weights are copies: each process has the whole base until it is sharded.
+""",
+    "scaling": """\
+Seconds of an iteration, every process pinned to a core of its own with one thread, and as many rows on each process
+(weak scaling). The efficiency is the seconds of one process divided by those of two, computed in each round; the table
+shows medians, the ratio of the fastest iterations, and the range over the rounds. CPU seconds leave out waiting. Two
+runs that do not communicate show what the cores lose to each other. Under fsdp2 the time goes into copies: gloo moves
+the gathered weights through the memory of this machine.
+""",
+}
+
+
+def chapter(
+    results: dict[str, Any], markdown: Callable[..., str], machine_line: Callable[[dict[str, Any]], str]
+) -> str:
+    """Return the chapter of distributed.json: one section per part that has been measured."""
+    parts = ["## Several processes\n"]
+
+    def add(part: str, title: str, columns: Sequence[str], lines: Sequence[tuple[str, ...]], *more: str) -> None:
+        about = results[part]
+        runs = "\n".join(dict.fromkeys(about["commands"]))
+        parts.extend([f"### {title}\n", f"{machine_line(about)}\n", NOTES[part], markdown(columns, lines)])
+        parts.extend(f"{line}\n" for line in more if line)
+        parts.append(f"`{about['command']}` runs:\n\n```\n{runs}\n```\n")
+
+    if "memory" in results:
+        add("memory", "Memory per process", MEMORY_COLUMNS, memory_lines(results["memory"]["launches"]))
+        results = {**results, "traffic": results["memory"]}
+        add("traffic", "Collective operations", TRAFFIC_COLUMNS, traffic_lines(results["traffic"]["launches"]))
+    if "loading" in results:
+        add(
+            "loading", "Loading and sharding a saved base", LOADING_COLUMNS, loading_lines(results["loading"]["cases"])
+        )
+    if "scaling" in results:
+        found = results["scaling"]["results"]
+        verdict = "meets" if found["meets_floor"] else "is below"
+        floor = f"DDP {verdict} the required {found['floor']:.0%}."
+        add("scaling", "One process to two", SCALING_COLUMNS, scaling_lines(found, LABELS), floor, busy_line(found))
+    return "\n".join(parts)

@@ -1,0 +1,166 @@
+"""scripts/bench_distributed.py from start to end on a tiny shape, and the formulas against what processes do."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# What the formulas leave out, norms and biases, is 1.4% of the tiny shape.
+LEFT_OUT = 0.02
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from bench import distributed_report, distributed_runs
+
+    return distributed_report, distributed_runs
+
+
+def run(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/bench_distributed.py", "--quick", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+
+
+def assert_is_that_of_the_formula(choice):
+    for phase, (calls, num_bytes) in choice["gathers_formula"].items():
+        counted, measured = choice["gathers"][phase]
+        assert counted == calls
+        assert num_bytes < measured < num_bytes * (1 + LEFT_OUT)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.timeout(1300)
+def test_memory_and_collective_operations_are_those_of_the_formulas(tmp_path):
+    done = run("--parts", "memory", "--processes", "1", "2", "--output_dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "distributed.json").read_text())["memory"]["launches"]
+    assert [len(launch["ranks"]) for launch in results.values()] == [1, 2, 2]
+    for name, launch in results.items():
+        shards = 2 if name.startswith("fsdp2") else 1
+        for rank in launch["ranks"]:
+            for choice in rank["result"]:
+                whole = choice["frozen_formula"] * shards
+                assert whole < choice["frozen"] * shards < whole * (1 + LEFT_OUT)
+                in_rollout = choice["frozen"] * (shards + 1) if shards > 1 else choice["frozen"]
+                assert choice["frozen_in_rollout"] == in_rollout
+                # AdamW keeps two float32 numbers for each number that trains.
+                assert choice["optimizer"] == 2 * choice["trained"]
+                assert bool(choice["gathers_formula"]) == (shards > 1)
+                assert_is_that_of_the_formula(choice)
+                found = choice["collectives"]
+                if len(launch["ranks"]) > 1:
+                    steps = choice["optimizer_steps"]
+                    assert found["update"]["gradients"] == [steps, steps * choice["trained"]]
+                assert set(found["generate"]) == ({"weights"} if shards > 1 else set())
+    readme = (tmp_path / "README.md").read_text()
+    assert "### Memory per process" in readme and "### Collective operations" in readme
+    assert str(ROOT) not in readme + (tmp_path / "distributed.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.timeout(1300)
+def test_a_value_adapter_and_a_trunk_without_cache_gather_what_the_formula_says(bench):
+    _, runs = bench
+    layers = ["--layer_choices", "all", "top-1", "--value_head", "adapter", "--trunk_cache", "off"]
+    launch = runs.Launch("fsdp2", 2, "facts", (*runs.QUICK, *layers))
+    for rank in runs.run_together([launch], timeout_s=1200)[0]:
+        by_layers = rank["result"]
+        for choice in by_layers:
+            assert_is_that_of_the_formula(choice)
+        # Two packs in three forwards: all 4 layers, or the lower three once and the top one in each.
+        assert [c["gathers"]["score"][0] for c in by_layers] == [1 + 2 * 12, 1 + 2 * (3 + 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.timeout(1300)
+def test_loading_and_scaling_are_measured_and_keep_the_other_parts(tmp_path):
+    (tmp_path / "distributed.json").write_text("{}")
+    done = run("--parts", "loading", "scaling", "--rounds", "1", "--output_dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "distributed.json").read_text())
+    assert set(results) == {"loading", "scaling"}
+    assert all(rank["result"]["is_sharded"] for case in results["loading"]["cases"].values() for rank in case["ranks"])
+    found = results["scaling"]["results"]
+    assert set(found["efficiency"]) == {"two alone", "ddp", "fsdp2"}
+    assert [len(ranks) for ranks in results["scaling"]["processes"][0].values()] == [1, 2, 2, 2]
+    assert all(s["wall"]["total"] > 0 and s["cpu"]["total"] > 0 for s in found["seconds"].values())
+    readme = (tmp_path / "README.md").read_text()
+    assert "### Loading and sharding a saved base" in readme and "### One process to two" in readme
+
+
+def process(*totals: float, cpu: float = 4.0) -> dict:
+    """Return a process with one row per total of wall seconds, 1 s of sampling and 1 s of scoring."""
+    wall = [{"generate": 1.0, "score": 1.0, "update": total - 2} for total in totals]
+    return {"result": {"wall": wall, "cpu": [{"generate": 1.0, "score": 1.0, "update": cpu - 2}] * len(totals)}}
+
+
+def test_the_efficiency_is_the_median_of_ratios_that_are_taken_within_a_round(bench):
+    report, _ = bench
+    two = [process(5.0), process(5.0)]
+    # The second round is twice as slow for every process, the third one for one process alone.
+    rounds = [
+        {"one": [process(4.0, 4.2, 3.9)], "two alone": two, "ddp": two, "fsdp2": two},
+        {"one": [process(8.0)], "two alone": two, "ddp": [process(10.0), process(10.0)], "fsdp2": two},
+        {"one": [process(8.0)], "two alone": two, "ddp": two, "fsdp2": two},
+    ]
+    found = report.scaling(rounds)
+    ddp = found["efficiency"]["ddp"]
+    assert ddp["total"] == 0.8 and ddp["range"] == [0.8, 1.6]  # 4 / 5, 8 / 10 and 8 / 5
+    assert ddp["update"] == 0.75  # (8 - 2) / (10 - 2); the others are 2 / 3 and 6 / 3
+    assert ddp["fastest"] == 0.78  # 3.9 / 5
+    assert ddp["cpu"] == 1.0
+    assert found["seconds"]["one"]["wall"]["total"] == 8.0
+    assert found["meets_floor"] is False  # 85% is required
+    # 4 CPU seconds in 8 s: the machine did something else for half of the time.
+    assert found["is_busy"] and "had 50% of its core" in report.busy_line(found)
+
+
+def test_a_quiet_machine_and_an_efficient_run_pass(bench):
+    report, _ = bench
+    rounds = [{name: [process(4.0)] for name in ("one", "two alone", "ddp", "fsdp2")}]
+    found = report.scaling(rounds)
+    assert found["meets_floor"] and not found["is_busy"] and report.busy_line(found) == ""
+
+
+def test_scaling_without_a_second_core_is_an_error_before_anything_is_measured(bench, monkeypatch):
+    _, runs = bench
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    with pytest.raises(
+        RuntimeError, match="scaling needs two cores, and this process may use one; leave the part out"
+    ):
+        runs.usable_cores()
+
+
+def test_a_launch_that_fails_names_its_command_and_the_last_lines(bench):
+    _, runs = bench
+    launch = runs.Launch(None, 1, "facts", ("--shape", "none"))
+    with pytest.raises(RuntimeError, match="(?s)facts FOLDER --shape none failed with code 2.*invalid choice"):
+        runs.run_together([launch], timeout_s=280)
+
+
+def test_a_launch_that_takes_too_long_is_ended(bench):
+    _, runs = bench
+    launch = runs.Launch(None, 1, "facts", tuple(runs.QUICK))
+    with pytest.raises(RuntimeError, match="took more than 0 s; raise --timeout_s"):
+        runs.run_together([launch], timeout_s=0.01)
+
+
+@pytest.mark.multi_process
+def test_no_process_of_a_launch_is_left_when_it_is_given_up(bench, tmp_path):
+    _, runs = bench
+    launch = runs.Launch("ddp", 2, "facts", tuple(runs.QUICK))
+    with runs.running(launch, tmp_path) as launcher:
+        while len(psutil.Process(launcher.pid).children(recursive=True)) < 2:
+            assert launcher.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
