@@ -104,6 +104,8 @@ def find_shards(name: str, split: str, config_name: str | None) -> Shards:
     if split not in by_split:
         raise ValueError(f"{name} has the splits {', '.join(by_split) or 'none'}, got {split!r}; name one of them")
     urls = tuple(str(url) for url in by_split[split])
+    if not urls:
+        raise _no_file(name)
     suffixes = {Path(url.split("::")[0]).suffix for url in urls}
     is_parquet = suffixes == {".parquet"}
     if not is_parquet and not suffixes <= {".jsonl", ".json"} or any("::" in url for url in urls):
@@ -128,13 +130,17 @@ def _builder(name: str, split: str, config_name: str | None) -> datasets.Dataset
         try:
             return datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": _plain(name)})
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"no file matches {name} (working folder {Path.cwd()}); name files") from error
+            raise _no_file(name) from error
         except (OSError, ImportError, ValueError) as error:
             raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
     if looks_like_path(name):
         raise FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
     with hub_errors(name, split, config_name):
         return datasets.load_dataset_builder(name, config_name)
+
+
+def _no_file(name: str) -> FileNotFoundError:
+    return FileNotFoundError(f"no file matches {name} (working folder {Path.cwd()}); give existing files")
 
 
 def _plain(name: str) -> str:
