@@ -30,8 +30,8 @@ OWN = {
     "reward": PASSES,
     "distill": PASSES,
     "teacher": [*PASSES, "--teacher", "teacher", "--learning_rate", "0.001"],
-    "ppo": "--num_rollouts 6 --rollout_batch_size 6 --num_minibatches 2 --max_completion_length 4 --beta 0.1"
-    " --max_prompt_length 8 --reward_funcs reward.py:short".split(),
+    "ppo": "--num_rollouts 6 --num_ppo_epochs 1 --learning_rate 0.01 --rollout_batch_size 6 --num_minibatches 2"
+    " --max_completion_length 4 --beta 0.1 --max_prompt_length 8 --reward_funcs reward.py:short".split(),
 }
 VERBS = list(OWN)
 STREAMED = ["--streaming", "true", "--shuffle_window", "9"]
@@ -162,14 +162,14 @@ def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypa
     assert run("sft", str(output), *options, "--allow_config_change", "true") == 0
 
 
-def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, capfd):
+def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, capfd, caplog):
     rows = [{"prompt": "the cat ", "chosen": "runs .", "rejected": "no", "probability": 0.8} for _ in range(12)]
     rows[5]["chosen"] = "runs " * 60
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--dataset_name", str(path), *STREAMED, "--max_length", "24"]
     assert run("reward", str(tmp_path / "out"), *options) == 0
-    assert "pairs.jsonl, row 5 is left out" in capfd.readouterr().err
+    assert "pairs.jsonl, row 5 is left out" in caplog.text
     rows[7]["rejected"] = rows[7]["chosen"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("reward", str(tmp_path / "bad"), *options) == 1
@@ -180,7 +180,7 @@ def test_held_out_rows_are_measured(there, tmp_path):
     options = ["--dataset_name", "pairs/*.jsonl", "--eval_dataset_name", "pairs/0.jsonl", *STREAMED]
     assert run("reward", str(tmp_path / "out"), *options) == 0
     metrics = read_json(tmp_path / "out" / "metrics.json")
-    assert metrics["train_pairs"] == 30 and metrics["held_out"]["rows"] == 11
+    assert metrics["train_pairs"] == 30 and metrics["held_out"]["pairs"] == 11
 
 
 @pytest.mark.parametrize(
