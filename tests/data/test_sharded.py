@@ -11,6 +11,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
 from torch.utils.data import DataLoader
 
 from onetrunk.data import shard_index, sharded
@@ -339,3 +340,43 @@ def test_names_without_files_are_explained(tmp_path, monkeypatch, name, split, e
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         load_sharded_rows(name, split=split)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """Return the address of a bucket on a real S3 server (moto's) on the loopback."""
+    pytest.importorskip("s3fs")
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        fsspec.filesystem("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir("rows")
+        yield "s3://rows"
+    fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_rows_in_a_bucket_are_those_on_the_disk(tmp_path, s3, kind):
+    pattern, prompts = write_shards(tmp_path, kind)
+    for file in tmp_path.glob(f"*.{kind}"):
+        fsspec.filesystem("s3").put(str(file), f"{s3}/{file.name}")
+    fsspec.filesystem("s3").invalidate_cache()
+    local, remote = load_sharded_rows(pattern), load_sharded_rows(f"{s3}/*.{kind}")
+    assert remote.digest == local.digest and remote.contents == local.contents
+    numbers = remote.order.rows(0, 0, 100, 300).tolist()
+    assert remote[numbers]["prompt"] == [prompts[number] for number in numbers]
+    # A file that is replaced while the run reads it.
+    write_shards(tmp_path, kind, (300, 5, 690))
+    fsspec.filesystem("s3").put(str(tmp_path / f"2.{kind}"), f"{s3}/2.{kind}")
+    fsspec.filesystem("s3").invalidate_cache()
+    assert len(load_sharded_rows(f"{s3}/*.{kind}")) == 995
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3):
+    with pytest.raises((FileNotFoundError, RuntimeError), match="s3://no-such-bucket"):
+        load_sharded_rows("s3://no-such-bucket/*.jsonl")

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 # Lines of JSONL that are read together.
 LINES = 256
-CHUNK = 1 << 23
+CHUNK = 1 << 20
 # Files that are indexed at the same time.
 THREADS = 16
 # A row group is in memory whole, and several are shuffled together.
