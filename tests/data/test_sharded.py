@@ -346,11 +346,12 @@ def test_names_without_files_are_explained(tmp_path, monkeypatch, name, split, e
 def s3():
     """Return the address of a bucket on a real S3 server (moto's) on the loopback."""
     pytest.importorskip("s3fs")
-    server = ThreadedMotoServer(port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("NO_PROXY", "127.0.0.1")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "testing")
         fsspec.filesystem("s3").clear_instance_cache()
