@@ -2,6 +2,9 @@
 
 import json
 import os
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -28,9 +31,23 @@ def launch(folder, world_size, layout, cases):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("fsdp2"), 2, Layout(), list(CASES))
+# `make test` runs these; the others are slow.
+FAST = ("shared", "adapter, top-2", "nf4")
+
+
+def marked(cases):
+    return [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@cache
+def launched(cases):
+    return launch(Path(mkdtemp()), 2, Layout(), list(cases))
+
+
+def two(case):
+    """Return what each of two processes found in a case; the fast cases share a launch, and so do the slow ones."""
+    cases = FAST if case in FAST else tuple(name for name in CASES if name not in FAST)
+    return [rank[case] for rank in launched(cases)]
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +56,17 @@ def hybrid(tmp_path_factory):
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_a_whole_base(two, case):
-    for rank in two:
+@pytest.mark.parametrize("case", marked(CASES))
+def test_outputs_and_gradients_are_those_of_a_whole_base(case):
+    for found in two(case):
         # Bitwise: the gathered weights are the same, and DDP reduces the same gradients.
-        assert (rank[case]["output"], rank[case]["gradients"]) == (0.0, 0.0)
+        assert (found["output"], found["gradients"]) == (0.0, 0.0)
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", CASES)
-def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(two, case):
-    for rank in two:
-        found = rank[case]
+@pytest.mark.parametrize("case", marked(CASES))
+def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(case):
+    for found in two(case):
         assert found["is_sharded"]
         assert ["DTensor", True] not in found["kinds"] and ["Parameter", True] in found["kinds"]
         # A continued adapter's frozen part stays whole, like its trained part.
@@ -60,25 +76,25 @@ def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(two
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", CASES)
-def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(two, case):
-    for rank in two:
-        assert rank[case]["gathers_in_rollout"] == LAYERS + 1
-        assert rank[case]["completions"] and rank[case]["kinds_inside"] == ["Parameter"]
+@pytest.mark.parametrize("case", marked(CASES))
+def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(case):
+    for found in two(case):
+        assert found["gathers_in_rollout"] == LAYERS + 1
+        assert found["completions"] and found["kinds_inside"] == ["Parameter"]
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", CASES)
-def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(two, case):
-    for rank in two:
-        assert rank[case]["saved"] and rank[case]["identity"]
-        assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(rank[case]["files"])
+@pytest.mark.parametrize("case", marked(CASES))
+def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case):
+    for found in two(case):
+        assert found["saved"] and found["identity"]
+        assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(found["files"])
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", GATHERS)
-def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(two, case):
-    assert two[0][case]["gathers_in_two_steps"] == 2 * GATHERS[case]
+@pytest.mark.parametrize("case", marked(GATHERS))
+def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(case):
+    assert two(case)[0]["gathers_in_two_steps"] == 2 * GATHERS[case]
 
 
 @pytest.mark.multi_process

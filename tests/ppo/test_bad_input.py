@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
+from onetrunk.models.parallel import launch_layout
 from onetrunk.ppo.setup import tokens_of
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo.support import base_model, even_share, logged, lora, make_config, prompts, trained
@@ -238,9 +239,11 @@ def test_batch_arithmetic_is_checked_first(tmp_path):
     refused(tmp_path, "not divisible by 3 minibatches; set num_minibatches to 2 or 4", num_minibatches=3)
 
 
-def test_sharded_launches_are_refused(tmp_path, monkeypatch):
+def test_fsdp1_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    refused(tmp_path, "FSDP is not supported yet")
+    launch_layout.cache_clear()
+    refused(tmp_path, "fsdp_version 1 is not supported; set fsdp_version: 2")
+    launch_layout.cache_clear()
 
 
 def no_kwargs(prompts, completions):

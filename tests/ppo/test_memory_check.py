@@ -54,6 +54,7 @@ def test_the_forecast_adds_what_is_not_there_yet(tmp_path):
     assert MemoryForecast(pack=5, optimizer=1, states=2, sampling=9).peak == 12
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_is_one_sentence_before_any_rollout(tmp_path):
     # In a process of its own, whose address space is bounded once everything has loaded.
     code = f"""

@@ -36,6 +36,7 @@ def one_run(folder, **cut):
     return recorder
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_how_a_minibatch_is_cut_into_forwards_changes_neither_gradient_nor_weights(tmp_path, num_minibatches):
     whole = one_run(tmp_path / "whole", per_device_train_batch_size=8, num_minibatches=num_minibatches)

@@ -19,11 +19,10 @@ from tests.ppo.two_processes import CASES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(Path(__file__).with_name("two_processes.py"))]
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
-# A launch that shards is compared with one process by the slow tests.
-LAUNCHES = ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)]
+LAUNCHES = ["ddp", "fsdp2"]
 
 
 @cache
@@ -124,7 +123,6 @@ def test_held_out_prompts_are_evaluated_by_both(how):
         assert facts(how, "shared", rank)["evaluation"] == alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fsdp2_shards_what_is_frozen_and_nothing_else(name):
     whole, sharded = facts("ddp", name), facts("fsdp2", name)
@@ -134,7 +132,6 @@ def test_fsdp2_shards_what_is_frozen_and_nothing_else(name):
     assert sharded["local_bytes"] < whole["local_bytes"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fsdp2_ends_with_the_weights_of_ddp(name):
     # Bitwise where both form the same packs; a process with fewer packs splits one, which changes the order of sums.

@@ -184,6 +184,7 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
     assert run() == 0 and calls() == ["b", "c"]
 
 
+@pytest.mark.slow
 def test_a_killed_chain_goes_on_with_the_stage_that_it_was_killed_in(folder):
     write(b={"wait": 60})
     process = start(start_new_session=True)

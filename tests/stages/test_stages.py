@@ -264,7 +264,7 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("sft", ["--eos_token", "<none>"], "is not found in the vocabulary"),
         ("sft", ["--resume_from_checkpoint", "true", "--output_dir", "runs/x"], "holds no checkpoint-* folder"),
         ("sft", ["--max_length", "6"], "max_length is 6 and the shortest prompt has"),
-        ("sft", ["--max_length", "1"], "a row needs 2 tokens or more to learn from"),
+        ("sft", ["--max_length", "1"], "max_length is 1 and the shortest prompt has"),
         ("ppo", ["--reward_funcs", "nowhere.py:f"], "there is no file nowhere.py (working folder"),
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
         ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),

@@ -78,6 +78,7 @@ def test_the_training_replies_are_of_mixed_quality():
     assert all(0.3 < mean < 0.85 for mean in means), means
 
 
+@pytest.mark.slow
 def test_the_recipe_s_stages_can_be_run_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

@@ -132,8 +132,17 @@ def _require_files(folder: Path, needed: Sequence[str]) -> None:
 
 
 def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
-    """Return the state of the loop that the trainer wrote into a checkpoint for this process."""
-    return read_json(Path(folder) / loop_state_file(trainer.args.process_index))
+    """Return the state of the loop that a checkpoint has for this process.
+
+    If another number of processes wrote the checkpoint, this is their state merged. The loss since the last log is
+    averaged over the processes, so each of them takes the mean.
+    """
+    written = read_manifest(folder).get("world_size", trainer.args.world_size)
+    if written == trainer.args.world_size:
+        return read_json(Path(folder) / loop_state_file(trainer.args.process_index))
+    states = [read_json(Path(folder) / loop_state_file(rank)) for rank in range(written)]
+    own = trainer.merged_loop_state([state["own"] for state in states])
+    return {**states[0], "tr_loss": sum(state["tr_loss"] for state in states) / written, "own": own}
 
 
 def restore_early_stopping(trainer: Trainer, state: Mapping[str, Any]) -> None:

@@ -126,6 +126,10 @@ class ResumableTrainer(Trainer):
         """Return what else this process must remember between two logs, as JSON values."""
         return {}
 
+    def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what this process restores from the `extra_loop_state` of another number of processes."""
+        return states[0]
+
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
 

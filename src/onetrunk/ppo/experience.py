@@ -355,7 +355,7 @@ class ExperienceStream:
         self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
         self._experiences = None
         if self.state.slot:
-            buffer = load_buffer(folder, self.accelerator.process_index)
+            buffer = load_buffer(folder, self.accelerator.process_index, self.accelerator.num_processes)
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.memory import split_rows
 from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.shaping import RunningMoments
@@ -46,7 +47,7 @@ SETTINGS = {
     "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
     " seed data_seed".split(),
     # Only between two rollouts: the rollout in use was sampled and scored under them.
-    "rollout": ["num_processes", "temperature", "kl_in_loss", "beta"],
+    "rollout": ["temperature", "kl_in_loss", "beta"],
     # Only from one number to another: None or a number decides the kind of controller and the optimizer's groups.
     "optional": ["kl_target", "value_learning_rate"],
     # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
@@ -54,7 +55,8 @@ SETTINGS = {
     # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.
     "adapter": ["lora_alpha", "use_rslora"],
 }
-# Always: the batch arithmetic of PPO does not depend on them.
+# Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
+# rollout in use again.
 FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
 
 
@@ -131,13 +133,39 @@ def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) ->
         save_tensors(Path(folder) / BUFFER_FILE.format(rank=rank), tensors)
 
 
-def load_buffer(folder: str | Path, rank: int) -> list[Experience]:
-    """Read what `save_buffer` wrote, on the CPU; ValueError if another number of processes or version wrote it."""
+def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Experience]:
+    """Return this process's share of the rollout in use, on the CPU.
+
+    Another number of processes than the one that wrote the checkpoint deals the packs anew. The rows of a minibatch
+    stay together and keep their width, so that its gradient changes only in the order of sums.
+
+    Raises:
+        ValueError: a file is missing, or an earlier version wrote it.
+    """
+    written = read_json(Path(folder) / STATE_FILE)["settings"]["num_processes"]
+    if written == num_processes:
+        return _read_buffer(folder, rank)
+    everything = [experience for writer in range(written) for experience in _read_buffer(folder, writer)]
+    return deal_packs(everything, rank, num_processes)
+
+
+def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int) -> list[Experience]:
+    """Return one process's share of packs: equally many of each minibatch, for which large packs are cut in two."""
+    share = []
+    for minibatch in sorted({experience.pack.minibatch for experience in experiences}):
+        packs = [experience for experience in experiences if experience.pack.minibatch == minibatch]
+        while len(packs) % num_processes:
+            largest = max(range(len(packs)), key=lambda i: packs[i].pack.num_rows)
+            packs[largest : largest + 1] = split_rows(packs[largest], -(-packs[largest].pack.num_rows // 2))
+        share += packs[rank::num_processes]
+    return share
+
+
+def _read_buffer(folder: str | Path, rank: int) -> list[Experience]:
     path = Path(folder) / BUFFER_FILE.format(rank=rank)
     if not path.is_file():
         raise ValueError(
-            f"{path} is missing, but the checkpoint was saved in the middle of a rollout; resume on the number of"
-            " processes that wrote it"
+            f"{path} is missing, but the checkpoint was saved in the middle of a rollout; pass another one"
         )
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_tensors(path).items():
@@ -168,7 +196,7 @@ def run_settings(
 ) -> dict[str, Any]:
     """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
     groups = ("place", "rollout", "optional", "optimizer")
-    names = dict.fromkeys(name for group in groups for name in SETTINGS[group] if name != "num_processes")
+    names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
     settings = {name: getattr(config, name) for name in names}
     settings |= {"num_processes": num_processes, "prompts": prompts_digest(dataset)}
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
@@ -239,7 +267,7 @@ def check_settings(
     Raises:
         ValueError: names every setting that must stay as it was.
     """
-    free = {"base_name", "told", *SETTINGS["optimizer"]} - set(SETTINGS["optional"])
+    free = {"base_name", "told", "num_processes", *SETTINGS["optimizer"]} - set(SETTINGS["optional"])
     if not in_rollout:
         free |= set(SETTINGS["rollout"])
     if current["kl_target"] is not None:

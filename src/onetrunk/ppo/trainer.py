@@ -38,7 +38,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.memory import PackSize
-from onetrunk.ppo.metrics import MetricLog
+from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
@@ -348,6 +348,10 @@ class PPOTrainer(ResumableTrainer):
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
         alarms = self.alarms.state_dict()
         return {**self.metric_log.state_dict(), "alarms": alarms, "last_evaluation": self._last_evaluation}
+
+    def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
+        return {**states[0], **merged_log(states, self.accelerator.process_index)}
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""

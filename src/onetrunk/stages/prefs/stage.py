@@ -48,7 +48,7 @@ from onetrunk.stages.prefs.sampler import PromptSource, load_sampler, positions_
 from onetrunk.stages.report import show
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
-from onetrunk.utils.files import read_json, require_output_dir
+from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
 Rows = list[dict[str, Any]]
@@ -128,6 +128,8 @@ def make_rows(
             "critic": critic and critic.identity,
             "model": sampler.identity,
         }
+        if args.part.count == 1:  # Shards share the folder, and another one may be writing now.
+            delete_temporaries(folder)
         claim_folder(folder, settings, args.overwrite_output_dir)
         if critic is not None:
             flow: Flow = RevisionFlow(args, source.counts, sampler, critic, constitution)

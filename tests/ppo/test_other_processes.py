@@ -1,0 +1,110 @@
+"""A checkpoint resumes on another number of processes, in the middle of a rollout too, and ends where one run ends."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onetrunk.ppo.metrics import merged_log
+from onetrunk.ppo.state import deal_packs
+from onetrunk.types import Experience
+from tests.models.branches import a_pack
+from tests.ppo.support import assert_same
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("other_processes.py"))
+CHANGES = [(2, 1, "ddp"), (2, 4, "ddp"), (1, 2, "ddp"), ("fsdp2", 4, "fsdp2")]
+MIDDLE, BETWEEN, LOGGED = 2, 4, 6
+
+
+def launch(processes, output, checkpoint=None, config="ddp"):
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    file = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), "--main_process_port", "0"]
+    launcher = ["-m", "accelerate.commands.launch", *file, "--num_processes", str(processes)]
+    words = [str(output), *([] if checkpoint is None else [str(checkpoint)])]
+    command = [sys.executable, *(launcher if processes > 1 else []), SCRIPT, *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((output / "facts-0.json").read_text())["world_size"] == processes
+    return output
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return the folders of whole runs on one process and on two, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("written")
+    return {
+        1: launch(1, folder / "one"),
+        2: launch(2, folder / "two"),
+        "fsdp2": launch(2, folder / "fsdp2", None, "fsdp2"),
+    }
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [MIDDLE, BETWEEN, LOGGED])
+@pytest.mark.parametrize(("before", "now", "config"), CHANGES)
+def test_a_checkpoint_resumes_on_another_number_of_processes(written, before, now, config, step, tmp_path):
+    checkpoint = tmp_path / "out" / f"checkpoint-{step}"
+    shutil.copytree(written[before] / f"checkpoint-{step}", checkpoint)
+    output = launch(now, tmp_path / "out", checkpoint, config)
+    whole, expected = (json.loads((f / "facts-0.json").read_text())["history"] for f in (output, written[1]))
+    for rank in range(now):
+        # The same gradients with their sums in another order.
+        weights = load_file(output / f"weights-{rank}.safetensors")
+        assert_same(weights, load_file(written[1] / "weights-0.safetensors"), atol=2e-5, rtol=1e-4)
+    assert len(whole) == len(expected)
+    for found, one in zip(whole, expected, strict=True):
+        assert found.keys() == one.keys()
+        for key in one:
+            tolerance = 0.03 if key.endswith("clip_fraction") else 2e-4
+            assert found[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
+
+
+def experience(rows, minibatch):
+    pack = a_pack(rows=slice(0, rows))
+    pack = type(pack)(**{**vars(pack), "minibatch": minibatch})
+    values = torch.arange(pack.completion_mask.numel()).reshape(pack.completion_mask.shape).float()
+    return Experience(pack, pack.completion_mask, values, values, values, values)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_dealt_packs_have_every_row_once_and_equal_counts(num_processes):
+    # Two writers; minibatch 0 has 4 + 4 rows, minibatch 1 has 1 + 3.
+    packs = [experience(4, 0), experience(1, 1), experience(4, 0), experience(3, 1)]
+    shares = [deal_packs(packs, rank, num_processes) for rank in range(num_processes)]
+    for minibatch in (0, 1):
+        counts = {sum(e.pack.minibatch == minibatch for e in share) for share in shares}
+        assert len(counts) == 1
+    rows = sorted(row.tolist() for share in shares for e in share for row in e.advantages)
+    assert rows == sorted(row.tolist() for e in packs for row in e.advantages)
+    widths = {e.pack.input_ids.shape[1] for share in shares for e in share}
+    assert widths <= {e.pack.input_ids.shape[1] for e in packs}
+
+
+def test_merged_metrics_are_summed_once_and_named_everywhere():
+    def state(total, largest, own):
+        totals = {"figures": {"kl/ref": 0.5}, "sums": {"policy/loss": total}, "counts": [1, 1, 0]}
+        counts = {"rollouts": {"score/mean": [1.0]}, "seconds": {"update": 2.0}, "counts": [1, 0, 40.0]}
+        return {
+            "sums": {"policy/loss": total},
+            "maxima": {"policy/ratio_max": largest},
+            "own": own,
+            "totals": totals,
+        } | counts
+
+    states = [state(1.0, 1.5, {"a": [1.0]}), state(2.0, 1.25, {"a": [3.0], "b": [5.0]})]
+    first, second = (merged_log(states, process) for process in (0, 1))
+    assert first["sums"] == {"policy/loss": 3.0} and second["sums"] == {"policy/loss": 0.0}
+    assert first["maxima"] == second["maxima"] == {"policy/ratio_max": 1.5}
+    assert first["own"] == {"a": [1.0, 3.0], "b": [5.0]} and second["own"] == {}
+    assert first["totals"]["sums"] == {"policy/loss": 3.0} and second["totals"]["sums"] == {"policy/loss": 0.0}
+    # Equal on every process that wrote them.
+    assert first["rollouts"] == second["rollouts"] == {"score/mean": [1.0]} and first["counts"] == [1, 0, 40.0]
