@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 from torch.utils.data import DataLoader
@@ -89,6 +89,7 @@ def test_the_order_of_a_small_pass_by_hand():
     assert len({tuple(order.rows(3, number, 0, 6)) for number in range(20)}) > 10
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     window=st.integers(1, 40),
@@ -381,3 +382,19 @@ def test_rows_in_a_bucket_are_those_on_the_disk(tmp_path, s3, kind):
 def test_a_bucket_that_does_not_exist_is_named(s3):
     with pytest.raises((FileNotFoundError, RuntimeError), match="s3://no-such-bucket"):
         load_sharded_rows("s3://no-such-bucket/*.jsonl")
+
+
+def test_a_sample_is_read_once_for_all_checks(tmp_path, monkeypatch):
+    pattern, prompts = write_shards(tmp_path, "parquet", (2000, 2000))
+    rows = load_sharded_rows(pattern, window=1)  # Hardly any block stays in memory.
+    loads = []
+    load = sharded.ShardedRows._loaded
+    monkeypatch.setattr(sharded.ShardedRows, "_loaded", lambda self, n: loads.append(n) or load(self, n))
+    first = rows.sample()
+    longer = rows.then(lambda row: {**row, "more": 1}, added=["more"]).sample()
+    # Seven blocks of 64 rows, and the last of 16.
+    assert len(loads) == 8 and len(first) == 464
+    assert longer["prompt"] == first["prompt"] and set(longer["more"]) == {1}
+    assert set(first["prompt"]) <= set(prompts)
+    # From both files.
+    assert {prompt[0] for prompt in first["prompt"]} == {"0", "1"}

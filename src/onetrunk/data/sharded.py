@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 # Rows that are checked before training, from so many blocks; all others are checked when they are read.
-SAMPLE_ROWS, SAMPLE_BLOCKS = 512, 16
+SAMPLE_ROWS, SAMPLE_BLOCKS = 512, 8
 # Seconds between attempts to read from a store or the Hub.
 RETRY_WAITS_S = (1, 4, 16)
 # Parquet files that are held open.
@@ -161,6 +161,8 @@ class ShardedRows:
         self.about = ""
         self._blocks: OrderedDict[int, pa.Table | list[bytes]] = OrderedDict()
         self._cached_rows = 0
+        # The rows of samples, as they are in the files: each check before training looks at them.
+        self._sampled: dict[int, Row] = {}
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self._pid = os.getpid()
         self.num_replaced = 0
@@ -190,7 +192,7 @@ class ShardedRows:
 
     def select_columns(self, names: Sequence[str]) -> ShardedRows:
         """Return these rows with only some of the files' columns; the others are not read from Parquet."""
-        return self._changed(_theirs={name: self._theirs[name] for name in names})
+        return self._changed(_theirs={name: self._theirs[name] for name in names}, _sampled={})
 
     def then(self, step: Callable[[Row], Row | None], added: Sequence[str] = ()) -> ShardedRows:
         """Return these rows with another step after each is read.
@@ -245,6 +247,7 @@ class ShardedRows:
         blocks = np.unique(np.linspace(0, len(self.order.sizes) - 1, SAMPLE_BLOCKS).astype(int))
         share = -(-most // len(blocks))
         rows = [int(self.order.starts[b]) + i for b in blocks for i in range(min(share, int(self.order.sizes[b])))]
+        self._sampled.update(zip(rows[:most], self._read(rows[:most]), strict=True))
         return self.select(rows[:most])
 
     def where(self, row: int) -> str:
@@ -304,6 +307,9 @@ class ShardedRows:
         # Block by block, so that none is loaded twice.
         for place in sorted(range(len(rows)), key=lambda place: rows[place]):
             number = rows[place]
+            if number in self._sampled:
+                read[place] = dict(self._sampled[number])
+                continue
             if not 0 <= number < len(self):
                 raise IndexError(f"row {number} of {len(self)} rows")
             block = self.order.block_of(number)
