@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from onetrunk import cli
 from onetrunk.data.sharded import ShardedRows
+from onetrunk.stages.run.state import paths_in
 from onetrunk.utils.files import load_tensors, read_json
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.stages.recipes import ROOT
@@ -207,6 +209,11 @@ def test_what_cannot_be_streamed_exactly_is_rejected(there, capfd, name, options
 def test_a_pattern_without_streaming_says_so(there, capfd):
     assert run("sft", "rejected", "--dataset_name", "sft/*.jsonl") == 1
     assert "set streaming to true" in capfd.readouterr().err
+
+
+def test_a_pipeline_depends_on_the_files_of_a_pattern(there):
+    files = [path for path in paths_in({"dataset_name": "sft/*.jsonl"}) if path.exists()]
+    assert files == [Path(f"sft/{number}.jsonl") for number in range(3)]
 
 
 # --- killed, and on two processes ------------------------------------------------------------------------------------
