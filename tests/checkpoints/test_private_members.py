@@ -24,6 +24,7 @@ MEND = f"; the one file to mend is {FILE}, then the pins in tests/checkpoints/te
 METHODS = {
     "_get_grad_norm": "(self, model, grad_norm=None)",
     "_get_output_dir": "(self, trial)",
+    "_get_train_sampler": "(self, train_dataset=None)",
     "_load_best_model": "(self)",
     "_load_from_checkpoint": "(self, resume_from_checkpoint, model=None)",
     "_load_optimizer_and_scheduler": "(self, checkpoint)",
@@ -37,6 +38,10 @@ METHODS = {
     "_save_checkpoint": "(self, model, trial)",
     "_save_rng_state": "(self, output_dir)",
     "save_model": "(self, output_dir=None, _internal_call=False)",
+}
+# Of TRL's SFTTrainer, called with these arguments.
+SFT_METHODS = {
+    "_prepare_dataset": "(self, dataset, processing_class, args, packing, formatting_func, dataset_name)",
 }
 # Read or set; each class assigns it itself or inherits it.
 ATTRIBUTES = {
@@ -86,15 +91,15 @@ def private_uses(source: str) -> set[str]:
     return names & PRIVATE
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *SFT_METHODS])
 def test_an_overridden_method_has_the_pinned_signature(name):
-    method = getattr(Trainer, name, None)
+    method = getattr(SFTTrainer if name in SFT_METHODS else Trainer, name, None)
     assert method is not None, f"Trainer.{name} does not exist in transformers {version('transformers')}{MEND}"
     signature = inspect.signature(method)
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     written = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
     message = f"Trainer.{name} has another signature in transformers {version('transformers')}{MEND}"
-    assert written == METHODS[name], message
+    assert written == {**METHODS, **SFT_METHODS}[name], message
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -104,7 +109,7 @@ def test_an_attribute_that_is_read_exists(name):
 
 
 def test_the_pins_are_all_that_the_one_file_uses():
-    pinned = {name for name in (*METHODS, *ATTRIBUTES) if is_private(name)}
+    pinned = {name for name in (*METHODS, *SFT_METHODS, *ATTRIBUTES) if is_private(name)}
     assert private_uses((ROOT / FILE).read_text()) == pinned
 
 

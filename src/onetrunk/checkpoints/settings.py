@@ -24,6 +24,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from peft import PeftModel
 
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.utils.files import read_json
 from onetrunk.utils.options import option
@@ -134,6 +135,8 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
     base = model.get_base_model() if has_adapter else model
     settings = {name: value for name, value in trainer.args.to_dict().items() if not is_free(name)}
     settings["rows"] = rows_digest(trainer.train_dataset)
+    if isinstance(trainer.train_dataset, ShardedRows):
+        settings["row_contents"] = trainer.train_dataset.contents
     settings["num_processes"] = trainer.accelerator.num_processes
     settings["adapter"] = _adapter_settings(model) if has_adapter else None
     settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path
@@ -166,13 +169,43 @@ def settings_digest(settings: dict[str, Any] | None) -> str | None:
 
 
 def rows_digest(rows: Any) -> str:
-    """Return the number of encoded rows and a digest of their contents; only the type's name if not a Dataset."""
+    """Return the number of encoded rows and a digest: of their contents, or of the files and blocks of sharded rows.
+
+    Of another dataset only the type's name.
+    """
+    if isinstance(rows, ShardedRows):
+        return rows.digest
     if not isinstance(rows, Dataset):
         return type(rows).__name__
     digest = hashlib.sha256()
     for batch in rows.with_format(None).iter(batch_size=1000):
         digest.update(json.dumps(batch, sort_keys=True, default=str).encode())
     return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
+
+
+def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
+    """Raise ValueError for settings under which streamed rows cannot have an exact order.
+
+    Args:
+        args: of SFT, a reward model or distillation.
+        reads_alone: True if a model reads the rows too, which a worker of the DataLoader does not have.
+    """
+    names = {
+        "packing": "joins rows, so which rows a step has depends on the lengths of all rows before it",
+        "shuffle_dataset": "shuffles through a buffer, whose rows a resumed run would lose; shuffle_window shuffles",
+    }
+    for name, reason in names.items():
+        if getattr(args, name, False):
+            raise ValueError(f"{name} is true, and it {reason}; leave {name} out, or streaming")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy {args.train_sampling_strategy!r} needs the lengths of all rows, which streaming"
+            " does not read before training; set random or sequential"
+        )
+    if args.dataloader_num_workers and reads_alone:
+        raise ValueError(
+            "dataloader_num_workers is set, and the teacher labels streamed rows in this process; leave it out"
+        )
 
 
 def _adapter_settings(model: PeftModel) -> dict[str, Any]:

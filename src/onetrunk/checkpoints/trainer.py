@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -66,9 +67,16 @@ from onetrunk.checkpoints.resume_point import (
     restore_early_stopping,
 )
 from onetrunk.checkpoints.secrets import without_secrets
-from onetrunk.checkpoints.settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
+from onetrunk.checkpoints.settings import (
+    SETTINGS_FILE,
+    check_plain_settings,
+    check_streaming,
+    plain_settings,
+    settings_digest,
+)
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
+from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.parallel import is_sharded, launch_layout, shard_frozen
 from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
@@ -77,6 +85,8 @@ from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
+# Column that numbers the rows of a batch while TRL tokenizes them.
+PLACE = "_place"
 # Seconds to wait for uploads to the mirror: at the end of a run, and after a signal, when the process may be killed.
 MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
@@ -215,6 +225,13 @@ class ResumableTrainer(Trainer):
         # A model that will be sharded moves unit by unit: the device may not hold it whole.
         if self._layout is None or is_sharded(model):
             super()._move_model_to_device(model, device)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(rows, ShardedRows):
+            return super()._get_train_sampler(train_dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return BlockSampler(rows.order, seed if self.args.train_sampling_strategy == "random" else None)
 
     def _output_dir_held(self) -> AbstractContextManager[None]:
         """Return the lock of output_dir, or nothing on a process that saves nothing."""
@@ -508,14 +525,20 @@ class ResumableTrainer(Trainer):
 class ResumableTRLTrainer(ResumableTrainer):
     """ResumableTrainer for a trainer of TRL's, which is the second base.
 
+    `streamed` are encoded rows that are read while training; train_dataset is then a sample of them.
+
     Checkpoints also keep TRL's counters, and the settings of the run, which a resumed run is compared with. No secret
     appears in TRL's model card.
     """
 
     needed_files = (*LOOP_FILES, SETTINGS_FILE)
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, streamed: ShardedRows | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if streamed is not None:
+            # TRL takes only its own kinds of datasets, and has checked a sample of these rows.
+            check_streaming(self.args)
+            self.train_dataset = streamed
         self._settings = plain_settings(self)
 
     def settings_of_run(self) -> dict[str, Any]:
@@ -554,4 +577,24 @@ class ResumableTRLTrainer(ResumableTrainer):
 
 
 class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
-    """TRL's SFTTrainer; an interrupted run that is resumed computes what an uninterrupted run computes."""
+    """TRL's SFTTrainer; an interrupted run that is resumed computes what an uninterrupted run computes.
+
+    train_dataset may be ShardedRows, which are read and tokenized while training.
+    """
+
+    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any):
+        if not isinstance(train_dataset, ShardedRows):
+            super().__init__(*args, train_dataset=train_dataset, **kwargs)
+            return
+        rows, sample = train_dataset, train_dataset.sample()
+        super().__init__(*args, train_dataset=sample, streamed=rows.encoded(lambda rows: self._encode(rows)), **kwargs)
+        self._batch: list[dict[str, Any]] = [{**row, PLACE: place} for place, row in enumerate(sample)]
+        source = IterableDataset.from_generator(lambda: iter(self._batch))
+        # TRL's own steps, which run when this is iterated.
+        self._prepared = self._prepare_dataset(source, self.processing_class, self.args, False, None, "train")
+
+    def _encode(self, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """Return rows as TRL tokenizes them; None for a row that it drops, which has no token to learn from."""
+        self._batch[:] = [{**row, PLACE: place} for place, row in enumerate(rows)]
+        encoded = {row[PLACE]: {name: row[name] for name in ("input_ids", "labels")} for row in self._prepared}
+        return [encoded.get(place) for place in range(len(rows))]

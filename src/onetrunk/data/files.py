@@ -6,10 +6,11 @@ row is checked by `prompts.py` and `preferences.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ def load_rows(
     path = Path(name_or_path).expanduser()
     if path.exists():
         rows = _load_local(path, split, config_name)
-    elif _looks_like_path(str(name_or_path)):
-        raise FileNotFoundError(f"{name_or_path} does not exist (working folder {Path.cwd()}); give an existing path")
+    elif looks_like_path(str(name_or_path)):
+        remedy = "set streaming to true to read files there" if "*" in path.name or "://" in str(name_or_path) else ""
+        remedy = remedy or "give an existing path"
+        raise FileNotFoundError(f"{name_or_path} does not exist (working folder {Path.cwd()}); {remedy}")
     else:
         rows = _load_hub(str(name_or_path), split, config_name)
     if len(rows) == 0:
@@ -61,7 +64,8 @@ def load_rows(
     return _rename_columns(rows, columns or {})
 
 
-def _looks_like_path(name: str) -> bool:
+def looks_like_path(name: str) -> bool:
+    """Return whether a name that does not exist here was meant as a path, not as a dataset on the Hub."""
     if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
         return True
     # A dataset on the Hub is named "owner/name", so one separator does not make a path.
@@ -72,7 +76,7 @@ def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return _load_saved(path, split)
-        _check_card(path)
+        check_folder(path)
         files = sorted(file for suffix in BUILDERS for file in path.rglob(f"*{suffix}"))
         if not files:
             raise ValueError(f"folder {path} holds no {', '.join(BUILDERS)} file; give a folder that does")
@@ -127,7 +131,7 @@ def _load_saved(path: Path, split: str) -> Dataset:
     return splits[split]
 
 
-def _check_card(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Reject a folder whose card names files outside it: the loader would read any file that this process may read.
 
     Links are allowed, because the Hub's cache consists of them.
@@ -192,8 +196,15 @@ def _json_fault(path: Path) -> str | None:
 
 
 def _load_hub(name: str, split: str, config_name: str | None) -> Dataset:
-    try:
+    with hub_errors(name, split, config_name):
         return datasets.load_dataset(name, config_name, split=split)
+
+
+@contextlib.contextmanager
+def hub_errors(name: str, split: str, config_name: str | None) -> Iterator[None]:
+    """Turn the errors of a dataset on the Hub, or in a folder, into messages that say what to change."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{name} is neither a local path nor a dataset that the Hub shows to you ({error}); check the name, or log"
@@ -209,16 +220,25 @@ def _load_hub(name: str, split: str, config_name: str | None) -> Dataset:
 
 
 def _rename_columns(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
+    check_renaming(rows.column_names, columns)
+    return rows.rename_columns({theirs: ours for ours, theirs in columns.items()}) if columns else rows
+
+
+def check_renaming(names: Sequence[str], columns: Mapping[str, str]) -> None:
+    """Raise ValueError if columns cannot be renamed.
+
+    Args:
+        names: of the columns that there are.
+        columns: our name -> the dataset's name.
+    """
     theirs = list(columns.values())
-    missing = [name for name in theirs if name not in rows.column_names]
-    if missing or len(set(theirs)) < len(theirs):
+    if not set(theirs) <= set(names) or len(set(theirs)) < len(theirs):
         raise ValueError(
             f"dataset_columns {dict(columns)} must name distinct columns of the dataset, which has "
-            f"{', '.join(rows.column_names)}; write ours first: {{prompt: question}}"
+            f"{', '.join(names)}; write ours first: {{prompt: question}}"
         )
-    taken = [ours for ours in columns if ours in rows.column_names and ours not in theirs]
+    taken = [ours for ours in columns if ours in names and ours not in theirs]
     if taken:
         raise ValueError(
             f"the dataset already has {', '.join(taken)}; rename or remove it before renaming another to it"
         )
-    return rows.rename_columns({theirs: ours for ours, theirs in columns.items()}) if columns else rows

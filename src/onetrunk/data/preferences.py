@@ -26,6 +26,7 @@ from onetrunk.data.rows import (
     text_fault,
     type_fault,
 )
+from onetrunk.data.sharded import ShardedRows, checked_rows
 
 SIDES = ("chosen", "rejected")
 PAIR = ("prompt", *SIDES)
@@ -38,13 +39,28 @@ def validate_preferences(dataset: Dataset) -> bool:
     Raises:
         ValueError: a column is missing, there are no rows, or some rows are bad.
     """
-    missing = [name for name in PAIR if name not in dataset.column_names]
-    if missing:
-        raise missing_columns(dataset, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
+    _require_pair(dataset)
     require_rows(dataset)
     conversational = isinstance(dataset[0]["prompt"], list)
     raise_faults([_pair_fault(row, conversational) for row in dataset])
     return conversational
+
+
+def checked_preferences(rows: ShardedRows) -> ShardedRows:
+    """Return sharded rows of preferences, checked as they are read.
+
+    Raises:
+        ValueError: a column is missing, or a row of a sample is bad.
+    """
+    _require_pair(rows)
+    conversational = isinstance(rows[0]["prompt"], list)
+    return checked_rows(rows, lambda row: _pair_fault(row, conversational))
+
+
+def _require_pair(dataset: Dataset | ShardedRows) -> None:
+    missing = [name for name in PAIR if name not in dataset.column_names]
+    if missing:
+        raise missing_columns(dataset, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
 
 
 def validate_sides(dataset: Dataset) -> None:
@@ -54,8 +70,18 @@ def validate_sides(dataset: Dataset) -> None:
         ValueError: some rows are bad.
     """
     conversational = len(dataset) > 0 and isinstance(dataset[0]["chosen"], list)
+    raise_faults([_side_fault(row, conversational) for row in dataset])
+
+
+def checked_sides(rows: ShardedRows) -> ShardedRows:
+    """Return sharded rows without a `prompt` column, checked as by `validate_sides` when they are read."""
+    conversational = isinstance(rows[0]["chosen"], list)
+    return checked_rows(rows, lambda row: _side_fault(row, conversational))
+
+
+def _side_fault(row: dict[str, Any], conversational: bool) -> str | None:
     check = conversation_fault if conversational else text_fault
-    raise_faults([next((f"{name} {fault}" for name in SIDES if (fault := check(row[name]))), None) for row in dataset])
+    return next((f"{name} {fault}" for name in SIDES if (fault := check(row[name]))), None)
 
 
 def stopped_column(dataset: Dataset, name: str) -> list[bool]:

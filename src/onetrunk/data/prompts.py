@@ -25,6 +25,7 @@ from onetrunk.data.rows import (
     require_rows,
     text_fault,
 )
+from onetrunk.data.sharded import ShardedRows, checked_rows
 from onetrunk.types import Completion, Prompt, as_completion
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,58 @@ def prepare_prompts(
     return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
 
 
+def prepare_streamed_prompts(
+    rows: ShardedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int | None,
+    overlong_prompts: Literal["error", "drop", "truncate"] = "error",
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> ShardedRows:
+    """Return sharded rows whose prompts are checked and tokenized when they are read, as by `prepare_prompts`.
+
+    A dropped row is replaced by the next one, so that every rollout has the same size.
+
+    Raises:
+        ValueError: a setting is invalid, there is no max_prompt_length, or a row of a sample is bad.
+    """
+    if max_prompt_length is None:
+        raise ValueError(
+            "the prompts are streamed, so the longest one is not known before training; set max_prompt_length"
+        )
+    conversational = checked_prompts(rows)
+    encoder = _PromptEncoder(
+        tokenizer, conversational, None, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
+    )
+
+    def encode(row: dict[str, Any]) -> dict[str, Any] | None:
+        added = encoder(row)
+        if added["prompt_fault"]:
+            raise ValueError(f"prompt {added['prompt_fault']}")
+        is_dropped = overlong_prompts == "drop" and len(added["prompt_ids"]) > max_prompt_length
+        return None if is_dropped else {**row, "prompt_ids": added["prompt_ids"]}
+
+    rows = rows.then(encode, added=["prompt_ids"])
+    if not len(rows.sample()):
+        raise ValueError(
+            f"the prompts of a sample of the rows are all longer than max_prompt_length {max_prompt_length}; raise it,"
+            " or set overlong_prompts to 'truncate'"
+        )
+    return rows
+
+
+def checked_prompts(rows: ShardedRows) -> bool:
+    """Check the columns of sharded rows and the prompts of a sample; return whether they are conversations.
+
+    Raises:
+        ValueError: there is no column `prompt`, or a prompt is bad.
+    """
+    _check_columns(rows)
+    conversational = isinstance(rows[0]["prompt"], list)
+    checked_rows(rows, lambda row: (fault := prompt_fault(row["prompt"], conversational)) and f"prompt {fault}")
+    return conversational
+
+
 def validate_prompts(dataset: Dataset) -> bool:
     """Check every prompt as far as possible without a tokenizer; return whether the prompts are conversations.
 
@@ -144,7 +197,7 @@ class _PromptEncoder:
         )["input_ids"]
 
 
-def _check_columns(dataset: Dataset) -> None:
+def _check_columns(dataset: Dataset | ShardedRows) -> None:
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt', only {', '.join(dataset.column_names) or 'none'}; say which one it"
@@ -187,14 +240,31 @@ def validate_completions(dataset: Dataset) -> str:
     Raises:
         ValueError: there are no such columns, there are no rows, or some rows are bad.
     """
-    kinds = {"prompt": {"prompt", "completion"}, "messages": {"messages"}, "text": {"text"}}
-    columns = next((kind for kind, names in kinds.items() if names <= set(dataset.column_names)), None)
-    if columns is None:
-        raise missing_columns(dataset, "prompt and completion, or messages, or text")
+    columns = _completion_kind(dataset)
     require_rows(dataset)
     conversational = columns == "prompt" and isinstance(dataset[0]["prompt"], list)
     raise_faults([_sft_fault(row, columns, conversational) for row in dataset])
     return columns
+
+
+def checked_completions(rows: ShardedRows) -> ShardedRows:
+    """Return sharded rows for supervised fine-tuning, with only the columns to learn from, checked as they are read.
+
+    Raises:
+        ValueError: there are no such columns, or a row of a sample is bad.
+    """
+    kind = _completion_kind(rows)
+    rows = rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
+    conversational = kind == "prompt" and isinstance(rows[0]["prompt"], list)
+    return checked_rows(rows, lambda row: _sft_fault(row, kind, conversational))
+
+
+def _completion_kind(dataset: Dataset | ShardedRows) -> str:
+    kinds = {"prompt": {"prompt", "completion"}, "messages": {"messages"}, "text": {"text"}}
+    kind = next((kind for kind, names in kinds.items() if names <= set(dataset.column_names)), None)
+    if kind is None:
+        raise missing_columns(dataset, "prompt and completion, or messages, or text")
+    return kind
 
 
 def _sft_fault(row: dict[str, Any], columns: str, conversational: bool) -> str | None:
@@ -211,15 +281,18 @@ def _sft_fault(row: dict[str, Any], columns: str, conversational: bool) -> str |
     return fault and f"{columns} {fault}"
 
 
-def without_written_bos(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def without_written_bos(dataset: Dataset | ShardedRows, tokenizer: PreTrainedTokenizerBase) -> Dataset | ShardedRows:
     """Remove the BOS token from the beginning of texts if the tokenizer adds one anyway.
 
     TRL's SFTTrainer tokenizes by itself, and a text that begins with the BOS token would get a second one.
     """
     name, bos = "prompt" if "prompt" in dataset.column_names else "text", tokenizer.bos_token
-    texts = dataset[name] if name in dataset.column_names else []
-    if not bos or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
+    if not bos or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id] or name not in dataset.column_names:
         return dataset
+    if isinstance(dataset, ShardedRows):
+        is_text = isinstance(dataset[0][name], str)
+        return dataset.then(lambda row: {**row, name: row[name].removeprefix(bos)}) if is_text else dataset
+    texts = dataset[name]
     if not any(isinstance(text, str) and text.startswith(bos) for text in texts):
         return dataset
     return dataset.map(lambda row: {name: row[name].removeprefix(bos)}, load_from_cache_file=False, desc="BOS")

@@ -6,8 +6,12 @@ Each `*_fault` function returns what is wrong as a phrase that follows the colum
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
+
+if TYPE_CHECKING:
+    from onetrunk.data.sharded import ShardedRows
 
 LISTED_FAULTS = 20
 ANSWERABLE_ROLES = ("user", "tool", "assistant")
@@ -18,7 +22,7 @@ ROLES = (
 )
 
 
-def missing_columns(dataset: Dataset, expected: str) -> ValueError:
+def missing_columns(dataset: Dataset | ShardedRows, expected: str) -> ValueError:
     """Return the error for a dataset without the columns that `expected` describes."""
     return ValueError(
         f"the dataset has the columns {', '.join(sorted(dataset.column_names)) or 'none'}; expected {expected}: say"
@@ -26,7 +30,7 @@ def missing_columns(dataset: Dataset, expected: str) -> ValueError:
     )
 
 
-def require_rows(dataset: Dataset) -> None:
+def require_rows(dataset: Dataset | ShardedRows) -> None:
     """Raise ValueError if a dataset is empty."""
     if len(dataset) == 0:
         raise ValueError("the dataset holds no rows; give at least one")

@@ -22,6 +22,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import Trainer
 
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.judges.base import prompt_key
@@ -230,9 +231,9 @@ def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[st
 def _planned_rows(trainer: Trainer) -> Dataset:
     """Return the rows that the planned rollouts use."""
     args, dataset = trainer.args, trainer.train_dataset
-    order = PromptOrder.from_config(args, len(dataset))
+    order = PromptOrder.from_config(args, dataset)
     if args.max_steps <= 0 or args.max_steps >= order.rollouts_per_pass * args.slots_per_rollout:
-        return dataset
+        return dataset.select(range(len(dataset))) if isinstance(dataset, ShardedRows) else dataset
     num_rollouts = -(-args.max_steps // args.slots_per_rollout)
     return dataset.select(sorted({int(row) for i in range(num_rollouts) for row in order.prompts(i)}))
 

@@ -20,6 +20,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.cache import TrunkCache
 from onetrunk.models.parallel import is_sharded, reshard
 from onetrunk.models.trunk import PackOutput
@@ -70,7 +71,7 @@ class ExperienceStream:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | ShardedRows,
         sampler: Sampler,
         model: Callable[[], nn.Module],
         config: PPOConfig,
@@ -90,7 +91,7 @@ class ExperienceStream:
         self.is_sharded = is_sharded(model())
         self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
         self.plan = plan_batches(config, accelerator.num_processes)
-        self.order = PromptOrder.from_config(config, len(dataset))
+        self.order = PromptOrder.from_config(config, dataset)
         self.kl_controller = (
             KLController(config.beta)
             if config.kl_target is None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion
+from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.parallel import is_sharded
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.packing import deal_rows, make_pack, plan_packs, split_packs
@@ -42,6 +43,7 @@ class PromptOrder:
         order_seed: seed of the permutations of the prompts.
         seed: seed of the completions and minibatches.
         shuffle: False keeps the order of the dataset in every pass.
+        blocks: the order of sharded rows, of which no permutation of all rows is in memory.
     """
 
     num_prompts: int
@@ -51,17 +53,19 @@ class PromptOrder:
     seed: int
     shuffle: bool = True
     num_minibatches: int = 1
+    blocks: BlockOrder | None = None
 
     @classmethod
-    def from_config(cls, config: PPOConfig, num_prompts: int) -> PromptOrder:
+    def from_config(cls, config: PPOConfig, dataset: Dataset | ShardedRows) -> PromptOrder:
         return cls(
-            num_prompts,
+            len(dataset),
             config.rollout_batch_size,
             config.num_generations,
             order_seed=config.seed if config.data_seed is None else config.data_seed,
             seed=config.seed,
             shuffle=config.shuffle_dataset,
             num_minibatches=config.num_minibatches,
+            blocks=dataset.order if isinstance(dataset, ShardedRows) else None,
         )
 
     @property
@@ -71,11 +75,17 @@ class PromptOrder:
     def prompts(self, iteration: int) -> np.ndarray:
         """Return the dataset rows [rollout_batch_size] of a rollout."""
         number, place = divmod(iteration, self.rollouts_per_pass)
-        order = np.arange(self.num_prompts)
-        if self.shuffle:
-            order = generator_of((self.order_seed, PROMPTS_STREAM, number)).permutation(self.num_prompts)
         first = place * self.rollout_batch_size
-        return order[np.arange(first, first + self.rollout_batch_size) % self.num_prompts]
+        places = np.arange(first, first + self.rollout_batch_size) % self.num_prompts
+        if not self.shuffle:
+            return places
+        if self.blocks is None:
+            return generator_of((self.order_seed, PROMPTS_STREAM, number)).permutation(self.num_prompts)[places]
+        # The last rollout of a pass is filled up from its start, perhaps more than once.
+        size = min(self.rollout_batch_size, self.num_prompts - first)
+        last = self.blocks.rows(self.order_seed, number, first, first + size)
+        more = self.blocks.rows(self.order_seed, number, 0, min(self.rollout_batch_size - size, self.num_prompts))
+        return np.concatenate([last, np.resize(more, self.rollout_batch_size - size)])
 
     def rows(self, iteration: int, completions: Sequence[int]) -> tuple[list[int], list[RowKey]]:
         """Return the dataset row and the key of some completions of a rollout.
@@ -148,7 +158,14 @@ class RolloutPack:
     rewards: Tensor | None = None
 
 
-def prompt_batch(dataset: Dataset, rows: Sequence[int], keys: Sequence[RowKey]) -> PromptBatch:
+def longest_prompt_of(dataset: Dataset | ShardedRows, config: PPOConfig) -> int:
+    """Return the tokens of the longest prompt; of sharded rows max_prompt_length, which they must not exceed."""
+    if isinstance(dataset, ShardedRows):
+        return config.max_prompt_length
+    return max(map(len, dataset["prompt_ids"]))
+
+
+def prompt_batch(dataset: Dataset | ShardedRows, rows: Sequence[int], keys: Sequence[RowKey]) -> PromptBatch:
     """Return the rows of a dataset (with `prompt` and `prompt_ids`) as a PromptBatch."""
     columns = dataset[list(rows)]
     return PromptBatch(columns.pop("prompt"), columns.pop("prompt_ids"), columns, list(keys))

@@ -21,7 +21,8 @@ from transformers.utils import has_file
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
-from onetrunk.data.prompts import prepare_prompts
+from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
+from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.cache import TrunkCache, choose_place
@@ -32,7 +33,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import check_launch, check_lengths, check_model, check_parts, plan_batches, source_of
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import MemoryCheck
-from onetrunk.ppo.sampling import Sampler
+from onetrunk.ppo.sampling import Sampler, longest_prompt_of
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
@@ -80,7 +81,7 @@ class ModelInputs:
 def prepare_run(
     inputs: ModelInputs,
     args: PPOConfig,
-    train_dataset: Dataset | None,
+    train_dataset: Dataset | ShardedRows | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
     rollout_backend: RolloutBackend | None,
     hooks: dict[str, Callable[..., None]],
@@ -95,7 +96,7 @@ def prepare_run(
     backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
-    longest_prompt = max(map(len, parts.datasets[0]["prompt_ids"]))
+    longest_prompt = longest_prompt_of(parts.datasets[0], args)
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
@@ -117,7 +118,7 @@ def load_sampled_model(
     tokenizer = policy_tokenizer(model, inputs.tokenizer, model_kwargs)
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     datasets = [prepare_dataset(dataset, tokenizer, args) for dataset in datasets]
-    check_lengths(model, args, datasets)
+    check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
     rewards = RewardSet(functions, args.reward_weights)
     for dataset in datasets:
@@ -197,19 +198,23 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
     return token_ids
 
 
-def prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Dataset:
-    """Return a dataset with every prompt checked and tokenized."""
+def prepare_dataset(
+    dataset: Dataset | ShardedRows, tokenizer: PreTrainedTokenizerBase, args: PPOConfig
+) -> Dataset | ShardedRows:
+    """Return a dataset with every prompt checked and tokenized; sharded rows, when they are read."""
+    settings = {
+        "max_prompt_length": args.max_prompt_length,
+        "overlong_prompts": args.overlong_prompts,
+        "chat_template_kwargs": args.chat_template_kwargs,
+    }
+    if isinstance(dataset, ShardedRows):
+        return prepare_streamed_prompts(dataset, tokenizer, **settings)
     if not isinstance(dataset, Dataset):
         raise ValueError(
             f"the dataset is a {type(dataset).__name__}; pass a map-style datasets.Dataset, whose order can be resumed"
+            ", or ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
         )
-    return prepare_prompts(
-        dataset,
-        tokenizer,
-        max_prompt_length=args.max_prompt_length,
-        overlong_prompts=args.overlong_prompts,
-        chat_template_kwargs=args.chat_template_kwargs,
-    )
+    return prepare_prompts(dataset, tokenizer, **settings)
 
 
 def resolve_rewards(

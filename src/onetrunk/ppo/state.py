@@ -22,6 +22,7 @@ from onetrunk.checkpoints.settings import (
     keep_optimizer_settings,
     require_same,
 )
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
@@ -191,21 +192,23 @@ def _experience(tensors: dict[str, Tensor]) -> Experience:
 
 
 def run_settings(
-    config: PPOConfig, dataset: Dataset, num_processes: int, model: TrunkModel, rewards: RewardSet
+    config: PPOConfig, dataset: Dataset | ShardedRows, num_processes: int, model: TrunkModel, rewards: RewardSet
 ) -> dict[str, Any]:
     """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
     groups = ("place", "rollout", "optional", "optimizer")
     names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
     settings = {name: getattr(config, name) for name in names}
-    prompts = (np.asarray([len(ids), *ids], dtype=np.int64).tobytes() for ids in dataset["prompt_ids"])
-    settings |= {"num_processes": num_processes, "prompts": _rows_digest(len(dataset), prompts)}
+    settings |= {"num_processes": num_processes, "prompts": prompts_digest(dataset)}
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
     steering: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
     steering |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
-    columns = rewards.columns_read(dataset.column_names)
-    steering |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
+    if isinstance(dataset, ShardedRows):
+        steering["row_contents"] = dataset.contents
+    else:
+        columns = rewards.columns_read(dataset.column_names)
+        steering |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
     for name, value in config.to_dict().items():
         if name not in settings and name not in FREE_IN_PPO and not is_free(name):
             steering[name] = value
@@ -224,6 +227,14 @@ def reward_path(function: Callable[..., Any]) -> str:
     if code is not None and module.startswith("onetrunk_reward_"):
         return f"{Path(code.co_filename).name}:{function.__qualname__}"
     return f"{module}.{function.__qualname__}".lstrip(".")
+
+
+def prompts_digest(dataset: Dataset | ShardedRows) -> str:
+    """Return the number of prompts and a digest of their tokens; of sharded rows, of their files and blocks."""
+    if isinstance(dataset, ShardedRows):
+        return dataset.digest
+    prompts = (np.asarray([len(ids), *ids], dtype=np.int64).tobytes() for ids in dataset["prompt_ids"])
+    return _rows_digest(len(dataset), prompts)
 
 
 def column_digest(dataset: Dataset, name: str) -> str:

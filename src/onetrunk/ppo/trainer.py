@@ -26,6 +26,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from onetrunk.checkpoints.resume_point import LOOP_FILES
 from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
@@ -39,7 +40,7 @@ from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.memory import PackSize
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
-from onetrunk.ppo.sampling import ScoredRollout
+from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
 from onetrunk.rollouts.base import RolloutBackend
@@ -68,6 +69,7 @@ class PPOTrainer(ResumableTrainer):
             sequence-classification model or of a reward adapter on the policy's base, such a model.
         args: the settings.
         train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
+            ShardedRows are read while training; they need max_prompt_length.
         eval_dataset: held-out rows with the same columns (or several such sets by name), for `evaluate` and
             eval_strategy.
         processing_class: the policy's tokenizer; None loads it from the model's name.
@@ -92,7 +94,7 @@ class PPOTrainer(ResumableTrainer):
         model: str | PreTrainedModel | PeftModel,
         reward_funcs: Reward | Sequence[Reward],
         args: PPOConfig | None = None,
-        train_dataset: Dataset | None = None,
+        train_dataset: Dataset | ShardedRows | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
@@ -337,7 +339,7 @@ class PPOTrainer(ResumableTrainer):
     def own_state_bytes(self) -> int:
         """Return the bytes of a rollout in use: rows at their longest, with trunk states if sampling captured them."""
         args = self.args
-        longest = max(map(len, self.train_dataset["prompt_ids"]))
+        longest = longest_prompt_of(self.train_dataset, args)
         rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
         # Ids and mask of the row and of its completion are int64; seven values of a token are float32.
         per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length

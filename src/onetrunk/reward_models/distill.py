@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.preferences import SIDES
 from onetrunk.data.rows import require_rows
+from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.scorer import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer, optional_column
@@ -96,7 +97,8 @@ class RewardDistillationTrainer(RewardModelTrainer):
     Args: as for RewardModelTrainer.
 
     Attributes:
-        scale: mean and standard deviation of the teacher's scores over the training rows; 0 and 1 without scores.
+        scale: mean and standard deviation of the teacher's scores over the training rows (of streamed rows over a
+            sample); 0 and 1 without scores.
 
     Raises:
         ValueError: rows that neither loss uses, and the errors of RewardModelTrainer.
@@ -105,8 +107,16 @@ class RewardDistillationTrainer(RewardModelTrainer):
     args: RewardDistillationConfig
     collator = DistillationCollator
 
-    def __init__(self, model: Any, args: RewardDistillationConfig, train_dataset: Dataset, *others: Any, **trl: Any):
-        scores = [s for name in LABELS[:2] if name in train_dataset.column_names for s in train_dataset[name]]
+    def __init__(
+        self,
+        model: Any,
+        args: RewardDistillationConfig,
+        train_dataset: Dataset | ShardedRows,
+        *others: Any,
+        **trl: Any,
+    ):
+        rows = known_rows(train_dataset)
+        scores = [s for name in LABELS[:2] if name in rows.column_names for s in rows[name]]
         known = torch.tensor([s for s in scores if s is not None])
         if args.regression_weight is None:
             args.regression_weight = 1.0 if len(known) else 0.0

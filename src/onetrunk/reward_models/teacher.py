@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from onetrunk.data.preferences import PAIR, SIDES, STOPPED, stopped_column, validate_preferences
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import digest
 from onetrunk.models.sources import base_fingerprint
@@ -45,15 +46,19 @@ class Teacher:
 
     Args:
         members: at least one reward model with its tokenizer.
-        cache: the ledger's file.
+        cache: the ledger's file; None: nothing is kept.
         temperature: above 0; above 1 gives softer labels.
         is_shown: True shows a progress bar.
     """
 
     def __init__(
-        self, members: Sequence[ModelReward], cache: str | Path, temperature: float = 1.0, is_shown: bool = False
+        self,
+        members: Sequence[ModelReward],
+        cache: str | Path | None,
+        temperature: float = 1.0,
+        is_shown: bool = False,
     ):
-        self.members, self.cache = list(members), Path(cache)
+        self.members, self.cache = list(members), None if cache is None else Path(cache)
         self.temperature, self.is_shown = temperature, is_shown
         self.identities = [identity(member) for member in self.members]
         self.means = torch.zeros(len(self.members))
@@ -82,6 +87,9 @@ class Teacher:
             stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
         """
         stopped = [True] * len(prompts) if stopped is None else stopped
+        if self.cache is None:
+            columns = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
+            return torch.tensor([member(**columns) for member in self.members])
         items = list(zip(prompts, completions, stopped, strict=True))
         keys = [[_score_key(name, *item) for item in items] for name in self.identities]
         with Ledger(self.cache) as ledger:
@@ -150,6 +158,20 @@ def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None)
     ]
     # A column that a row lacks is null in it.
     return Dataset.from_list([*teacher.label_pairs(pairs), *rows])
+
+
+def label_streamed(teacher: Teacher, pairs: ShardedRows) -> ShardedRows:
+    """Centre the teacher on a sample of preference rows, and return the rows, labelled as they are read.
+
+    No ledger keeps their scores: it would grow with the rows.
+    """
+    sample = pairs.sample()
+    sides = [(sample["prompt"], sample[name], stopped_column(sample, f"{name}_stopped")) for name in SIDES]
+    teacher.centre(*([value for side in sides for value in side[part]] for part in range(3)))
+    labelling = Teacher(teacher.members, None, teacher.temperature)
+    labelling.means = teacher.means
+    about = f"teacher {digest([*teacher.identities, teacher.temperature])}"
+    return pairs.encoded(lambda rows: list(labelling.label_pairs(Dataset.from_list(rows))), about)
 
 
 def _score_key(model: str, prompt: Prompt, completion: Completion, stopped: bool) -> str:

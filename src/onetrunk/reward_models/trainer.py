@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import SIDES, stopped_column, validate_preferences
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
@@ -111,7 +113,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         model: a sequence-classification model with one label, or a PeftModel of one; for a language model's folder or
             name see `models.scorer.load_with_new_head`.
         args: settings.
-        train_dataset: preference rows.
+        train_dataset: preference rows; ShardedRows are read while training.
         eval_dataset: held-out rows, or several such datasets by name.
         processing_class: the model's tokenizer; its pad token becomes the model's.
         **trl: further keywords of TRL's RewardTrainer (peft_config, callbacks, optimizers, ...).
@@ -126,7 +128,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         self,
         model: PreTrainedModel,
         args: RewardModelConfig,
-        train_dataset: Dataset,
+        train_dataset: Dataset | ShardedRows,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         **trl: Any,
@@ -138,12 +140,17 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
         model.config.update({READS_END: reads_end})
         self.reads_end = reads_end
+        streamed = None
+        if isinstance(train_dataset, ShardedRows):
+            streamed = train_dataset.encoded(partial(self.encode_streamed, tokenizer=processing_class, args=args))
+            train_dataset = train_dataset.sample()
         self.pair_sums: dict[str, dict[str, list[Tensor]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         super().__init__(
             model=model,
             args=args,
             data_collator=self.collator(processing_class.pad_token_id, args.pad_to_multiple_of),
-            train_dataset=self.encode(train_dataset, processing_class, args, "training"),
+            train_dataset=self.encode(train_dataset, processing_class, args, "sampled" if streamed else "training"),
+            streamed=streamed,
             eval_dataset=self.encode(eval_dataset, processing_class, args, "held-out"),
             processing_class=processing_class,
             **trl,
@@ -177,6 +184,14 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             if is_used and name in dataset.column_names:
                 columns[name] = dataset[name]
         return Dataset.from_dict(columns)
+
+    def encode_streamed(
+        self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
+    ) -> list[dict[str, Any] | None]:
+        """Return rows of a batch as `encode_rows` does, None for those that are longer than max_length."""
+        limit = args.max_length
+        encoded = list(self.encode_rows(Dataset.from_list(rows), tokenizer, args))
+        return [row if limit is None or max(len(row[name]) for name in ENCODED) <= limit else None for row in encoded]
 
     def encode_side(self, dataset: Dataset, side: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return the token ids of prompt and completion of each row; none where it has no completion on this side."""

@@ -13,6 +13,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.settings import CheckpointConfig
+from onetrunk.data.files import looks_like_path
 from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.utils.options import option
@@ -48,7 +49,8 @@ class DatasetArguments:
     @property
     def hub_dataset(self) -> str | None:
         """The dataset's name for a model card; None for a local dataset, which the Hub does not know."""
-        return None if Path(self.dataset_name).exists() else self.dataset_name
+        is_local = Path(self.dataset_name).exists() or looks_like_path(self.dataset_name)
+        return None if is_local else self.dataset_name
 
 
 @dataclass
@@ -87,6 +89,15 @@ class SamplingArguments(DatasetArguments):
 class TrainingDataArguments(DatasetArguments):
     """Training rows and held-out rows: another dataset or split, or a part of the training rows."""
 
+    streaming: bool = option(
+        False,
+        "Read the training rows from Parquet or JSONL files while training: they need not fit on the disk or in"
+        " memory. dataset_name may be *.parquet, and at hf://, s3:// or gs://.",
+    )
+    shuffle_window: int = option(
+        10_000, "streaming: rows that are shuffled together, and about how many are in memory; 1 or more."
+    )
+
     eval_dataset_name: str | None = option(None, "Held-out rows: a file, folder or Hub name with the same columns.")
     eval_dataset_split: str | None = option(None, "Their split; alone it names a split of dataset_name.")
     eval_size: float | None = option(
@@ -95,6 +106,15 @@ class TrainingDataArguments(DatasetArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shuffle_window < 1:
+            raise ValueError(f"shuffle_window is {self.shuffle_window}; set 1 row or more (10000 is common)")
+        if not self.streaming and self.shuffle_window != TrainingDataArguments.shuffle_window:
+            raise ValueError(f"shuffle_window is {self.shuffle_window}, and only streaming uses it; set both or none")
+        if self.streaming and self.eval_size is not None:
+            raise ValueError(
+                "eval_size holds out rows of a dataset in memory, and streaming keeps none there; name the held-out"
+                " rows by eval_dataset_name or eval_dataset_split"
+            )
         if self.eval_size is None:
             return
         if self.eval_dataset_name or self.eval_dataset_split:

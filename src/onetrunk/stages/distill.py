@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
+from onetrunk.checkpoints.settings import check_streaming
+from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.new_scorer import (
     load_reward_tokenizer,
     load_with_new_head,
@@ -36,14 +38,14 @@ from onetrunk.reward_models.metrics import (
     teacher_labels,
     true_labels,
 )
-from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows
+from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_reliability, plot_scores
 from onetrunk.stages.report import show_columns, write_values
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
-from onetrunk.stages.rows import load_preference_rows, load_unlabelled_rows
+from onetrunk.stages.rows import TrainingRows, load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.running import run_stage
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option
@@ -51,6 +53,8 @@ from onetrunk.utils.redaction import redact_all
 
 # Mean and deviation of the teacher's scores over the training rows: they map a student's score back to that scale.
 TEACHER_FILE = "teacher.json"
+# Of streamed rows, so many train a new tokenizer.
+TOKENIZER_ROWS = 20_000
 # Passed as the name while ModelConfig checks that there is one.
 _MADE = "student_config"
 
@@ -81,6 +85,11 @@ class DistillDataArguments(TrainingDataArguments):
             raise ValueError(f"teacher_temperature is {self.teacher_temperature}; set a number above 0, such as 1")
         if self.teacher_batch_size < 1:
             raise ValueError(f"teacher_batch_size is {self.teacher_batch_size}; set 1 or more")
+        if self.unlabelled_dataset_name and self.streaming:
+            raise ValueError(
+                "unlabelled_dataset_name adds rows to a dataset in memory, and streaming keeps none there; leave one"
+                " out, or let a teacher label those rows as pairs"
+            )
         if self.unlabelled_dataset_name and not self.teacher:
             raise ValueError(
                 "unlabelled_dataset_name needs a teacher that scores completions; name reward models in teacher"
@@ -139,6 +148,8 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     is_done, resume = begin("distill", args)
     if is_done:
         return
+    if data.streaming:
+        check_streaming(args, reads_alone=bool(data.teacher))
     pairs, held_out = load_preference_rows(data, args.seed)
     singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
     if not data.teacher and "probability" not in pairs.column_names:
@@ -163,16 +174,18 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
 
 
 def make_student(
-    args: DistillArguments, student: StudentArguments, datasets: Sequence[Dataset]
+    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter.
 
-    A new tokenizer is trained on the first of the datasets, the training rows.
+    A new tokenizer is trained on the first of the datasets, the training rows; of streamed rows on a sample.
     """
     kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
     if student.student_vocab_size:
-        texts = [*datasets[0]["prompt"], *datasets[0]["chosen"]]
+        rows = datasets[0]
+        rows = rows.sample(TOKENIZER_ROWS) if isinstance(rows, ShardedRows) else rows
+        texts = [*rows["prompt"], *rows["chosen"]]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 "student_vocab_size trains a tokenizer on texts, and the rows are conversations; name one"
@@ -184,7 +197,7 @@ def make_student(
         tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
     if name:
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
-        check_tokenizer(tokenizer, name, datasets, config.vocab_size)
+        check_tokenizer(tokenizer, name, [known_rows(rows) for rows in datasets], config.vocab_size)
     set_seed(args.seed)  # The new weights are random.
     model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
     return model, tokenizer, score_peft_config(args, student, model)
@@ -193,13 +206,14 @@ def make_student(
 def label(
     data: DistillDataArguments,
     args: DistillArguments,
-    train: Dataset,
+    train: TrainingRows,
     held_out: Dataset | None,
     singles: Dataset | None,
-) -> tuple[Teacher | None, Dataset, Dataset | None]:
+) -> tuple[Teacher | None, TrainingRows, Dataset | None]:
     """Return the teacher (None if a judge gave the labels), and the labelled training and held-out rows.
 
     The processes label one after the other: the first computes all scores, and the others read them from the ledger.
+    Streamed rows are labelled when they are read, and a sample of them sets the teacher's zero.
     """
     if not data.teacher:
         return None, train, held_out
@@ -213,7 +227,8 @@ def label(
     teacher = Teacher.load(data.teacher, Path(args.output_dir) / SCORES_FILE, **settings)
     for process in range(state.num_processes):
         if process == state.process_index:
-            labelled = label_rows(teacher, train, singles)
+            is_streamed = isinstance(train, ShardedRows)
+            labelled = label_streamed(teacher, train) if is_streamed else label_rows(teacher, train, singles)
             labelled_held_out = held_out and teacher.label_pairs(held_out)
         state.wait_for_everyone()
     return teacher, labelled, labelled_held_out
@@ -223,7 +238,7 @@ def report(
     trainer: RewardDistillationTrainer,
     data: DistillDataArguments,
     teacher: Teacher | None,
-    train: Dataset,
+    train: TrainingRows,
     held_out: Dataset | None,
 ) -> None:
     """Measure student and teacher on the held-out rows; write metrics.json, plots, and the scales of both scores."""

@@ -12,6 +12,8 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, set_seed
 
 from onetrunk.checkpoints.hub import require_push
+from onetrunk.checkpoints.settings import check_streaming
+from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
@@ -27,7 +29,7 @@ from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
 from onetrunk.stages.report import show_columns, write_values
 from onetrunk.stages.resuming import begin, finish, train
-from onetrunk.stages.rows import load_preference_rows
+from onetrunk.stages.rows import TrainingRows, load_preference_rows
 from onetrunk.stages.running import run_stage
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
@@ -43,6 +45,8 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     is_done, resume = begin("reward", args)
     if is_done:
         return
+    if data.streaming:
+        check_streaming(args)
     rows, held_out = load_preference_rows(data, args.seed)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
@@ -55,12 +59,12 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
 
 
 def make_trainer(
-    args: RewardArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
+    args: RewardArguments, model_args: ModelArguments, train: TrainingRows, held_out: Dataset | None
 ) -> RewardModelTrainer:
     name = model_args.model_name_or_path
     kwargs = load_kwargs(args, model_args, "a reward model")
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
-    datasets = [rows for rows in (train, held_out) if rows is not None]
+    datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]
     check_tokenizer(
         tokenizer, name, datasets, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
     )
@@ -102,7 +106,7 @@ def score_peft_config(
     return config
 
 
-def report(trainer: RewardModelTrainer, base: str, train: Dataset, held_out: Dataset | None) -> None:
+def report(trainer: RewardModelTrainer, base: str, train: TrainingRows, held_out: Dataset | None) -> None:
     """Measure the model on the held-out rows; write metrics.json, plots and the scale of its scores."""
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
     rows = rows_to_measure(train, held_out)
@@ -120,7 +124,7 @@ def report(trainer: RewardModelTrainer, base: str, train: Dataset, held_out: Dat
     ScoreScale.of(pairs.scores).save(folder)
 
 
-def rows_to_measure(train: Dataset, held_out: Dataset | None) -> Dataset:
+def rows_to_measure(train: TrainingRows, held_out: Dataset | None) -> Dataset:
     """Return the held-out rows; without them the first training rows, enough for the scale of the scores."""
     return train.select(range(min(SCALE_ROWS, len(train)))) if held_out is None else held_out
 

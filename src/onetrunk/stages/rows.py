@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from accelerate import PartialState
 from datasets import Dataset
 from trl import extract_prompt
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import split_by_prompt, validate_preferences, validate_sides
-from onetrunk.data.prompts import split_rows, validate_completions, validate_prompts
+from onetrunk.data.preferences import (
+    checked_preferences,
+    checked_sides,
+    split_by_prompt,
+    validate_preferences,
+    validate_sides,
+)
+from onetrunk.data.prompts import (
+    checked_completions,
+    checked_prompts,
+    split_rows,
+    validate_completions,
+    validate_prompts,
+)
+from onetrunk.data.sharded import ShardedRows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
+
+TrainingRows = Dataset | ShardedRows
 
 
 def load_dataset_rows(args: DatasetArguments) -> Dataset:
@@ -22,10 +39,12 @@ def load_dataset_rows(args: DatasetArguments) -> Dataset:
 def load_training_rows(
     args: TrainingDataArguments,
     seed: int,
-    check: Callable[[Dataset], Dataset],
+    check: Callable[[TrainingRows], TrainingRows],
     split: Callable[[Dataset, int | float, int], tuple[Dataset, Dataset]] = split_rows,
-) -> tuple[Dataset, Dataset | None]:
-    """Return the training rows, and the held-out rows if the arguments name any; every row is checked.
+) -> tuple[TrainingRows, Dataset | None]:
+    """Return the training rows, and the held-out rows if the arguments name any.
+
+    Every row is checked; of streamed rows a sample now, and each row when it is read. Held-out rows are in memory.
 
     Args:
         args: which rows.
@@ -36,15 +55,19 @@ def load_training_rows(
     Raises:
         ValueError: bad rows; with two datasets the message says in which.
     """
-    train = load_dataset_rows(args)
+    train = stream_training_rows(args) if args.streaming else load_dataset_rows(args)
     if args.eval_size is not None:
         return split(check(train), args.eval_size, seed)
     if args.eval_dataset_name is None and args.eval_dataset_split is None:
         return check(train), None
     config = args.dataset_config if args.eval_dataset_name is None else None
-    split_name = args.eval_dataset_split or "train"
+    source = {"split": args.eval_dataset_split or "train", "config_name": config, "columns": args.dataset_columns}
     name = args.eval_dataset_name or args.dataset_name
-    held_out = load_rows(name, split=split_name, config_name=config, columns=args.dataset_columns)
+    if args.streaming and not Path(name).is_file():
+        held_out = load_sharded_rows(name, **source)
+        held_out = held_out.select(range(len(held_out)))
+    else:
+        held_out = load_rows(name, **source)
     checked = []
     for kind, rows in (("training", train), ("held-out", held_out)):
         try:
@@ -54,26 +77,48 @@ def load_training_rows(
     return checked[0], checked[1]
 
 
-def prompt_rows(rows: Dataset) -> Dataset:
+def stream_training_rows(args: TrainingDataArguments) -> ShardedRows:
+    """Return the training rows as they are in their files; the first process of a machine indexes them."""
+    with PartialState().local_main_process_first():
+        return load_sharded_rows(
+            args.dataset_name,
+            split=args.dataset_split,
+            config_name=args.dataset_config,
+            columns=args.dataset_columns,
+            window=args.shuffle_window,
+        )
+
+
+def prompt_rows(rows: TrainingRows) -> TrainingRows:
     """Return rows of prompts, checked as far as possible without a tokenizer; raises ValueError for bad rows."""
-    validate_prompts(rows)
+    if isinstance(rows, ShardedRows):
+        checked_prompts(rows)
+    else:
+        validate_prompts(rows)
     return rows
 
 
-def completion_rows(rows: Dataset) -> Dataset:
+def completion_rows(rows: TrainingRows) -> TrainingRows:
     """Return rows of completions, checked, with only the columns that SFT trains on."""
+    if isinstance(rows, ShardedRows):
+        return checked_completions(rows)
     kind = validate_completions(rows)
     return rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
 
 
-def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
+def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None]:
     """Return training rows and held-out rows as `load_training_rows` does; no prompt is in both."""
     return load_training_rows(data, seed, preference_rows, split_by_prompt)
 
 
-def preference_rows(rows: Dataset) -> Dataset:
+def preference_rows(rows: TrainingRows) -> TrainingRows:
     """Return preference rows with a column `prompt`, checked; without one, TRL takes what both sides share."""
-    if "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names):
+    has_sides = "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names)
+    if isinstance(rows, ShardedRows):
+        if has_sides:
+            rows = checked_sides(rows).then(extract_prompt, added=["prompt"])
+        return checked_preferences(rows)
+    if has_sides:
         validate_sides(rows)
         rows = rows.map(extract_prompt, desc="prompts")
     validate_preferences(rows)

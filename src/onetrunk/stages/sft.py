@@ -9,16 +9,18 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
+from onetrunk.checkpoints.settings import check_streaming
 from onetrunk.checkpoints.trainer import ResumableSFTTrainer
 from onetrunk.data.chat_template import apply_chat_template, template_errors
 from onetrunk.data.prompts import without_written_bos
+from onetrunk.data.sharded import known_rows
 from onetrunk.models.base import load_base, load_tokenizer
 from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.resuming import begin, finish, train
-from onetrunk.stages.rows import completion_rows, load_training_rows
+from onetrunk.stages.rows import TrainingRows, completion_rows, load_training_rows
 from onetrunk.stages.running import run_stage
 
 
@@ -26,6 +28,8 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
     is_done, resume = begin("sft", args)
     if is_done:
         return
+    if data.streaming:
+        check_streaming(args)
     rows, held_out = load_training_rows(data, args.seed, completion_rows)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
@@ -38,7 +42,7 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
 
 
 def make_trainer(
-    args: SFTArguments, model_args: ModelArguments, train: Dataset, held_out: Dataset | None
+    args: SFTArguments, model_args: ModelArguments, train: TrainingRows, held_out: Dataset | None
 ) -> ResumableSFTTrainer:
     name, revision = model_args.model_name_or_path, model_args.model_revision
     kwargs = model_args.base_kwargs(args, "sft")
@@ -52,7 +56,7 @@ def make_trainer(
         )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
     train, held_out = (rows and without_written_bos(rows, tokenizer) for rows in (train, held_out))
-    datasets = [rows for rows in (train, held_out) if rows is not None]
+    datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]
     if args.chat_template_path is None:
         vocab_size = load_config(name, revision, kwargs["trust_remote_code"]).vocab_size
         check_tokenizer(tokenizer, name, datasets, vocab_size)

@@ -8,7 +8,8 @@ first four.
 |---|---|
 | completions in training | seed, iteration, row |
 | completions of held-out prompts (evaluation, monitor) | seed, EVALUATION_STREAM, row |
-| order of the prompts | data_seed or seed, PROMPTS_STREAM, pass |
+| order of the prompts, or of the blocks of sharded rows | data_seed or seed, PROMPTS_STREAM, pass |
+| order of the sharded rows in a window of blocks | data_seed or seed, WINDOWS_STREAM, pass, window |
 | which rows share a minibatch | seed, DEAL_STREAM, iteration |
 | order of the minibatches | seed, MINIBATCH_STREAM, iteration, epoch |
 | generators of Python, numpy and torch, which reward functions may use | seed, ROLLOUT_STREAM, iteration, process |
@@ -35,6 +36,7 @@ PROMPTS_STREAM = 2**32 - 2
 MINIBATCH_STREAM = 2**32 - 3
 ROLLOUT_STREAM = 2**32 - 5
 DEAL_STREAM = 2**32 - 6
+WINDOWS_STREAM = 2**32 - 7
 
 # The fifth word; completions have four.
 PAIRING_STREAM = 1

@@ -13,10 +13,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 from onetrunk.checkpoints.folders import described
+from onetrunk.data.files import BUILDERS
 from onetrunk.models.scorer import SCALE_FILE
 from onetrunk.stages.report import as_json, shortened
 from onetrunk.stages.resuming import last_finished_checkpoint, left_by_a_run, result_problems
@@ -238,8 +240,11 @@ def paths_in(settings: dict[str, Any]) -> Iterator[Path]:
             text = text.removeprefix(prefix)
         before, colon, _ = text.rpartition(":")
         for candidate in (text, before) if colon else (text,):
-            if candidate and len(candidate) < 1000 and "\n" not in candidate and "://" not in candidate:
-                yield Path(candidate).expanduser()
+            if not candidate or len(candidate) >= 1000 or "\n" in candidate or "://" in candidate:
+                continue
+            yield Path(candidate).expanduser()
+            if "*" in candidate and Path(candidate).suffix in BUILDERS:  # Rows that are streamed.
+                yield from map(Path, sorted(glob(str(Path(candidate).expanduser()), recursive=True)))
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -1,0 +1,287 @@
+"""`streaming: true` in SFT, reward, distillation and PPO: equal to rows in memory, exact resume, what is rejected."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from onetrunk import cli
+from onetrunk.data.sharded import ShardedRows
+from onetrunk.stages.run.state import paths_in
+from onetrunk.utils.files import load_tensors, read_json
+from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.stages.recipes import ROOT
+from tests.tiny import tiny_tokenizer
+
+NOUNS = "cat dog bird fish tree house river stone".split()
+# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
+OPTIONS = "--report_to none --activation_checkpointing false --optim sgd --learning_rate 0.1 --max_grad_norm 0".split()
+OPTIONS += "--disable_tqdm true --save_steps 2 --save_total_limit 20 --lr_scheduler_type constant".split()
+OPTIONS += "--model_name_or_path base --lora_r 4 --dtype float32".split()
+# 30 rows: two passes with an incomplete last batch.
+PASSES = "--num_train_epochs 2 --use_peft true".split()
+OWN = {
+    "sft": PASSES,
+    "reward": PASSES,
+    "distill": PASSES,
+    "teacher": [*PASSES, "--teacher", "teacher", "--learning_rate", "0.001"],
+    "ppo": "--num_rollouts 6 --num_ppo_epochs 1 --learning_rate 0.01 --rollout_batch_size 6 --num_minibatches 2"
+    " --max_completion_length 4 --beta 0.1 --max_prompt_length 8 --reward_funcs reward.py:short".split(),
+}
+VERBS = list(OWN)
+STREAMED = ["--streaming", "true", "--shuffle_window", "9"]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streaming")
+    base = saved_base(folder / "base")
+    saved_reward_adapter(folder / "teacher", base, tokenizer=tiny_tokenizer())
+    words = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(30)]
+    kinds = {
+        "sft": [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in words],
+        "pairs": [
+            {"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
+            for n, o, i in words
+        ],
+        "ppo": [{"prompt": f"the {n} {o} {NOUNS[i // 4]}"} for n, o, i in words],
+    }
+    for kind, rows in kinds.items():
+        (folder / kind).mkdir()
+        for number, (first, last) in enumerate([(0, 11), (11, 13), (13, 30)]):
+            lines = "".join(json.dumps(row) + "\n" for row in rows[first:last])
+            (folder / kind / f"{number}.jsonl").write_text(lines)
+        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(there, monkeypatch):
+    monkeypatch.chdir(there)
+    # Files of a few lines then have several blocks.
+    monkeypatch.setattr("onetrunk.data.shard_index.LINES", 4)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", there / "cache-of-blocks-of-4")
+
+
+def rows_of(verb):
+    return verb if verb in ("sft", "ppo") else "pairs"
+
+
+def command_of(name):
+    return "distill" if name == "teacher" else name
+
+
+def run(name, output, *options, size=4):
+    words = ["--use_cpu", "true", "--per_device_train_batch_size", str(size), "--output_dir", output]
+    return cli.main([command_of(name), *OPTIONS, *OWN[name], *words, *options])
+
+
+def adapter(folder):
+    return load_tensors(folder / "adapter_model.safetensors")
+
+
+def assert_equal(folder, other):
+    ours, theirs = adapter(folder), adapter(other)
+    assert ours.keys() == theirs.keys() and any(t.any() for n, t in ours.items() if "lora_B" in n)
+    for name, expected in theirs.items():
+        assert torch.equal(ours[name], expected), name
+
+
+@pytest.fixture(scope="module")
+def whole(there):
+    """Return a function that runs a streamed command without interruption, once."""
+    done = {}
+
+    def run_once(name):
+        if name not in done:
+            done[name] = there / f"{name}-whole"
+            assert run(name, done[name].name, "--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED) == 0
+        return done[name]
+
+    return run_once
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "distill", "ppo"])
+def test_in_the_order_of_the_files_a_streamed_run_is_the_run_in_memory(there, name):
+    in_order = ["--shuffle_dataset", "false"] if name == "ppo" else ["--train_sampling_strategy", "sequential"]
+    assert run(name, f"{name}-memory", "--dataset_name", f"{rows_of(name)}.jsonl", *in_order) == 0
+    pattern = f"{rows_of(name)}/*.jsonl"
+    assert run(name, f"{name}-streamed", "--dataset_name", pattern, *STREAMED, *in_order) == 0
+    assert_equal(there / f"{name}-streamed", there / f"{name}-memory")
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_resumed_streamed_run_ends_as_the_uninterrupted_one(there, whole, name):
+    # From the first pass, and from the second one (8 steps in a pass of SFT; 5 rollouts of 2 steps in one of PPO).
+    for step in (2, 10):
+        output = there / f"{name}-resumed-{step}"
+        shutil.copytree(whole(name) / f"checkpoint-{step}", output / f"checkpoint-{step}")
+        options = ["--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED, "--resume", "auto"]
+        assert run(name, output.name, *options) == 0
+        assert_equal(output, whole(name))
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_every_pass_has_every_row_once_in_another_order(there, whole, name, monkeypatch):
+    reads = []
+    read = ShardedRows._read
+    monkeypatch.setattr(ShardedRows, "_read", lambda self, rows: reads.append(list(rows)) or read(self, rows))
+    output = f"{name}-counted"
+    assert run(name, output, "--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED, "--save_strategy", "no") == 0
+    size = 6 if name == "ppo" else 4
+    batches = [rows for rows in reads if len(rows) in (size, 30 % size) and rows != sorted(rows)]
+    rows = [row for batch in batches for row in batch]
+    passes = [rows[:30], rows[30:60]]
+    assert sorted(passes[0]) == list(range(30)) and passes[0] != passes[1]
+    assert set(passes[1]) == set(range(30)) if name == "sft" else len(set(passes[1])) == 6
+    assert_equal(there / output, whole(name))
+
+
+def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypatch):
+    output = tmp_path / "changed"
+    shutil.copytree(whole("sft") / "checkpoint-2", output / "checkpoint-2")
+    shutil.copytree(there / "sft", tmp_path / "sft")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    options = ["--dataset_name", f"{tmp_path}/sft/*.jsonl", *STREAMED, "--resume", "auto"]
+    with (tmp_path / "sft" / "1.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "the cat ", "completion": "sleeps"}) + "\n")
+    assert run("sft", str(output), *options) == 1
+    assert "rows 30 rows in 3 files, sha256 " in capfd.readouterr().err
+    repaired = [{"prompt": "the dog ", "completion": "is repaired"}, {"prompt": "the cat ", "completion": "runs ."}]
+    (tmp_path / "sft" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in repaired))
+    assert run("sft", str(output), *options) == 1
+    assert "settings have changed since: row_contents" in capfd.readouterr().err
+    assert run("sft", str(output), *options, "--allow_config_change", "true") == 0
+
+
+def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, capfd, caplog):
+    rows = [{"prompt": "the cat ", "chosen": "runs .", "rejected": "no", "probability": 0.8} for _ in range(12)]
+    rows[5]["chosen"] = "runs " * 60
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--dataset_name", str(path), *STREAMED, "--max_length", "24"]
+    assert run("reward", str(tmp_path / "out"), *options) == 0
+    assert "pairs.jsonl, row 5 is left out" in caplog.text
+    rows[7]["rejected"] = rows[7]["chosen"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("reward", str(tmp_path / "bad"), *options) == 1
+    assert "pairs.jsonl, row 7: chosen and rejected are identical" in capfd.readouterr().err
+
+
+def test_held_out_rows_are_measured(there, tmp_path):
+    options = ["--dataset_name", "pairs/*.jsonl", "--eval_dataset_name", "pairs/0.jsonl", *STREAMED]
+    assert run("reward", str(tmp_path / "out"), *options) == 0
+    metrics = read_json(tmp_path / "out" / "metrics.json")
+    assert metrics["train_pairs"] == 30 and metrics["held_out"]["pairs"] == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "message"),
+    [
+        ("sft", ["--eval_size", "4"], 2, "eval_size holds out rows of a dataset in memory"),
+        ("sft", ["--packing", "true"], 1, "packing is true, and it joins rows"),
+        ("sft", ["--shuffle_dataset", "true"], 1, "shuffle_dataset is true, and it shuffles through a buffer"),
+        ("sft", ["--train_sampling_strategy", "group_by_length"], 1, "needs the lengths of all rows"),
+        ("sft", ["--shuffle_window", "0"], 2, "shuffle_window is 0; set 1 row or more"),
+        ("sft", ["--streaming", "false"], 2, "shuffle_window is 9, and only streaming uses it"),
+        ("teacher", ["--dataloader_num_workers", "1"], 1, "the teacher labels streamed rows in this process"),
+        ("teacher", ["--unlabelled_dataset_name", "sft.jsonl"], 2, "unlabelled_dataset_name adds rows"),
+        ("ppo", ["--max_prompt_length", "none"], 1, "the prompts are streamed, so the longest one is not known"),
+        ("ppo", ["--max_prompt_length", "2"], 1, "tokens where max_prompt_length is 2"),
+    ],
+)
+def test_what_cannot_be_streamed_exactly_is_rejected(there, capfd, name, options, code, message):
+    rows = ["--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED]
+    assert run(name, "rejected", *rows, *options) == code
+    assert message in capfd.readouterr().err
+
+
+def test_a_pattern_without_streaming_says_so(there, capfd):
+    assert run("sft", "rejected", "--dataset_name", "sft/*.jsonl") == 1
+    assert "set streaming to true" in capfd.readouterr().err
+
+
+def test_a_pipeline_depends_on_the_files_of_a_pattern(there):
+    files = [path for path in paths_in({"dataset_name": "sft/*.jsonl"}) if path.exists()]
+    assert files == [Path(f"sft/{number}.jsonl") for number in range(3)]
+
+
+# --- killed, and on two processes ------------------------------------------------------------------------------------
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "ACCELERATE_USE_CPU": "true"}
+
+
+def launched(name, num_processes, output, *options):
+    """Start a streamed command on several processes."""
+    config = ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", str(num_processes)]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
+    words = ["--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED, "--output_dir", output, *options]
+    script = str(ROOT / f"scripts/{command_of(name)}.py")
+    return subprocess.Popen(
+        [*launch, script, *OPTIONS, *OWN[name], *words],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=1500)
+    assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_a_killed_run_resumes_to_the_same_weights(there, tmp_path, name):
+    # Blocks have their own size in these processes, so the uninterrupted run is another one than `whole`.
+    script = [sys.executable, str(ROOT / f"scripts/{name}.py"), *OPTIONS, *OWN[name], "--use_cpu", "true"]
+    script += ["--dataset_name", f"{name}/*.jsonl", *STREAMED, "--per_device_train_batch_size", "4"]
+    subprocess.run([*script, "--output_dir", str(tmp_path / "whole")], env=environment(), check=True, timeout=900)
+    killed = tmp_path / "killed"
+    process = subprocess.Popen([*script, "--output_dir", str(killed)], env=environment())
+    while process.poll() is None and not (killed / "checkpoint-4" / "manifest.json").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    resumed = [*script, "--output_dir", str(killed), "--resume", "auto"]
+    subprocess.run(resumed, env=environment(), check=True, timeout=900)
+    assert_equal(killed, tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["sft", "reward", "distill", "ppo"])
+def test_two_processes_share_the_work_and_resume_bit_for_bit(there, tmp_path, monkeypatch, name):
+    # Other processes have blocks of the usual size.
+    monkeypatch.setattr("onetrunk.data.shard_index.LINES", 256)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    # accelerate fills up the last batch of a pass, which is incomplete, for two processes; so it is dropped.
+    options = [] if name == "ppo" else ["--dataloader_drop_last", "true"]
+    pattern = f"{rows_of(name)}/*.jsonl"
+    assert run(name, str(tmp_path / "alone"), "--dataset_name", pattern, *STREAMED, *options) == 0
+    if name != "ppo":
+        options += ["--per_device_train_batch_size", "2"]
+    finish(launched(name, 2, str(tmp_path / "two"), *options))
+    for key, expected in adapter(tmp_path / "alone").items():
+        # The same sums in another order.
+        torch.testing.assert_close(adapter(tmp_path / "two")[key], expected, atol=2e-5, rtol=1e-4)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "two" / "checkpoint-6", resumed / "checkpoint-6")
+    finish(launched(name, 2, str(resumed), *options, "--resume", "auto"))
+    assert_equal(resumed, tmp_path / "two")
