@@ -4,7 +4,7 @@
 # RAY_ADDRESS is the cluster's job server (default http://127.0.0.1:8265), where onetrunk is installed. OUTPUT_DIR must
 # be on a disk that all nodes share: the job runs in a temporary copy of this repository. Run the command again to
 # resume: Ray does not repeat a job. On `ray job stop`, Ray and the launcher both signal the training processes; they save a
-# checkpoint, if Ray leaves them the time (RAY_JOB_STOP_WAIT_TIME_S, 3 s by default).
+# checkpoint in the time that ray_runtime_env.yaml leaves them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
