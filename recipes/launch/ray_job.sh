@@ -3,8 +3,8 @@
 #   OUTPUT_DIR=/shared/runs/ppo recipes/launch/ray_job.sh
 # RAY_ADDRESS is the cluster's job server (default http://127.0.0.1:8265), where onetrunk is installed. OUTPUT_DIR must
 # be on a disk that all nodes share: the job runs in a temporary copy of this repository. Run the command again to
-# resume: Ray does not repeat a job. `ray job stop` saves no checkpoint: Ray signals the launcher and the training
-# processes, the launcher passes its signal on, and a second SIGTERM stops them at once.
+# resume: Ray does not repeat a job. On `ray job stop`, Ray and the launcher both signal the training processes; they save a
+# checkpoint in the time that ray_runtime_env.yaml leaves them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -189,6 +189,13 @@ def test_a_second_signal_stops_at_once(tmp_path):
     resumed_equals_uninterrupted("ppo", tmp_path)
 
 
+def test_a_sigterm_that_comes_twice_stops_with_a_checkpoint(tmp_path):
+    """`ray job stop` signals the launcher and the training process, and the launcher passes its signal on."""
+    assert exit_code(crash_runs.signalled_twice, tmp_path, signal.SIGTERM) == 0
+    assert checkpoint_folders(tmp_path)[-1].name == "checkpoint-8" and not (tmp_path / "digest.json").exists()
+    resumed_equals_uninterrupted("ppo", tmp_path)
+
+
 def test_a_closed_terminal_that_is_told_twice_does_not_stop_at_once(tmp_path):
     """By the system and by the shell."""
     assert exit_code(crash_runs.signalled_twice, tmp_path, signal.SIGHUP) == 0

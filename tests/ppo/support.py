@@ -17,7 +17,7 @@ from onetrunk.ppo.trainer import PPOTrainer
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 EOS = 1
-WALL_CLOCK = ("time/", "throughput/", "memory/", "train_", "eval_runtime", "eval_samples_per", "eval_steps_per")
+WALL_CLOCK = ("time/", "throughput/", "memory/", "rank/", "train_", "eval_runtime", "eval_samples_", "eval_steps_per")
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "report_to": "none",

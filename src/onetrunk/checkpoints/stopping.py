@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -23,6 +24,9 @@ from onetrunk.utils.output import lasting_output
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # These may arrive twice without a second request: from the system and from a shell or a scheduler.
 REPEATED = (signal.SIGUSR1, signal.SIGHUP)
+# Some schedulers signal the launcher and the training processes, and the launcher passes its signal on: a SIGTERM that
+# comes within so many seconds of the first signal is no second request.
+REPEAT_S = 30.0
 
 
 class StopAsked(Exception):
@@ -49,12 +53,16 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._received_at = 0.0
         self._previous_handlers: dict[int, Any] = {}
         self._gives_up = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals inside the block; a second signal does what it did before. Needs the main thread.
+
+        A second Ctrl-C always counts, a second SIGTERM only REPEAT_S after the first signal, and SIGUSR1 and SIGHUP
+        never.
 
         If the reader of the output is gone, the process gets a SIGHUP.
         """
@@ -75,16 +83,19 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received is None:
-            self.received = name
-            note = f"\n{name}: stopping after this step with a checkpoint; a second signal stops at once\n"
+            self.received, self._received_at = name, time.monotonic()
+            note = f"\n{name}: stopping after this step with a checkpoint; Ctrl-C stops at once\n"
             # Not through Python's streams, whose writer this handler may have interrupted. The terminal may be gone.
             with contextlib.suppress(OSError):
                 os.write(2, note.encode())
-        elif number not in REPEATED:
+        elif number not in REPEATED and not self._repeats(number):
             previous = self._previous_handlers.get(number)
             if callable(previous):
                 previous(number, frame)
             raise KeyboardInterrupt
+
+    def _repeats(self, number: int) -> bool:
+        return number == signal.SIGTERM and time.monotonic() - self._received_at < REPEAT_S
 
     @contextlib.contextmanager
     def giving_up(self, accelerator: Accelerator, alone: bool = False) -> Iterator[None]:

@@ -15,7 +15,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from onetrunk.checkpoints.folders import (
     rotate,
     set_aside_later,
 )
+from onetrunk.checkpoints.heartbeats import SAVE, Heartbeat, HeartbeatCallback, Watcher
 from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
     PushFailed,
@@ -115,10 +116,12 @@ class ResumableTrainer(Trainer):
         self._finite_loss_sum = 0.0
         self._layout = launch_layout()
         super().__init__(*args, **kwargs)
+        self.heartbeat = Heartbeat.of(self.args.output_dir, self.args.process_index)
         sharding = shard_frozen(self.model, self._layout, self.args.device)
         if sharding is not None and self.args.should_log:
             tqdm.write(sharding, file=sys.stderr)
         self.add_callback(self._loop_events)
+        self.add_callback(HeartbeatCallback(self.heartbeat))
 
     # --- hooks for subclasses ---------------------------------------------------------------------------------------
 
@@ -184,13 +187,14 @@ class ResumableTrainer(Trainer):
 
         Raises:
             Stopped: a signal came; a SystemExit with code 0.
+            LostRanks: another process of the run ended or hangs; the message names it.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
         self._begin_run(resume_from_checkpoint)
         with self._output_dir_held():
             if self._resume_from is not None and self._is_over():
                 return TrainOutput(self.state.global_step, 0.0, {})
-            with self.stop_signals.listening():
+            with self.stop_signals.listening(), self._heartbeats():
                 try:
                     output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
                     self.ended = end_of(self, end_state(self))
@@ -200,6 +204,15 @@ class ResumableTrainer(Trainer):
             if self._mirror is not None:
                 self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
             raise Stopped(checkpoint, self.stop_signals.received)
+
+    def _heartbeats(self) -> AbstractContextManager[None]:
+        """Return what writes heartbeats in a block, and names another process that is lost there."""
+        blocks = ExitStack()
+        blocks.enter_context(self.heartbeat.running(self.args.world_size, creates_folder=True))
+        if self.args.world_size > 1:
+            watcher = Watcher(self.heartbeat, self.args.world_size, self.args.ddp_timeout)
+            blocks.enter_context(watcher.watching())
+        return blocks
 
     def _begin_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Find the checkpoint to resume from, and reset what belongs to one run."""
@@ -366,7 +379,7 @@ class ResumableTrainer(Trainer):
         require_finite_weights(self.model, self.state.global_step)
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX}{self.state.global_step}"
-        with writing(output_dir / name):
+        with self.heartbeat.during(SAVE), writing(output_dir / name):
             if self.args.should_save:
                 begin_staging(output_dir)
             self.accelerator.wait_for_everyone()

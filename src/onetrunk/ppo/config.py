@@ -185,6 +185,14 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
     max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = option(4, "Rows of that table.")
+    straggler_factor: float | None = option(
+        1.5,
+        "With several processes: warn of a rank that needs more than this many times the median of the others in a"
+        " phase, in alarm_patience rollouts in a row; above 1. None: off.",
+    )
+    trace_rollouts: int = option(
+        0, "Rollouts, after the first, that torch.profiler records into output_dir/trace; 0: none."
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         explanation = explain_unknown_keys(cls, kwargs)
@@ -263,9 +271,10 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
             _require(self, name, lambda v: _is_number(v) and v >= 0, "0 or more")
         for name in ("gamma", "lam", "lam_policy", "lam_value", "max_unscored_fraction"):
             _require(self, name, lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1")
-        _require(self, "dual_clip", lambda v: _is_number(v) and v > 1, "above 1")
+        for name in ("dual_clip", "straggler_factor"):
+            _require(self, name, lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
-        for name in ("value_pretraining_rollouts", "num_completions_to_print"):
+        for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
         for name, words in (

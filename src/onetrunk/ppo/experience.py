@@ -41,6 +41,7 @@ from onetrunk.ppo.sampling import (
     rollout_packs,
 )
 from onetrunk.ppo.state import StreamState, load_buffer, load_state, run_settings, save_buffer, save_state
+from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
@@ -67,6 +68,7 @@ class ExperienceStream:
         trunk_cache: keeps the trunk states for the epochs of a rollout; None: every forward computes them.
         reward_extras: returns further keywords for the reward functions; called once per rollout.
         stop_signals: interrupt a rollout when the run is asked to stop.
+        watch: records the phases of a rollout.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ExperienceStream:
         *,
         reward_extras: Callable[[], dict[str, Any]] = dict,
         stop_signals: StopSignals | None = None,
+        watch: Watch | None = None,
     ):
         self.dataset = dataset
         self.sampler = sampler
@@ -103,6 +106,7 @@ class ExperienceStream:
         self.last_scored: ScoredRollout | None = None
         self.reward_extras = reward_extras
         self.stop_signals = StopSignals() if stop_signals is None else stop_signals
+        self.watch = Watch(config, accelerator) if watch is None else watch
         self._experiences: list[Experience] | None = None
         self._before: tuple[StreamState, list[Experience] | None] | None = None
 
@@ -114,22 +118,24 @@ class ExperienceStream:
         Raises:
             StopAsked: the run is to stop; nothing has changed, and the same rollout can be made again.
         """
-        start, iteration = time.perf_counter(), self.state.iteration
+        iteration = self.state.iteration
+        self.watch.begin_rollout(iteration)
+        start = time.perf_counter()
         # What reward functions draw from the global generators depends on the rollout alone too.
         seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.accelerator.process_index)
 
         batch = self.prompts(iteration)
         self.sampler.backend.sync(self.model(), iteration * self.config.slots_per_rollout)
-        with self.stop_signals.giving_up(self.accelerator):
+        with self.stop_signals.giving_up(self.accelerator), self.watch.phase("generate"):
             rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
         sampled = time.perf_counter()
 
         # The model runs over the packs in the background: reward functions may need the main thread. The forwards of a
-        # sharded base are collective, and their order is only certain in the main thread.
+        # sharded base are collective, and their order is only certain in the main thread. A trace sees only that one.
         formed = self._packs(rollout)
-        starts_now = self.sampler.may_wait and not self.is_sharded
+        starts_now = self.sampler.may_wait and not self.is_sharded and not self.watch.trace.is_recording
         model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
-        with self.stop_signals.giving_up(self.accelerator, alone=True):
+        with self.stop_signals.giving_up(self.accelerator, alone=True), self.watch.phase("score"):
             scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
             packs = model_run.result()
 
@@ -216,14 +222,18 @@ class ExperienceStream:
     def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            # A process that gives up alone would leave the others waiting in a forward of a sharded base.
-            poll = {} if self.is_sharded else {"poll": self.stop_signals.poll}
-            return self.scorer.run(packs, self.sampler.roles(*roles), **poll)
+            return self.scorer.run(packs, self.sampler.roles(*roles), self._poll)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
                 " learning_rate or max_grad_norm and resume from an earlier checkpoint"
             ) from error
+
+    def _poll(self) -> None:
+        self.watch.heartbeat.beat()
+        # A process that gives up alone would leave the others waiting in a forward of a sharded base.
+        if not self.is_sharded:
+            self.stop_signals.poll()
 
     def _with_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, stopped: Tensor) -> list[RolloutPack]:
         """Return the packs with loss masks and token rewards: the score at the last token, less beta times the KL."""

@@ -43,6 +43,7 @@ from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
+from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import LossCoefficients, Minibatch, Pack, to_device
 
@@ -110,7 +111,7 @@ class PPOTrainer(ResumableTrainer):
         inputs = ModelInputs(
             model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
-        hooks = {"progress": lambda *done: self.progress.rollout(*done), "poll": lambda: self.stop_signals.poll()}
+        hooks = {"progress": lambda *done: self.progress.rollout(*done), "poll": lambda: self._poll()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)
@@ -140,6 +141,8 @@ class PPOTrainer(ResumableTrainer):
         )
         self.loss_is_scaled_for_ga = True
         self.metric_log = MetricLog(self.accelerator)
+        self.watch = Watch(args, self.accelerator, self.heartbeat)
+        self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
         if not args.disable_tqdm:
@@ -183,6 +186,7 @@ class PPOTrainer(ResumableTrainer):
             self.trunk_plan.cache,
             reward_extras=self._reward_extras,
             stop_signals=self.stop_signals,
+            watch=self.watch,
         )
         if self._resume_from is not None:
             stream.load(self._resume_from)
@@ -218,7 +222,7 @@ class PPOTrainer(ResumableTrainer):
                 raise self._cannot_retry(packs, reason)
             self._forget_step(model)
 
-        with self._undo_step_on_stop(model):
+        with self._undo_step_on_stop(model), self.watch.phase("update"):
             loss = self.pack_size.retry(lambda: self._run_packs(model, minibatch), packs, forget)
         self._stop_on_target_kl()
         return loss
@@ -228,16 +232,22 @@ class PPOTrainer(ResumableTrainer):
         self._policy_kl = torch.zeros_like(total)
         experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
         for experience in experiences:
-            self.stop_signals.poll()
+            self._poll()
             is_last = experience is experiences[-1]
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
                 pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
                 with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
                     loss = self.compute_loss(model, pack)
                 # DDP averages gradients over processes; the loss is a share of a global mean.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
+                with self.watch.last_backward(model) if is_last else contextlib.nullcontext():
+                    self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach() * self.accelerator.num_processes
         return total
+
+    def _poll(self) -> None:
+        """Renew the heartbeat, and give up the work in progress if the run is to stop."""
+        self.heartbeat.beat()
+        self.stop_signals.poll()
 
     @contextlib.contextmanager
     def _undo_step_on_stop(self, model: nn.Module) -> Iterator[None]:
@@ -459,7 +469,7 @@ class PPOTrainer(ResumableTrainer):
     ) -> tuple[dict[str, float], ScoredRollout]:
         """Return metrics and completions of tokenized prompts; `phase` labels the progress bar."""
         is_shown = is_shown and not self.args.disable_tqdm and self.is_world_process_zero()
-        with self.progress.phase(phase, is_shown):
+        with self.progress.phase(phase, is_shown), self.watch.phase("evaluate"):
             return evaluate_prompts(
                 self.model,
                 self.sampler,
@@ -484,7 +494,7 @@ class PPOTrainer(ResumableTrainer):
         """
         if "loss" in logs and self._stream:
             self.drop_non_finite_loss(logs["loss"])
-            logs = {**logs, **self.metric_log.flush()}
+            logs = {**logs, **self.metric_log.flush(), **self.watch.flush()}
             halvings = self.pack_size.num_halvings + self._stream.scorer.pack_size.num_halvings
             if halvings:
                 logs["memory/halvings"] = float(halvings)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from onetrunk.checkpoints.heartbeats import Heartbeat
 from onetrunk.models.parallel import launch_layout
 from onetrunk.stages.parsing import UsageError
 from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
@@ -66,7 +67,7 @@ def run_stage(
             with secrets_redacted(), signals_as_exception():
                 parsed = parse(list(sys.argv[1:] if argv is None else argv))
                 launch_layout()  # Before any model loads.
-                with locked_output_dir(parsed):
+                with locked_output_dir(parsed), _heartbeat(parsed):
                     work(*parsed)
             return 0
         except BaseException as error:
@@ -103,6 +104,18 @@ def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int 
         say(f"all options: onetrunk {verb} --help")
         return 2
     return 1
+
+
+@contextlib.contextmanager
+def _heartbeat(parsed: Sequence[Any]) -> Iterator[None]:
+    """Write the heartbeat of a training, from here to its end. Does nothing for a command that does not train."""
+    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+    if args is None:
+        yield
+        return
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    with Heartbeat.of(args.output_dir, rank).running(world_size):
+        yield
 
 
 def end_process_group() -> None:

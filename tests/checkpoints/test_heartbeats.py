@@ -1,0 +1,264 @@
+"""Heartbeat files, and what they say of a process that is lost; the processes are real ones."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from onetrunk.checkpoints import heartbeats
+from onetrunk.checkpoints.heartbeats import (
+    Beat,
+    Heartbeat,
+    LostRanks,
+    Watcher,
+    find_lost,
+    heartbeat_file,
+    is_connection_error,
+    process_state,
+    read_beat,
+)
+
+HERE = socket.gethostname()
+BROKEN = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+
+
+def put(folder: Path, rank: int, **values) -> Beat:
+    """Write the heartbeat of another rank."""
+    beat = Beat(**{"rank": rank, "host": HERE, "pid": os.getpid(), "time": time.time(), "phase": "gather", **values})
+    heartbeat_file(folder, rank).write_text(json.dumps(asdict(beat)))
+    return beat
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """As in a process group, without whose errors RuntimeErrors are those of something else."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+
+def test_a_heartbeat_says_where_the_process_is_and_ends_with_the_run(tmp_path):
+    heartbeat = Heartbeat(tmp_path, 3)
+    with heartbeat.running(world_size=4):
+        heartbeat.step, heartbeat.rollout = 12, 6
+        heartbeat.enter("score", is_due=True)
+        beat = read_beat(tmp_path, 3)
+        assert (beat.rank, beat.host, beat.pid) == (3, HERE, os.getpid())
+        assert (beat.phase, beat.step, beat.rollout) == ("score", 12, 6)
+        assert beat.place == "in phase score of rollout 6 at step 12"
+        with heartbeat.during("save"):
+            assert read_beat(tmp_path, 3).phase == "save"
+        assert read_beat(tmp_path, 3).phase == "score"
+        assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-3.json"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_between_two_writes_progress_is_not_written(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeats.time, "time", lambda: now[0])
+    heartbeat = Heartbeat(tmp_path, 0)
+    times = []
+    with heartbeat.running(world_size=1):
+        # Every second a token for 12 s; then a change of phase within a second of the last write, and one after it.
+        for second in range(1, 13):
+            now[0] = 100.0 + second
+            heartbeat.beat()
+            times.append(read_beat(tmp_path, 0).time)
+        assert sorted(set(times)) == [100.0, 105.0, 110.0]
+        now[0] = 115.5
+        heartbeat.beat()
+        now[0] = 115.9
+        heartbeat.enter("score")
+        assert read_beat(tmp_path, 0).phase == "start"
+        now[0] = 116.6
+        heartbeat.enter("gather")
+        assert (read_beat(tmp_path, 0).phase, read_beat(tmp_path, 0).time) == ("gather", 116.6)
+        # A thread writes what came too soon after a write, with the time at which it happened.
+        now[0] = 116.7
+        heartbeat.enter("update")
+        now[0] = 121.0
+        heartbeat.catch_up()
+        assert (read_beat(tmp_path, 0).phase, read_beat(tmp_path, 0).time) == ("update", 116.7)
+
+
+def test_a_heartbeat_before_and_after_a_run_writes_nothing(tmp_path):
+    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat.enter("score", is_due=True)
+    with heartbeat.running(1):
+        pass
+    heartbeat.enter("score", is_due=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stage_and_its_trainer_share_a_heartbeat_which_the_outer_one_ends(tmp_path):
+    stage, trainer = Heartbeat.of(tmp_path, 0), Heartbeat.of(tmp_path, 0)
+    assert stage is trainer
+    with stage.running(1):
+        with trainer.running(1):
+            pass
+        assert read_beat(tmp_path, 0) is not None
+    assert read_beat(tmp_path, 0) is None
+
+
+def test_the_first_rank_deletes_what_ranks_left_that_do_not_run_now(tmp_path):
+    for rank in (1, 2, 10):
+        put(tmp_path, rank)
+    (tmp_path / "heartbeat-of-mine.json").touch()
+    with Heartbeat(tmp_path, 0).running(world_size=2):
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["heartbeat-0.json", "heartbeat-1.json", "heartbeat-of-mine.json"]
+
+
+def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path, caplog):
+    heartbeat = Heartbeat(tmp_path, 0)
+    (tmp_path / "heartbeat-0.json").mkdir()
+    with heartbeat.running(1):
+        heartbeat.enter("score", is_due=True)
+        heartbeat.enter("gather", is_due=True)
+    assert caplog.text.count("the run continues without heartbeats") == 1
+
+
+def test_the_state_of_a_process_is_known_on_this_machine_only(tmp_path, sleeper):
+    assert process_state(put(tmp_path, 1, pid=sleeper.pid)) == "alive"
+    sleeper.send_signal(signal.SIGSTOP)
+    while process_state(put(tmp_path, 1, pid=sleeper.pid)) != "stopped":
+        time.sleep(0.05)
+    assert process_state(put(tmp_path, 1, pid=ended_pid())) == "gone"
+    assert process_state(put(tmp_path, 1, pid=ended_pid(), host="elsewhere")) is None
+
+
+def test_a_process_that_lost_the_connection_itself_is_not_the_lost_one(tmp_path):
+    """Rank 2 is dead; rank 1 was connected to it too, and has ended already."""
+    put(tmp_path, 1, pid=ended_pid(), phase="failed", error="")
+    put(tmp_path, 2, pid=ended_pid(), phase="update", step=7, rollout=3)
+    (lost,) = find_lost(tmp_path, rank=0, world_size=3)
+    assert lost.rank == 2
+    assert "was killed or crashed in phase update of rollout 3 at step 7; its last sign was 0 s ago" in str(lost)
+
+
+def test_a_process_that_failed_with_an_error_is_named_with_it(tmp_path):
+    put(tmp_path, 1, pid=ended_pid(), phase="failed", error="ValueError: no such file")
+    (lost,) = find_lost(tmp_path, rank=0, world_size=2)
+    assert str(lost).endswith("failed: ValueError: no such file")
+
+
+def test_of_silent_processes_on_other_machines_the_busy_ones_are_named(tmp_path):
+    """Rank 1 waits as this process does; rank 2 has been scoring for minutes."""
+    now = time.time()
+    put(tmp_path, 1, host="a", time=now - 400, phase="gather")
+    put(tmp_path, 2, host="b", time=now - 300, phase="score")
+    (lost,) = find_lost(tmp_path, rank=0, world_size=3, grace_s=0.0)
+    assert lost.rank == 2 and "hangs in phase score; its last sign was 300 s ago" in str(lost)
+
+
+def test_if_all_are_in_the_same_phase_the_one_that_is_silent_longest_comes_first(tmp_path):
+    now = time.time()
+    put(tmp_path, 1, host="a", time=now - 30, phase="update")
+    put(tmp_path, 2, host="b", time=now - 31, phase="update")
+    assert [lost.rank for lost in find_lost(tmp_path, rank=0, world_size=3, grace_s=0.0)] == [2, 1]
+
+
+def test_a_process_that_makes_progress_is_not_lost(tmp_path, monkeypatch):
+    put(tmp_path, 1, host="a", phase="generate", time=1.0)
+
+    def renew(seconds: float) -> None:
+        put(tmp_path, 1, host="a", phase="generate", time=2.0)
+
+    monkeypatch.setattr(heartbeats.time, "sleep", renew)
+    assert find_lost(tmp_path, rank=0, world_size=2) == []
+
+
+def test_a_process_without_a_heartbeat_is_named(tmp_path):
+    (lost,) = find_lost(tmp_path, rank=0, world_size=2, grace_s=0.0)
+    assert str(lost).startswith("rank 1 (without a heartbeat")
+
+
+def test_an_error_of_the_connection_becomes_a_message_that_names_the_rank(tmp_path, connected):
+    heartbeat = Heartbeat(tmp_path, 0)
+    pid = ended_pid()
+    with pytest.raises(LostRanks) as caught, heartbeat.running(world_size=2):
+        put(tmp_path, 1, pid=pid)
+        heartbeat.enter("update")
+        raise RuntimeError(BROKEN)
+    message = str(caught.value)
+    assert message.startswith(f"rank 0 lost the connection to another process in phase update: rank 1 (process {pid}")
+    assert "--resume auto" in message and "gloo" not in message
+    assert (read_beat(tmp_path, 0).phase, read_beat(tmp_path, 0).error) == ("failed", "")
+
+
+def test_another_error_stays_and_is_left_for_the_other_ranks(tmp_path, connected):
+    with pytest.raises(ValueError, match="no such prompt"), Heartbeat(tmp_path, 1).running(world_size=2):
+        raise ValueError("no such prompt")
+    assert read_beat(tmp_path, 1).error == "ValueError: no such prompt"
+
+
+def test_what_is_an_error_of_the_connection(connected):
+    cause = RuntimeError("the reward failed")
+    cause.__cause__ = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
+    assert is_connection_error(RuntimeError(BROKEN)) and is_connection_error(cause)
+    assert is_connection_error(torch.distributed.DistStoreError("wait timeout"))
+    assert not is_connection_error(RuntimeError("CUDA out of memory"))
+    assert not is_connection_error(ValueError(BROKEN))
+
+
+def test_with_one_process_no_error_is_one_of_the_connection():
+    assert not is_connection_error(RuntimeError("server: Connection reset by peer"))
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """A rank that has been waiting since second 0, its watcher, and a clock."""
+    now = [0.0]
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat.enter("gather")
+    return heartbeat, Watcher(heartbeat, world_size=2, timeout_s=600.0), now
+
+
+def test_a_watcher_names_a_process_that_is_gone_at_its_second_look(tmp_path, waiting):
+    _, watcher, now = waiting
+    put(tmp_path, 1, pid=ended_pid())
+    now[0] = 6.0
+    assert watcher.check() is None
+    assert "rank 1 " in watcher.check() and watcher.limit_s == 570.0
+
+
+def test_a_watcher_waits_for_a_stopped_process_until_shortly_before_the_timeout(tmp_path, waiting, sleeper):
+    _, watcher, now = waiting
+    sleeper.send_signal(signal.SIGSTOP)
+    while process_state(put(tmp_path, 1, pid=sleeper.pid)) != "stopped":
+        time.sleep(0.05)
+    for second in (6.0, 300.0, 569.0):
+        now[0] = second
+        assert watcher.check() is None
+    now[0] = 570.0
+    assert "is stopped (SIGSTOP or a debugger)" in watcher.check()
+
+
+def test_a_watcher_never_ends_a_process_that_is_busy_with_its_own_work(tmp_path, waiting):
+    heartbeat, watcher, now = waiting
+    put(tmp_path, 1, pid=ended_pid())
+    heartbeat.enter("score")
+    now[0] = 10_000.0
+    assert watcher.check() is None and watcher.check() is None
