@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from accelerate.data_loader import prepare_data_loader
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -398,3 +399,20 @@ def test_a_sample_is_read_once_for_all_checks(tmp_path, monkeypatch):
     assert set(first["prompt"]) <= set(prompts)
     # From both files.
     assert {prompt[0] for prompt in first["prompt"]} == {"0", "1"}
+
+
+def test_two_processes_have_the_batches_of_one_in_every_pass():
+    order = BlockOrder(np.array([11, 2, 17]), window=9)
+
+    def batches(num_processes, size):
+        loaders = [DataLoader(range(30), size, sampler=BlockSampler(order, 0), drop_last=True)] * num_processes
+        options = {"num_processes": num_processes, "put_on_device": False}
+        loaders = [prepare_data_loader(x, process_index=i, **options) for i, x in enumerate(loaders)]
+        for number in (0, 1):
+            for loader in loaders:
+                loader.set_epoch(number)
+            steps = zip(*(list(loader.batch_sampler) for loader in loaders), strict=True)
+            yield [sorted(sum(step, [])) for step in steps]
+
+    first, second = batches(1, 4)
+    assert [first, second] == list(batches(2, 2)) and first != second

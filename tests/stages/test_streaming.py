@@ -216,32 +216,11 @@ def test_a_pipeline_depends_on_the_files_of_a_pattern(there):
     assert files == [Path(f"sft/{number}.jsonl") for number in range(3)]
 
 
-# --- killed, and on two processes ------------------------------------------------------------------------------------
+# --- killed ------------------------------------------------------------------------------------
 
 
 def environment():
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "ACCELERATE_USE_CPU": "true"}
-
-
-def launched(name, num_processes, output, *options):
-    """Start a streamed command on several processes."""
-    config = ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", str(num_processes)]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
-    words = ["--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED, "--output_dir", output, *options]
-    script = str(ROOT / f"scripts/{command_of(name)}.py")
-    return subprocess.Popen(
-        [*launch, script, *OPTIONS, *OWN[name], *words],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process):
-    _, errors = process.communicate(timeout=1500)
-    assert process.returncode == 0, errors[-3000:]
 
 
 @pytest.mark.slow
@@ -261,27 +240,3 @@ def test_a_killed_run_resumes_to_the_same_weights(there, tmp_path, name):
     resumed = [*script, "--output_dir", str(killed), "--resume", "auto"]
     subprocess.run(resumed, env=environment(), check=True, timeout=900)
     assert_equal(killed, tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.multi_process
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["sft", "reward", "distill", "ppo"])
-def test_two_processes_share_the_work_and_resume_bit_for_bit(there, tmp_path, monkeypatch, name):
-    # Other processes have blocks of the usual size.
-    monkeypatch.setattr("onetrunk.data.shard_index.LINES", 256)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    # accelerate fills up the last batch of a pass, which is incomplete, for two processes; so it is dropped.
-    options = [] if name == "ppo" else ["--dataloader_drop_last", "true"]
-    pattern = f"{rows_of(name)}/*.jsonl"
-    assert run(name, str(tmp_path / "alone"), "--dataset_name", pattern, *STREAMED, *options) == 0
-    if name != "ppo":
-        options += ["--per_device_train_batch_size", "2"]
-    finish(launched(name, 2, str(tmp_path / "two"), *options))
-    for key, expected in adapter(tmp_path / "alone").items():
-        # The same sums in another order.
-        torch.testing.assert_close(adapter(tmp_path / "two")[key], expected, atol=2e-5, rtol=1e-4)
-    resumed = tmp_path / "resumed"
-    shutil.copytree(tmp_path / "two" / "checkpoint-6", resumed / "checkpoint-6")
-    finish(launched(name, 2, str(resumed), *options, "--resume", "auto"))
-    assert_equal(resumed, tmp_path / "two")
