@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate.accelerator
 import torch
 import torch.distributed as dist
 from peft import get_peft_model
@@ -14,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
-from onetrunk.models.parallel import Layout, gathered, is_sharded, local_bytes, shard_frozen
+from onetrunk.models.parallel import (
+    Layout,
+    gathered,
+    is_sharded,
+    local_bytes,
+    replicas_of_what_trains,
+    shard_frozen,
+)
 from onetrunk.models.sources import base_fingerprint, base_marks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
@@ -140,8 +148,12 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
     after = (base_marks(sharded.get_base_model()), base_fingerprint(sharded.get_base_model()))
     names = sorted(p.name for p in (folder / f"whole-{rank}").iterdir() if p.is_file())
     saved = [[(folder / f"{kind}-{rank}" / name).read_bytes() for name in names] for kind in ("whole", "sharded")]
+    with replicas_of_what_trains(sharded):
+        accepted = not accelerate.accelerator.model_has_dtensor(sharded)
+    accepted = accepted and accelerate.accelerator.model_has_dtensor(sharded)
     return {
         "line": line,
+        "accepted": accepted,
         "is_sharded": is_sharded(sharded) and not is_sharded(whole),
         "kinds": sorted({(type(p).__name__, p.requires_grad) for p in sharded.parameters()}),
         "kinds_inside": sorted(kinds_inside),

@@ -1,5 +1,6 @@
 """A sharded base gives what a whole one gives: outputs, gradients, samples, files. Each process holds its share."""
 
+import inspect
 import json
 import os
 from functools import cache
@@ -9,6 +10,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 import torch.multiprocessing
+from accelerate import Accelerator
 from peft import get_peft_model
 
 from onetrunk.models import parallel
@@ -95,6 +97,13 @@ def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case
 @pytest.mark.parametrize("case", marked(GATHERS))
 def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(case):
     assert two(case)[0]["gathers_in_two_steps"] == 2 * GATHERS[case]
+
+
+@pytest.mark.multi_process
+def test_accelerate_wraps_a_sharded_model_on_several_gpus():
+    """On a CPU accelerate wraps every model; on GPUs it rejects those with a DTensor, unless its test says no."""
+    assert "if model_has_dtensor(model):" in inspect.getsource(Accelerator.prepare_model)
+    assert [found["accepted"] for found in two("shared")] == [True, True]
 
 
 @pytest.mark.multi_process

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import accelerate.accelerator
 import torch
 from peft import PeftModel
 from torch import nn
@@ -192,6 +193,23 @@ def _require_one_base(model: PeftModel) -> None:
 def is_sharded(model: nn.Module) -> bool:
     """Return whether `shard_frozen` has sharded the model, so that its forwards are collective."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextlib.contextmanager
+def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
+    """Let accelerate wrap a sharded model in DDP inside the block.
+
+    On several GPUs it otherwise rejects every model that has a DTensor. DDP ignores ours, which are frozen.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    original = accelerate.accelerator.model_has_dtensor
+    accelerate.accelerator.model_has_dtensor = lambda _model: False
+    try:
+        yield
+    finally:
+        accelerate.accelerator.model_has_dtensor = original
 
 
 @contextlib.contextmanager
