@@ -28,9 +28,12 @@ def signals(clock):
     def terminate(number, frame):
         raise InterruptedError
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    # In the background of a shell SIGINT is ignored.
+    handlers = {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield StopSignals()
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

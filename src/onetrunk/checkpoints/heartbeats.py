@@ -103,6 +103,7 @@ class Heartbeat:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int):
         self.path = heartbeat_file(folder, rank)
+        self._temporary = self.path.with_name(f".{self.path.name}.tmp")
         self.rank = rank
         self.phase = START
         self.step: int | None = None
@@ -166,13 +167,12 @@ class Heartbeat:
             "rollout": self.rollout,
             "error": error,
         }
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self._lock:  # Scoring makes progress in a thread of its own.
             self._written, self._written_phase = time.monotonic(), self.phase
             try:
                 # Not synced to disk: a heartbeat from before a crash of the machine has no value.
-                temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
-                os.replace(temporary, self.path)
+                self._temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
+                os.replace(self._temporary, self.path)
             except OSError as failure:
                 self._is_writable = False
                 logger.warning(f"{self.path} cannot be written ({failure}); the run continues without heartbeats")
@@ -203,8 +203,13 @@ class Heartbeat:
         finally:
             self._depth -= 1
             if self._depth == 0 and self.phase != FAILED:
-                with contextlib.suppress(OSError):
-                    self.path.unlink(missing_ok=True)
+                self.delete()
+
+    def delete(self) -> None:
+        """Delete the files of this process, or of a killed one with its rank."""
+        for path in (self.path, self._temporary):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _delete_from(self, world_size: int) -> None:
         """Delete what ranks left behind that this launch does not have."""

@@ -193,6 +193,7 @@ class ResumableTrainer(Trainer):
         self._begin_run(resume_from_checkpoint)
         with self._output_dir_held():
             if self._resume_from is not None and self._is_over():
+                self.heartbeat.delete()
                 return TrainOutput(self.state.global_step, 0.0, {})
             with self.stop_signals.listening(), self._heartbeats():
                 try:
