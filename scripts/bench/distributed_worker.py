@@ -75,6 +75,11 @@ class HostMemory(threading.Thread):
         peak = self.peaks.setdefault(self.phase, found)
         self.peaks[self.phase] = {name: max(value, peak[name]) for name, value in found.items()}
 
+    def enter(self, phase: str) -> None:
+        """End the phase in progress, however short it was, with a sample, and begin another."""
+        self._note(self.now())
+        self.phase = phase
+
     def end(self) -> None:
         """Stop sampling."""
         self._ends.set()
@@ -172,7 +177,7 @@ def facts_of(given: Any, adapter_layers: str) -> dict[str, Any]:
 
         def entering(phase: str) -> None:
             enter(phase)
-            memory.phase = phase
+            memory.enter(phase)
 
         meter.enter = entering
         memory.start()
