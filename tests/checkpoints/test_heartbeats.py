@@ -69,7 +69,7 @@ def test_a_heartbeat_says_where_the_process_is_and_ends_with_the_run(tmp_path):
         with heartbeat.during("save"):
             assert read_beat(tmp_path, 3).phase == "save"
         assert read_beat(tmp_path, 3).phase == "score"
-        assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-3.json"]
+        assert [path.name for path in tmp_path.iterdir()] == ["_heartbeat-3.json"]
     assert not list(tmp_path.iterdir())
 
 
@@ -124,15 +124,15 @@ def test_a_stage_and_its_trainer_share_a_heartbeat_which_the_outer_one_ends(tmp_
 def test_the_first_rank_deletes_what_ranks_left_that_do_not_run_now(tmp_path):
     for rank in (1, 2, 10):
         put(tmp_path, rank)
-    (tmp_path / "heartbeat-of-mine.json").touch()
+    (tmp_path / "_heartbeat-of-mine.json").touch()
     with Heartbeat(tmp_path, 0).running(world_size=2):
         names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == ["heartbeat-0.json", "heartbeat-1.json", "heartbeat-of-mine.json"]
+        assert names == ["_heartbeat-0.json", "_heartbeat-1.json", "_heartbeat-of-mine.json"]
 
 
 def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path, caplog):
     heartbeat = Heartbeat(tmp_path, 0)
-    (tmp_path / "heartbeat-0.json").mkdir()
+    (tmp_path / "_heartbeat-0.json").mkdir()
     with heartbeat.running(1):
         heartbeat.enter("score", is_due=True)
         heartbeat.enter("gather", is_due=True)

@@ -1,6 +1,6 @@
 """Heartbeats: each process of a training writes where it is, for supervisors and for naming a process that is lost.
 
-`heartbeat-RANK.json` in the output folder is replaced when the phase changes (at most once per second), and every few
+`_heartbeat-RANK.json` in the output folder is replaced when the phase changes (at most once per second), and every few
 seconds while work makes progress. Only progress renews it, so a process that hangs is recognised by the age of its
 file. If the connection to another process breaks, the files say which process is lost.
 """
@@ -78,7 +78,7 @@ class Beat:
 
 def heartbeat_file(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of a rank's heartbeat file."""
-    return Path(folder) / f"heartbeat-{rank}.json"
+    return Path(folder) / f"_heartbeat-{rank}.json"
 
 
 def read_beat(folder: str | os.PathLike[str], rank: int) -> Beat | None:
@@ -213,8 +213,8 @@ class Heartbeat:
 
     def _delete_from(self, world_size: int) -> None:
         """Delete what ranks left behind that this launch does not have."""
-        for path in self.path.parent.glob("heartbeat-*.json"):
-            number = path.stem.removeprefix("heartbeat-")
+        for path in self.path.parent.glob("_heartbeat-*.json"):
+            number = path.stem.removeprefix("_heartbeat-")
             if number.isdecimal() and int(number) >= world_size:
                 with contextlib.suppress(OSError):
                     path.unlink()
