@@ -12,7 +12,9 @@ import torch
 import torch.multiprocessing
 from accelerate import Accelerator
 from peft import get_peft_model
+from transformers import TrainingArguments
 
+from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.models import parallel
 from onetrunk.models.parallel import Layout, gathered, is_sharded, launch_layout, shard_frozen
 from tests.models import sharding_worker
@@ -190,6 +192,14 @@ def test_one_process_has_nothing_to_shard():
     assert shard_frozen(trunk, Layout(), torch.device("cpu")) is None and not is_sharded(trunk)
     with gathered(trunk):
         assert not is_sharded(trunk)
+
+
+def test_one_process_moves_its_base_to_its_device(launch_env, tmp_path):
+    """A base is left where it is only if it will move shard by shard."""
+    assert launch_env(**FSDP) == Layout()
+    trainer = ResumableTrainer(a_trunk(), TrainingArguments(tmp_path, use_cpu=True, report_to=[]))
+    trainer._move_model_to_device(trainer.model, torch.device("meta"))
+    assert {weight.device.type for weight in trainer.model.parameters()} == {"meta"}
 
 
 def test_a_model_is_needed_that_has_a_frozen_base(monkeypatch):

@@ -241,7 +241,8 @@ class ResumableTrainer(Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # A model that will be sharded moves unit by unit: the device may not hold it whole.
-        if self._layout is None or is_sharded(model):
+        will_shard = self._layout is not None and self.args.world_size > 1 and not is_sharded(model)
+        if not will_shard:
             super()._move_model_to_device(model, device)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
