@@ -21,18 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.growth import AXES, base_options, draw, grow, kinds
-from bench.processes import BASELINE, OURS, commit, find_baseline, machine, run_process, shown
+from bench.processes import BASELINE, CONSOLE, OURS, commit, find_baseline, machine, run_process, say, shown
 from bench.report import commands, compare, table, write_readme
 from bench.rows import Row, choose_rows
-from rich.console import Console
 
-CONSOLE = Console(highlight=False)
 DEFAULT_OUTPUT = Path(__file__).parent / "bench" / "results"
-
-
-def say(text: str) -> None:
-    """Print one line of progress."""
-    CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -28,20 +28,13 @@ from bench.distributed_report import (
     traffic_lines,
 )
 from bench.distributed_runs import Launch, fact_launches, load_and_shard, run_together, scaling_launches, usable_cores
-from bench.processes import commit, machine
+from bench.processes import CONSOLE, commit, machine, say
 from bench.report import write_readme
-from rich.console import Console
 from rich.table import Table
 
-CONSOLE = Console(highlight=False)
 DEFAULT_OUTPUT = Path(__file__).parent / "bench" / "results" / "cpu"
 PARTS = ("memory", "loading", "scaling")
 FILE = "distributed.json"
-
-
-def say(text: str) -> None:
-    """Print one line of progress."""
-    CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -165,15 +165,40 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
     assert "judged" in two_processes.CASES
 
 
+# Cases that test_parallel compares in one step, and that test_two_processes trains through fsdp2.yaml.
+FSDP2_CASES = {
+    "fused logprobs": (["shared"], ["shared"]),
+    "value_head shared, detached": (["shared", "detached, top-2"], ["shared"]),
+    "value_head adapter": (["adapter, top-2", "checkpointing"], ["adapter"]),
+    "adapter_layers top-k": (["detached, top-2", "adapter, top-2"], ["kept"]),
+    "trunk cache": ([], ["kept"]),
+    "reward adapter": ([], ["judged"]),
+}
+# Columns of the table that a sharded base is compared in too.
+SHARDED_COLUMNS = {
+    "NF4 / 8-bit base": "nf4",
+    "activation checkpointing": "checkpointing",
+    "continued SFT adapter": "continued adapter",
+    "DoRA": "DoRA",
+    "tied head": "tied head",
+    "soft-capping": "soft-capping",
+}
+
+
 @pytest.mark.parametrize("row", [row for row, column in YES if column == "FSDP2"])
 def test_what_the_readme_says_of_fsdp2_is_a_case_of_two_processes(row):
-    """Every row is trained through fsdp2.yaml by test_two_processes, and compared in one step by test_parallel."""
-    names = {"shared", "adapter", "kept", "judged"}
-    assert names <= set(two_processes.CASES)
-    assert {"shared", "detached, top-2", "adapter, top-2", "checkpointing"} <= set(sharding_worker.CASES)
-    columns = {"activation checkpointing": "checkpointing", "continued SFT adapter": "continued adapter"}
-    columns |= {"NF4 / 8-bit base": "nf4", "DoRA": "DoRA", "tied head": "tied head", "soft-capping": "soft-capping"}
-    assert set(columns.values()) <= set(sharding_worker.CASES)
+    steps, runs = FSDP2_CASES[row]
+    assert set(steps) <= set(sharding_worker.CASES) and runs
+    for settings in (two_processes.CASES[name] for name in runs):
+        if row == "value_head adapter":
+            assert settings["value_head"] == "adapter"
+        if row in ("adapter_layers top-k", "trunk cache"):
+            assert settings["adapter_layers"].startswith("top-") and settings["trunk_cache"] == "disk"
+
+
+def test_a_sharded_base_is_compared_in_every_column_that_works():
+    columns = {column for _, column in YES} - {"DDP", "FSDP2"}
+    assert columns == set(SHARDED_COLUMNS) and set(SHARDED_COLUMNS.values()) <= set(sharding_worker.CASES)
 
 
 def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):

@@ -15,10 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+CONSOLE = Console(highlight=False)
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OURS, BASELINE = HERE / "onetrunk_ppo.py", HERE / "trl_baseline.py"
 REQUIREMENTS = HERE / "trl_baseline.txt"
+
+
+def say(text: str) -> None:
+    """Print one line of progress."""
+    CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
 def cached_baseline() -> Path:
