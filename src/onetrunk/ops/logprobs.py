@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onetrunk.ops.logprob_tiles import Chunk, Head
+from onetrunk.ops.logprob_tiles import Head
 from onetrunk.ops.masking import at_least_float32
 
 # Measured on CPU: products run at full speed if the tiles stay in the cache. A GPU needs larger products.
@@ -109,9 +109,21 @@ def fused_token_logprobs(
 
     Source: gradient of the log-softmax; forming it in the forward: Liger Kernel (2410.10989).
     """
-    _check(hidden, weight, targets, bias)
+    check_operands(hidden, weight, targets, bias, len(weight))
+    head = Head(autocast_once(weight), autocast_once(bias), temperature, softcap, logit_scale)
+    return logprobs_by_tiles(hidden, targets, head, chunk_size, chunk_bytes, entropy_grad)
+
+
+def logprobs_by_tiles(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    chunk_size: int | None = None,
+    chunk_bytes: int | None = None,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return what `fused_token_logprobs` returns, over a Head whose operands were checked."""
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    head = Head(_autocast_once(weight), _autocast_once(bias), temperature, softcap, logit_scale)
     # Decided here: inside the forward of a Function grad mode is off, and needs_input_grad ignores torch.no_grad().
     wants_grad = torch.is_grad_enabled() and hidden.requires_grad
     sizes = (chunk_size or CHUNK_TOKENS[device], chunk_bytes or CHUNK_BYTES[device])
@@ -144,7 +156,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Head, tiling: _Tiling) -> tuple[Tensor, Tensor]:
         ctx.hidden_dtype = hidden.dtype
-        hidden = _autocast_once(hidden)
+        hidden = autocast_once(hidden)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         wanted = (tiling.wants_grad, tiling.entropy_grad)
@@ -153,7 +165,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in tiling.chunks(len(hidden)):
                 width = tiling.width(rows.stop - rows.start, dtype)
-                chunk = Chunk(hidden[rows], targets[rows], head, width, *wanted)
+                chunk = head.chunk(hidden[rows], targets[rows], width, *wanted)
                 logprobs[rows], entropy[rows], *chunk_grads = chunk.run()
                 for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
                     if grad is not None:
@@ -172,7 +184,8 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         return grad.to(ctx.hidden_dtype), None, None, None
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, vocab_size: int) -> None:
+    """Raise the ValueErrors of `fused_token_logprobs`; `vocab_size` bounds the targets."""
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
@@ -184,14 +197,15 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             f"hidden is {list(hidden.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)}; "
             f"expected [N, H], [V, H] and [N]"
         )
-    if targets.device.type == "cpu" and len(targets) and not 0 <= targets.min() <= targets.max() < len(weight):
+    if targets.device.type == "cpu" and len(targets) and not 0 <= targets.min() <= targets.max() < vocab_size:
         raise ValueError(
             f"targets go from {targets.min()} to {targets.max()}; expected token ids of the head's vocabulary, 0 to "
-            f"{len(weight) - 1}"
+            f"{vocab_size - 1}"
         )
 
 
-def _autocast_once(tensor: Tensor | None) -> Tensor | None:
+def autocast_once(tensor: Tensor | None) -> Tensor | None:
+    """Return the tensor in the dtype of autocast, if that is on."""
     # Autocast caches no copy of a frozen tensor: it would cast the head again in every product of every tile.
     if tensor is None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
