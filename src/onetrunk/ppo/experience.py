@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import is_sharded, reshard
+from onetrunk.models.parallel import is_divided, is_sharded, reshard
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
@@ -87,7 +88,9 @@ class ExperienceStream:
         self.config = config
         self.accelerator = accelerator
         self.metrics = metrics
-        self.is_sharded = is_sharded(model())
+        # Rows are dealt to these; a group of tensor parallelism counts as one.
+        self.data_parallel = DataParallel(accelerator)
+        self.is_sharded, self.is_divided = is_sharded(model()), is_divided(model())
         self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
         self.plan = plan_batches(config, accelerator.num_processes)
         self.order = PromptOrder.from_config(config, len(dataset))
@@ -97,7 +100,7 @@ class ExperienceStream:
             else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )
         self.score_moments = RunningMoments()
-        self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards)
+        self.settings = run_settings(config, dataset, self.data_parallel.num_processes, model(), sampler.rewards)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras = reward_extras
@@ -115,18 +118,18 @@ class ExperienceStream:
         """
         start, iteration = time.perf_counter(), self.state.iteration
         # What reward functions draw from the global generators depends on the rollout alone too.
-        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.accelerator.process_index)
+        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
 
         batch = self.prompts(iteration)
         self.sampler.backend.sync(self.model(), iteration * self.config.slots_per_rollout)
-        with self.stop_signals.giving_up(self.accelerator):
+        with self.stop_signals.giving_up(self.accelerator, alone=self.is_divided):
             rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
         sampled = time.perf_counter()
 
         # The model runs over the packs in the background: reward functions may need the main thread. The forwards of a
         # sharded base are collective, and their order is only certain in the main thread.
         formed = self._packs(rollout)
-        starts_now = self.sampler.may_wait and not self.is_sharded
+        starts_now = self.sampler.may_wait and not (self.is_sharded or self.is_divided)
         model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True):
             scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
@@ -204,7 +207,7 @@ class ExperienceStream:
     # --- the parts of a rollout -------------------------------------------------------------------------------------
 
     def _deal(self, iteration: int) -> tuple[list[int], list[list[int]]]:
-        return self.order.deal(iteration, self.accelerator.process_index, self.accelerator.num_processes)
+        return self.order.deal(iteration, self.data_parallel.process_index, self.data_parallel.num_processes)
 
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
@@ -215,8 +218,8 @@ class ExperienceStream:
     def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
         try:
-            # A process that gives up alone would leave the others waiting in a forward of a sharded base.
-            poll = {} if self.is_sharded else {"poll": self.stop_signals.poll}
+            # A process that gives up alone would leave the others waiting in a forward of a sharded or divided base.
+            poll = {} if self.is_sharded or self.is_divided else {"poll": self.stop_signals.poll}
             return self.scorer.run(packs, self.sampler.roles(*roles), **poll)
         except FloatingPointError as error:
             raise RuntimeError(
@@ -308,7 +311,7 @@ class ExperienceStream:
         number = self.order.minibatch(self.state.iteration, slot)
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
         local_tokens = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
-        num_tokens = self.accelerator.reduce(local_tokens, reduction="sum").item()
+        num_tokens = self.data_parallel.sum(local_tokens).item()
         return Minibatch(
             experiences=experiences,
             num_tokens=max(1.0, num_tokens),
@@ -345,8 +348,9 @@ class ExperienceStream:
         """Write the stream's state, and this process's share of the rollout in use, into a checkpoint."""
         if self.accelerator.is_main_process:
             save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
-        buffer = self.scorer.for_checkpoint(self._experiences or [])
-        save_buffer(folder, buffer, self.accelerator.process_index)
+        if self.data_parallel.is_first_of_group:
+            buffer = self.scorer.for_checkpoint(self._experiences or [])
+            save_buffer(folder, buffer, self.data_parallel.process_index)
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
@@ -354,7 +358,7 @@ class ExperienceStream:
         self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
         self._experiences = None
         if self.state.slot:
-            buffer = load_buffer(folder, self.accelerator.process_index)
+            buffer = load_buffer(folder, self.data_parallel.process_index)
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
 
 
@@ -439,7 +443,8 @@ class PackScorer:
 
     def _require_retry(self, reason: str) -> None:
         """Raise RuntimeError if this process cannot run a pack in parts, because the others run it whole."""
-        if is_sharded(self.model()):
+        model = self.accelerator.unwrap_model(self.model())
+        if is_sharded(model) or is_divided(model):
             raise RuntimeError(
                 f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a"
                 " sharded base one process cannot retry, because the others wait in the same forward. Lower"

@@ -28,6 +28,7 @@ from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import offloaded_activations
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ppo.alarms import Alarms
@@ -133,6 +134,7 @@ class PPOTrainer(ResumableTrainer):
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True
+        self.data_parallel = DataParallel(self.accelerator)
         self.metric_log = MetricLog(self.accelerator)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
@@ -229,8 +231,8 @@ class PPOTrainer(ResumableTrainer):
                 with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
                     loss = self.compute_loss(model, pack)
                 # DDP averages gradients over processes; the loss is a share of a global mean.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach() * self.accelerator.num_processes
+                self.accelerator.backward(loss * self.data_parallel.num_processes)
+            total += loss.detach() * self.data_parallel.num_processes
         return total
 
     @contextlib.contextmanager
@@ -270,7 +272,7 @@ class PPOTrainer(ResumableTrainer):
     def _stop_on_target_kl(self) -> None:
         if self.args.target_kl is None:
             return
-        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
+        if self.data_parallel.sum(self._policy_kl).item() > self.args.target_kl:
             self.guard.begin_step(is_empty=True)
             self._stream.skip_rest_of_rollout()
 
@@ -320,7 +322,8 @@ class PPOTrainer(ResumableTrainer):
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings that a checkpoint of this run is compared with."""
         model = self.accelerator.unwrap_model(self.model)
-        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, self.sampler.rewards)
+        num_processes = self.data_parallel.num_processes
+        return run_settings(self.args, self.train_dataset, num_processes, model, self.sampler.rewards)
 
     def may_save(self) -> bool:
         """Return whether the last gradient was finite."""
