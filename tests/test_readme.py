@@ -25,7 +25,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.stages.ppo import parse_ppo
-from tests.models import ddp_worker, sharding_worker
+from tests.models import ddp_worker, sharding_worker, tensor_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.ppo import two_processes
@@ -176,6 +176,14 @@ def test_what_the_readme_says_of_fsdp2_is_a_case_of_two_processes(row):
     assert set(columns.values()) <= set(sharding_worker.CASES)
 
 
+@pytest.mark.parametrize("row", [row for row, column in YES if column == "TP"])
+def test_what_the_readme_says_of_tensor_parallelism_is_a_case_of_two_processes(row):
+    """Every row is trained through tensor_parallel.yaml by tests/ppo/test_tensor_parallel.py."""
+    trained, stepped = {"shared", "adapter", "kept", "judged"}, {"shared", "detached, top-2", "adapter, top-2"}
+    stepped |= {"checkpointing", "continued adapter", "tied head", "soft-capping", "reward adapter"}
+    assert trained <= set(two_processes.CASES) and stepped <= set(tensor_worker.CASES)
+
+
 def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
     assert all(cell == "rejected" for (_, column), cell in CELLS.items() if column == "ZeRO")
     config = PPOConfig(output_dir=str(tmp_path), use_cpu=True)
@@ -188,7 +196,6 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("column", "settings", "message"),
     [
-        ("TP", {"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs has tp_plan; it may have"),
         ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
         ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
     ],
@@ -197,6 +204,11 @@ def test_what_is_not_built_is_rejected_by_its_name(column, settings, message, tm
     assert all(cell == "rejected" for (_, named), cell in CELLS.items() if named == column)
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **settings)
+
+
+def test_tensor_parallelism_is_asked_for_by_the_accelerate_config_alone(tmp_path):
+    with pytest.raises(ValueError, match="model_init_kwargs has tp_plan; it may have"):
+        make_trainer(tmp_path, model_init_kwargs={"tp_plan": "auto"})
 
 
 def code_blocks(text: str, language: str) -> list[str]:

@@ -32,6 +32,7 @@ METHODS = {
         "(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None)"
     ),
     "_move_model_to_device": "(self, model, device)",
+    "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
     "_push_from_checkpoint": "(self, checkpoint_folder)",
     "_save": "(self, output_dir=None, state_dict=None)",
     "_save_checkpoint": "(self, model, trial)",

@@ -23,7 +23,7 @@ from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import a_pack, a_trunk, gradients, loss_of
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.models.sharding_worker import ROLES, continued, largest_difference, samples
+from tests.models.sharding_worker import ROLES, continued, samples
 from tests.tiny import tiny_model
 
 
@@ -81,6 +81,11 @@ def cases(folder: Path) -> dict[str, Any]:
     }
 
 
+def mean_error(one: dict[str, Any], truth: dict[str, Any]) -> float:
+    """Return the mean absolute difference of logprobs."""
+    return (one["logprobs"] - truth["logprobs"]).abs().mean().item()
+
+
 def step(model: Any, trunk: TrunkModel, row: int) -> tuple[dict, dict]:
     """Return outputs and gradients of a step on this group's rows."""
     roles = ROLES if trunk.reward_branch is None else (*ROLES, "reward")
@@ -116,6 +121,13 @@ def counted_collectives() -> Iterator[Counter]:
             setattr(module, name, original)
 
 
+def relative_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of two sets of tensors, relative to the largest entry of each tensor."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    pairs = [(one[k].double(), other[k].double()) for k in one]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs if b.numel())
+
+
 def stored_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of memory behind all weights of this process, views of larger tensors counted whole."""
     tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -132,10 +144,18 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
     row = rank // layout.tensor
     expected, expected_gradients = step(wrap(whole), whole, row)
     before = (base_marks(whole.get_base_model()), base_fingerprint(whole.get_base_model()))
-    frozen = local_bytes(divided)
+    # Norms, adapters, the value head and the reward head stay whole.
+    kept = [p for n, p in divided.named_parameters() if p.dim() < 2 or ".lora_" in n or "head.linear" in n]
+    whole_matrices = sum(p.nbytes for p in kept)
+    matrices = local_bytes(divided) - whole_matrices
     line = divide_frozen(divided, layout, torch.device("cpu"))
     with counted_collectives() as traffic:
         output, found = step(wrap(divided), divided, row)
+    errors = []
+    if divided.get_base_model().dtype == torch.bfloat16:
+        exact = build().float()
+        truth, _ = step(exact, exact, row)
+        errors = [mean_error(given, truth) for given in (output, expected)]
     completions = samples(divided, row)
     divided.save_pretrained(folder / f"divided-{rank}")
     whole.save_pretrained(folder / f"whole-{rank}")
@@ -149,14 +169,16 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
         "kinds": sorted({(type(p).__name__, p.requires_grad) for p in divided.parameters()}),
         "local": local_bytes(divided),
         "stored": stored_bytes(divided),
-        "frozen": frozen,
-        "output": largest_difference(output, expected),
-        "gradients": largest_difference(found, expected_gradients),
+        "matrices": matrices,
+        "whole_matrices": whole_matrices,
+        "output": relative_difference(output, expected),
+        "gradients": relative_difference(found, expected_gradients),
         "collectives": dict(traffic),
         "completions": completions == samples(whole, row),
         "identity": after == before,
         "files": names,
         "saved": saved[0] == saved[1],
+        "errors": errors,
     }
 
 

@@ -69,7 +69,7 @@ from onetrunk.checkpoints.secrets import without_secrets
 from onetrunk.checkpoints.settings import SETTINGS_FILE, check_plain_settings, plain_settings, settings_digest
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
-from onetrunk.models.parallel import is_sharded, launch_layout, shard_frozen
+from onetrunk.models.parallel import is_sharded, launch_layout, replicas_of_what_trains, shard_frozen
 from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
@@ -206,6 +206,10 @@ class ResumableTrainer(Trainer):
             # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
             is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
             self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with replicas_of_what_trains(self.model):
+            return super()._prepare_for_training(*args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # A model that will be sharded moves unit by unit: the device may not hold it whole.

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import accelerate.accelerator
 import torch
 from peft import PeftModel
 from torch import nn
@@ -230,6 +231,23 @@ def is_divided(model: nn.Module) -> bool:
     """Return whether tensor parallelism has divided the base, so that a group of processes must run in step."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return vars(base).get(DIVIDED, False)
+
+
+@contextlib.contextmanager
+def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
+    """Let accelerate wrap a model with a sharded or divided base in DDP inside the block.
+
+    On several GPUs it otherwise rejects every model that has a DTensor. DDP ignores ours: they are frozen.
+    """
+    if not (is_sharded(model) or is_divided(model)):
+        yield
+        return
+    original = accelerate.accelerator.model_has_dtensor
+    accelerate.accelerator.model_has_dtensor = lambda _model: False
+    try:
+        yield
+    finally:
+        accelerate.accelerator.model_has_dtensor = original
 
 
 @contextlib.contextmanager
