@@ -25,7 +25,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.stages.ppo import parse_ppo
-from tests.models import ddp_worker, sharding_worker
+from tests.models import ddp_worker, sharding_worker, tensor_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.ppo import two_processes
@@ -165,8 +165,9 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
     assert "judged" in two_processes.CASES
 
 
-# Cases that test_parallel compares in one step, and that test_two_processes trains through fsdp2.yaml.
-FSDP2_CASES = {
+# Cases that test_parallel and test_tensor_parallel compare in one step, and cases that two processes train through
+# fsdp2.yaml and tensor_parallel.yaml.
+SPLIT_CASES = {
     "fused logprobs": (["shared"], ["shared"]),
     "value_head shared, detached": (["shared", "detached, top-2"], ["shared"]),
     "value_head adapter": (["adapter, top-2", "checkpointing"], ["adapter"]),
@@ -174,8 +175,8 @@ FSDP2_CASES = {
     "trunk cache": ([], ["kept"]),
     "reward adapter": ([], ["judged"]),
 }
-# Columns of the table that a sharded base is compared in too.
-SHARDED_COLUMNS = {
+# Columns of the table that a base is compared in too if it is sharded (FSDP2) or divided (TP).
+SPLIT_COLUMNS = {
     "NF4 / 8-bit base": "nf4",
     "activation checkpointing": "checkpointing",
     "continued SFT adapter": "continued adapter",
@@ -183,12 +184,13 @@ SHARDED_COLUMNS = {
     "tied head": "tied head",
     "soft-capping": "soft-capping",
 }
+SPLITTERS = {"FSDP2": sharding_worker, "TP": tensor_worker}
 
 
-@pytest.mark.parametrize("row", [row for row, column in YES if column == "FSDP2"])
-def test_what_the_readme_says_of_fsdp2_is_a_case_of_two_processes(row):
-    steps, runs = FSDP2_CASES[row]
-    assert set(steps) <= set(sharding_worker.CASES) and runs
+@pytest.mark.parametrize(("row", "column"), [(row, column) for row, column in YES if column in SPLITTERS])
+def test_what_the_readme_says_of_a_base_in_parts_is_a_case_of_two_processes(row, column):
+    steps, runs = SPLIT_CASES[row]
+    assert set(steps) <= set(SPLITTERS[column].CASES) and runs
     for settings in (two_processes.CASES[name] for name in runs):
         if row == "value_head adapter":
             assert settings["value_head"] == "adapter"
@@ -196,9 +198,11 @@ def test_what_the_readme_says_of_fsdp2_is_a_case_of_two_processes(row):
             assert settings["adapter_layers"].startswith("top-") and settings["trunk_cache"] == "disk"
 
 
-def test_a_sharded_base_is_compared_in_every_column_that_works():
-    columns = {column for _, column in YES} - {"DDP", "FSDP2"}
-    assert columns == set(SHARDED_COLUMNS) and set(SHARDED_COLUMNS.values()) <= set(sharding_worker.CASES)
+def test_a_base_in_parts_is_compared_in_every_column_that_works():
+    assert {column for _, column in YES} - {"DDP", "FSDP2", "TP"} == set(SPLIT_COLUMNS)
+    assert set(SPLIT_COLUMNS.values()) <= set(sharding_worker.CASES)
+    # models/README.md: tensor parallelism rejects a quantised base and DoRA.
+    assert set(SPLIT_COLUMNS.values()) - {"nf4", "DoRA"} <= set(tensor_worker.CASES)
 
 
 def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
@@ -213,7 +217,6 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("column", "settings", "message"),
     [
-        ("TP", {"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs has tp_plan; it may have"),
         ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
         ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
     ],
@@ -222,6 +225,11 @@ def test_what_is_not_built_is_rejected_by_its_name(column, settings, message, tm
     assert all(cell == "rejected" for (_, named), cell in CELLS.items() if named == column)
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **settings)
+
+
+def test_tensor_parallelism_is_asked_for_by_the_accelerate_config_alone(tmp_path):
+    with pytest.raises(ValueError, match="model_init_kwargs has tp_plan; it may have"):
+        make_trainer(tmp_path, model_init_kwargs={"tp_plan": "auto"})
 
 
 def code_blocks(text: str, language: str) -> list[str]:

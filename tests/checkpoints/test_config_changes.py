@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from onetrunk.checkpoints.settings import is_free
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.ppo import state as rules
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import RewardSet
@@ -63,14 +64,14 @@ STEERING = {
 
 
 @cache
-def parts() -> tuple[Any, Dataset]:
+def parts() -> tuple[Any, Dataset, DataParallel]:
     trainer = make_trainer(mkdtemp())
-    return trainer.model, trainer.train_dataset
+    return trainer.model, trainer.train_dataset, trainer.data_parallel
 
 
 def settings_of(**changed: Any) -> dict[str, Any]:
-    model, rows = parts()
-    return rules.run_settings(make_config("out", **changed), rows, 1, model, RewardSet([even_share]))
+    model, rows, ranks = parts()
+    return rules.run_settings(make_config("out", **changed), rows, ranks, model, RewardSet([even_share]))
 
 
 def other_value(name: str) -> Any:

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.models import parallel
 from onetrunk.models.parallel import Layout, gathered, is_sharded, launch_layout, shard_frozen
+from onetrunk.models.tensor_parallel import num_data_processes
 from tests.models import sharding_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.sharding_worker import CASES
@@ -144,6 +145,15 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
 
 
+GROUPS = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+
+
+def test_the_accelerate_config_decides_the_groups_of_tensor_parallelism(launch_env):
+    assert launch_env(**GROUPS, WORLD_SIZE="2") == Layout(1, 1, tensor=2)
+    assert launch_env(**GROUPS, WORLD_SIZE="6") == Layout(1, 3, tensor=2)
+    assert num_data_processes(6) == 3 and os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+
+
 def test_the_accelerate_config_decides_the_layout(launch_env, monkeypatch):
     assert launch_env() is None
     assert launch_env(**FSDP) == Layout()
@@ -167,7 +177,13 @@ def test_the_accelerate_config_decides_the_layout(launch_env, monkeypatch):
         ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true is not supported.*4 bit"),
         ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set activation_checkpointing in the trainer"),
         ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward: false keeps"),
-        ({**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "parallelism_config_tp_size is 2; only 1"),
+        ({**GROUPS, "WORLD_SIZE": "4", **FSDP}, "tp_size is 2 and the config also shards"),
+        ({**GROUPS, "WORLD_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "tp_size is 2 and the config also"),
+        ({**GROUPS, "WORLD_SIZE": "3"}, "groups of 2 processes.*and 3 processes"),
+        (
+            {**GROUPS, "WORLD_SIZE": "8", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+            "groups of 2 .*and 8",
+        ),
         ({**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size is 2; only 1"),
     ],
 )

@@ -33,6 +33,7 @@ USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
     f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
 )
 GATHERED = "onetrunk_is_gathered"
+DIVIDED = "onetrunk_is_divided"
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,13 @@ class Layout:
     Args:
         shards: processes that hold one copy together; None: all of them.
         replicas: number of such copies. Only gradients of what trains cross between copies.
+        tensor: processes that divide every matrix and run each forward together (tensor parallelism); 1: the base is
+            sharded.
     """
 
     shards: int | None = None
     replicas: int = 1
+    tensor: int = 1
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (replicas, shards) for a number of processes.
@@ -81,12 +85,13 @@ def launch_layout() -> Layout | None:
         )
     sizes = _parallelism_sizes()
     for name, advice in (
-        ("TP_SIZE", "shard with accelerate_configs/fsdp2.yaml"),
         ("CP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
         ("SP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
     ):
         if sizes[name] > 1:
             raise ValueError(f"parallelism_config_{name.lower()} is {sizes[name]}; only 1 is supported: {advice}")
+    if sizes["TP_SIZE"] > 1:
+        return _tensor_layout(sizes)
     if not _is_set(USE_FSDP):
         return None
     _check_fsdp_options()
@@ -94,6 +99,23 @@ def launch_layout() -> Layout | None:
         os.environ[name] = "false"
     replicas, shards = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"]
     return Layout(shards if shards > 1 else None, replicas)
+
+
+def _tensor_layout(sizes: dict[str, int]) -> Layout:
+    tensor, world_size = sizes["TP_SIZE"], int(os.environ.get("WORLD_SIZE", "1"))
+    if _is_set(USE_FSDP) or sizes["DP_SHARD_SIZE"] > 1:
+        raise ValueError(
+            f"parallelism_config_tp_size is {tensor} and the config also shards (fsdp_config or dp_shard_size); choose"
+            " one of the two: accelerate_configs/tensor_parallel.yaml or fsdp2.yaml"
+        )
+    replicas = sizes["DP_REPLICATE_SIZE"]
+    if world_size % tensor or replicas not in (1, world_size // tensor):
+        raise ValueError(
+            f"parallelism_config asks for groups of {tensor} processes ({replicas} groups) and {world_size} processes"
+            " run; the number of processes must be a multiple of tp_size, and dp_replicate_size 1 or their quotient"
+        )
+    os.environ[USE_PARALLELISM] = "false"
+    return Layout(shards=1, replicas=world_size // tensor, tensor=tensor)
 
 
 def _is_set(name: str) -> bool:
@@ -141,8 +163,13 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
         RuntimeError: the processes loaded different bases.
     """
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if layout is None or world_size == 1 or is_sharded(model):
+    if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
         return None
+    if layout.tensor > 1:
+        raise ValueError(
+            "tensor parallelism is supported for PPO only; launch with accelerate_configs/fsdp2.yaml, which shards the"
+            " frozen base of every training"
+        )
     if not isinstance(model, PeftModel):
         raise ValueError(
             "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"
@@ -156,7 +183,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     replicas, shards = layout.sizes(world_size)
     whole_bytes = local_bytes(model)
     keep_identity(model.get_base_model())
-    _require_one_base(model)
+    require_one_base(model)
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -178,7 +205,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     )
 
 
-def _require_one_base(model: PeftModel) -> None:
+def require_one_base(model: PeftModel) -> None:
     """Raise RuntimeError if the processes loaded different weights, whose shards would not belong together."""
     fingerprints: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(fingerprints, base_fingerprint(model.get_base_model()))
@@ -195,13 +222,24 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def mark_divided(base: nn.Module) -> None:
+    """Note that tensor parallelism has divided the matrices of a base."""
+    vars(base)[DIVIDED] = True
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return whether tensor parallelism has divided the base, so that a group of processes must run in step."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return vars(base).get(DIVIDED, False)
+
+
 @contextlib.contextmanager
 def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
-    """Let accelerate wrap a sharded model in DDP inside the block.
+    """Let accelerate wrap a model with a sharded or divided base in DDP inside the block.
 
-    On several GPUs it otherwise rejects every model that has a DTensor. DDP ignores ours, which are frozen.
+    On several GPUs it otherwise rejects every model that has a DTensor. DDP ignores ours: they are frozen.
     """
-    if not is_sharded(model):
+    if not (is_sharded(model) or is_divided(model)):
         yield
         return
     original = accelerate.accelerator.model_has_dtensor

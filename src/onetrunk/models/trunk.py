@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ from onetrunk.models.score_adapter import ScoreBranch
 from onetrunk.models.sources import write_base_marks
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
+from onetrunk.models.tensor_parallel import vocab_shard
 from onetrunk.ops.logprobs import fused_token_logprobs
+from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.quiet import peft_calls
 
@@ -241,13 +244,17 @@ class TrunkModel(PeftModelForCausalLM):
         rows, columns = pack.completion_mask.nonzero(as_tuple=True)
         head = output_head(self.get_base_model())
         predicting = hidden[rows, pack.prompt_lengths[rows] - 1 + columns]
+        weight, bias, fused, shard = head.weight, head.bias, fused_token_logprobs, vocab_shard(head.weight)
+        if shard is not None:
+            weight, bias = (None if tensor is None else tensor.to_local() for tensor in (weight, bias))
+            fused = functools.partial(vocab_parallel_logprobs, shard=shard)
         with torch.autocast(hidden.device.type, enabled=False):
-            logprobs, entropy = fused_token_logprobs(
-                predicting.to(head.weight.dtype),
-                head.weight,
+            logprobs, entropy = fused(
+                predicting.to(weight.dtype),
+                weight,
                 pack.completion_ids[rows, columns],
                 temperature=temperature,
-                bias=head.bias,
+                bias=bias,
                 softcap=head.softcap,
                 logit_scale=head.logit_scale,
                 entropy_grad=entropy_grad,

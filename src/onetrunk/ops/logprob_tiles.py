@@ -32,7 +32,7 @@ class Chunk:
     def __init__(
         self, hidden: Tensor, targets: Tensor, head: Head, width: int, wants_grad: bool, entropy_grad: bool
     ) -> None:
-        self.hidden, self.targets, self.head, self.width = hidden, targets, head, min(width, len(head.weight))
+        self.hidden, self.targets, self.head, self.width = hidden, targets, head, min(width, max(1, len(head.weight)))
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.sums = RunningSums.empty(len(hidden), self.dtype, hidden.device)
         # Sums of the head's rows, weighted by exp(z_v - highest), and by that times (z_v - highest).
@@ -44,13 +44,24 @@ class Chunk:
 
     def run(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return logprobs [n], entropies [n] and the gradients [n, H] of each, None where not wanted."""
+        self.add_tiles()
+        return self.results()
+
+    def add_tiles(self) -> None:
+        """Add every tile of the head to the sums."""
         for start in range(0, len(self.head.weight), self.width):
             self._add_tile(start)
+
+    def target_rows(self) -> Tensor:
+        """Return a copy of the head's rows at the targets [n, H]."""
+        return self.head.weight[self.targets].to(self.dtype)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return what `run` returns, from the sums over all tiles."""
         logprobs, entropy, total = self.sums.logprobs_and_entropy()
         if self.rows is None:
             return logprobs, entropy, None, None
-        damping = self.head.damping(self.sums.target)
-        target_rows = self.head.weight[self.targets].to(self.dtype)
+        damping, target_rows = self.head.damping(self.sums.target), self.target_rows()
         if damping is not None:
             target_rows *= damping[:, None]
         entropy_grads = None

@@ -12,6 +12,7 @@ That is the order of transformers: Cohere multiplies by its `logit_scale`, Grani
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,13 +111,26 @@ def fused_token_logprobs(
 
     Source: gradient of the log-softmax; forming it in the forward: Liger Kernel (2410.10989).
     """
-    _check(hidden, weight, targets, bias)
+    check_operands(hidden, weight, targets, bias, len(weight))
+    head = Head(autocast_once(weight), autocast_once(bias), temperature, softcap, logit_scale)
+    return logprobs_by_tiles(hidden, targets, head, chunk_size, chunk_bytes, entropy_grad)
+
+
+def logprobs_by_tiles(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    chunk_size: int | None = None,
+    chunk_bytes: int | None = None,
+    entropy_grad: bool = False,
+    new_chunk: Callable[..., Chunk] = Chunk,
+) -> tuple[Tensor, Tensor]:
+    """Return what `fused_token_logprobs` returns, over checked operands; `new_chunk` makes the Chunks."""
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    head = Head(_autocast_once(weight), _autocast_once(bias), temperature, softcap, logit_scale)
     # Decided here: inside the forward of a Function grad mode is off, and needs_input_grad ignores torch.no_grad().
     wants_grad = torch.is_grad_enabled() and hidden.requires_grad
     sizes = (chunk_size or CHUNK_TOKENS[device], chunk_bytes or CHUNK_BYTES[device])
-    tiling = _Tiling(*sizes, wants_grad, wants_grad and entropy_grad)
+    tiling = _Tiling(*sizes, wants_grad, wants_grad and entropy_grad, new_chunk)
     return _FusedTokenLogprobs.apply(hidden, targets, head, tiling)
 
 
@@ -128,6 +142,7 @@ class _Tiling:
     chunk_bytes: int
     wants_grad: bool
     entropy_grad: bool
+    new_chunk: Callable[..., Chunk]
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Return the tokens of every chunk: as few chunks as possible, of about the same size."""
@@ -145,7 +160,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Head, tiling: _Tiling) -> tuple[Tensor, Tensor]:
         ctx.hidden_dtype = hidden.dtype
-        hidden = _autocast_once(hidden)
+        hidden = autocast_once(hidden)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         wanted = (tiling.wants_grad, tiling.entropy_grad)
@@ -154,7 +169,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in tiling.chunks(len(hidden)):
                 width = tiling.width(rows.stop - rows.start, dtype)
-                chunk = Chunk(hidden[rows], targets[rows], head, width, *wanted)
+                chunk = tiling.new_chunk(hidden[rows], targets[rows], head, width, *wanted)
                 logprobs[rows], entropy[rows], *chunk_grads = chunk.run()
                 for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
                     if grad is not None:
@@ -173,7 +188,8 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         return grad.to(ctx.hidden_dtype), None, None, None
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, vocab_size: int) -> None:
+    """Raise the ValueErrors of `fused_token_logprobs`; `vocab_size` bounds the targets."""
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
@@ -185,14 +201,15 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             f"hidden is {list(hidden.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)}; "
             f"expected [N, H], [V, H] and [N]"
         )
-    if targets.device.type == "cpu" and len(targets) and not 0 <= targets.min() <= targets.max() < len(weight):
+    if targets.device.type == "cpu" and len(targets) and not 0 <= targets.min() <= targets.max() < vocab_size:
         raise ValueError(
             f"targets go from {targets.min()} to {targets.max()}; expected token ids of the head's vocabulary, 0 to "
-            f"{len(weight) - 1}"
+            f"{vocab_size - 1}"
         )
 
 
-def _autocast_once(tensor: Tensor | None) -> Tensor | None:
+def autocast_once(tensor: Tensor | None) -> Tensor | None:
+    """Return the tensor in the dtype of autocast, if that is on."""
     # Autocast caches no copy of a frozen tensor: it would cast the head again in every product of every tile.
     if tensor is None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(tensor.device.type):
         return tensor

@@ -15,6 +15,7 @@ from onetrunk.models.base import load_base
 from onetrunk.models.build import check_model_type
 from onetrunk.models.parallel import launch_layout
 from onetrunk.models.sources import load_config
+from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.utils.files import require_name, require_output_dir
@@ -30,11 +31,12 @@ class BatchPlan:
 
 
 def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
-    """Return the BatchPlan of a config on `world_size` processes.
+    """Return the BatchPlan of a config on `world_size` processes; a group of tensor parallelism counts as one.
 
     Raises:
         ValueError: a division leaves a remainder; the message names values that divide.
     """
+    world_size = num_data_processes(world_size)
     prompts, rest = divmod(config.rollout_batch_size, world_size)
     if rest or not prompts:
         raise ValueError(

@@ -29,6 +29,7 @@ from onetrunk.judges.base import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.parallel import gathered, reshard
 from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, equal_counts, prompt_batch, rollout_packs
@@ -78,7 +79,8 @@ def evaluate_prompts(
         version: optimizer steps that the policy has seen.
         extras: keywords for the reward functions.
     """
-    process, num_processes = accelerator.process_index, accelerator.num_processes
+    ranks = DataParallel(accelerator)
+    process, num_processes = ranks.process_index, ranks.num_processes
     share = math.ceil(len(dataset) / num_processes)
     # Metrics are gathered, so every process has equally many rows; surplus rows repeat others and do not count.
     places = [process + i * num_processes for i in range(share)]
@@ -196,8 +198,9 @@ def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[st
         if COLUMN not in dataset.column_names
         for prompt, ids in zip(dataset["prompt"], dataset["prompt_ids"], strict=True)
     }
-    process, num_processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    share = [PromptItem(prompt, key, ids) for key, (prompt, ids) in list(prompts.items())[process::num_processes]]
+    process, ranks = trainer.accelerator.process_index, DataParallel(trainer.accelerator)
+    own = list(prompts.items())[ranks.process_index :: ranks.num_processes]
+    share = [PromptItem(prompt, key, ids) for key, (prompt, ids) in own]
     path = Path(trainer.args.output_dir) / KEPT_FOLDER / f"reference_completions-{process}.jsonl"
     model: TrunkModel = trainer.model
     bar_options = {"desc": "reference completions", "unit": "prompt", "dynamic_ncols": True}

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import is_sharded, reshard
+from onetrunk.models.parallel import is_divided, is_sharded, reshard
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
@@ -91,7 +92,11 @@ class ExperienceStream:
         self.config = config
         self.accelerator = accelerator
         self.metrics = metrics
-        self.is_sharded = is_sharded(model())
+        # Rows are dealt to these; a group of tensor parallelism counts as one.
+        self.data_parallel = DataParallel(accelerator)
+        self.is_divided = is_divided(model())
+        # Whether processes must run each forward of the model together.
+        self.is_collective = self.is_divided or is_sharded(model())
         self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
         self.plan = plan_batches(config, accelerator.num_processes)
         self.order = PromptOrder.from_config(config, dataset)
@@ -101,7 +106,7 @@ class ExperienceStream:
             else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )
         self.score_moments = RunningMoments()
-        self.settings = run_settings(config, dataset, accelerator.num_processes, model(), sampler.rewards)
+        self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
         self.reward_extras = reward_extras
@@ -122,18 +127,18 @@ class ExperienceStream:
         self.watch.begin_rollout(iteration)
         start = time.perf_counter()
         # What reward functions draw from the global generators depends on the rollout alone too.
-        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.accelerator.process_index)
+        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
 
         batch = self.prompts(iteration)
         self.sampler.backend.sync(self.model(), iteration * self.config.slots_per_rollout)
-        with self.stop_signals.giving_up(self.accelerator), self.watch.phase("generate"):
+        with self.stop_signals.giving_up(self.accelerator, alone=self.is_divided), self.watch.phase("generate"):
             rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
         sampled = time.perf_counter()
 
-        # The model runs over the packs in the background: reward functions may need the main thread. The forwards of a
-        # sharded base are collective, and their order is only certain in the main thread. A trace sees only that one.
+        # The model runs over the packs in the background: reward functions may need the main thread. Collective
+        # forwards have a certain order in the main thread only, and a trace sees only that one.
         formed = self._packs(rollout)
-        starts_now = self.sampler.may_wait and not self.is_sharded and not self.watch.trace.is_recording
+        starts_now = self.sampler.may_wait and not (self.is_collective or self.watch.trace.is_recording)
         model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True), self.watch.phase("score"):
             scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
@@ -211,7 +216,7 @@ class ExperienceStream:
     # --- the parts of a rollout -------------------------------------------------------------------------------------
 
     def _deal(self, iteration: int) -> tuple[list[int], list[list[int]]]:
-        return self.order.deal(iteration, self.accelerator.process_index, self.accelerator.num_processes)
+        return self.order.deal(iteration, self.data_parallel.process_index, self.data_parallel.num_processes)
 
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
@@ -231,8 +236,8 @@ class ExperienceStream:
 
     def _poll(self) -> None:
         self.watch.heartbeat.beat()
-        # A process that gives up alone would leave the others waiting in a forward of a sharded base.
-        if not self.is_sharded:
+        # A process that gives up alone would leave the others waiting in a forward of a sharded or divided base.
+        if not self.is_collective:
             self.stop_signals.poll()
 
     def _with_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, stopped: Tensor) -> list[RolloutPack]:
@@ -319,7 +324,7 @@ class ExperienceStream:
         number = self.order.minibatch(self.state.iteration, slot)
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
         local_tokens = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
-        num_tokens = self.accelerator.reduce(local_tokens, reduction="sum").item()
+        num_tokens = self.data_parallel.sum(local_tokens).item()
         return Minibatch(
             experiences=experiences,
             num_tokens=max(1.0, num_tokens),
@@ -356,8 +361,9 @@ class ExperienceStream:
         """Write the stream's state, and this process's share of the rollout in use, into a checkpoint."""
         if self.accelerator.is_main_process:
             save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
-        buffer = self.scorer.for_checkpoint(self._experiences or [])
-        save_buffer(folder, buffer, self.accelerator.process_index)
+        if self.data_parallel.is_first_of_group:
+            buffer = self.scorer.for_checkpoint(self._experiences or [])
+            save_buffer(folder, buffer, self.data_parallel.process_index)
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
@@ -365,7 +371,7 @@ class ExperienceStream:
         self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
         self._experiences = None
         if self.state.slot:
-            buffer = load_buffer(folder, self.accelerator.process_index, self.accelerator.num_processes)
+            buffer = load_buffer(folder, self.data_parallel.process_index, self.data_parallel.num_processes)
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
 
 
@@ -450,7 +456,8 @@ class PackScorer:
 
     def _require_retry(self, reason: str) -> None:
         """Raise RuntimeError if this process cannot run a pack in parts, because the others run it whole."""
-        if is_sharded(self.model()):
+        model = self.accelerator.unwrap_model(self.model())
+        if is_sharded(model) or is_divided(model):
             raise RuntimeError(
                 f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a"
                 " sharded base one process cannot retry, because the others wait in the same forward. Lower"

@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
@@ -255,7 +256,7 @@ def _step_means(sums: dict[str, Tensor], num_steps: int, accelerator: Accelerato
     if not sums:
         return {}
     names = sorted(sums)
-    totals = accelerator.reduce(torch.stack([sums[name] for name in names]), reduction="sum").cpu()
+    totals = DataParallel(accelerator).sum(torch.stack([sums[name] for name in names])).cpu()
     return dict(zip(names, totals / max(1, num_steps), strict=True))
 
 
@@ -302,7 +303,7 @@ def rollout_metrics(
     ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.completion_ids], batch_first=True)
     ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
     columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *scored.scores.by_function.values()]
-    rows = accelerator.gather(torch.stack([column.to(device) for column in columns], dim=1))
+    rows = DataParallel(accelerator).gather(torch.stack([column.to(device) for column in columns], dim=1))
     columns = rows[rows[:, 0] > 0].unbind(dim=1)
     _, total, lengths, stopped, kl, gap_sums, gap_maxima, gap_k3, repeated, windows, *by_function = columns
     finite = total[total.isfinite()]
@@ -348,7 +349,7 @@ def _finite_mean(x: Tensor) -> float:
 def global_moments(parts: Sequence[tuple[Tensor, Tensor]], accelerator: Accelerator) -> Moments:
     """Return (count, mean, m2) of the counted entries of all parts (x, mask) over all processes."""
     local = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(accelerator.device)
-    return merge_moments([tuple(row) for row in accelerator.gather(local[None])])
+    return merge_moments([tuple(row) for row in DataParallel(accelerator).gather(local[None])])
 
 
 def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -25,6 +25,7 @@ from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.base import Judge, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import Memory, kept_ratings
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Prompt, as_text
@@ -97,12 +98,13 @@ class JudgedSamples:
         """
         accelerator, state = trainer.accelerator, trainer.state
         _, scored = trainer.sample_and_score(rows, "policy", "judged", is_shown=False)
-        first, step = accelerator.process_index, accelerator.num_processes
+        ranks = DataParallel(accelerator)
+        first, step = ranks.process_index, ranks.num_processes
         local = [
             (first + i * step, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
             for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
         ]
-        answered = sorted((row for row in gather_object(local) if row[0] < len(rows)), key=lambda row: row[0])
+        answered = sorted((row for row in ranks.gather_object(local) if row[0] < len(rows)), key=lambda row: row[0])
         ratings, failure = [], None
         if accelerator.is_main_process:
             _, prompts, texts, stopped, _ = map(list, zip(*answered, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.prompts import decode_completion
 from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.parallel import is_sharded
+from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.packing import deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.rewards.base import Scores
@@ -232,6 +234,7 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
+        is_divided: whether tensor parallelism divides the model, so that a group of processes has the same rows.
     """
 
     backend: RolloutBackend
@@ -240,6 +243,7 @@ class Sampler:
     params: SamplingParams
     captures_states: bool = False
     captures_last: bool = False
+    is_divided: bool = False
 
     @property
     def may_wait(self) -> bool:
@@ -298,7 +302,12 @@ class Sampler:
             decode_completion(self.tokenizer, ids, stopped, prompt)
             for ids, stopped, prompt in zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
         ]
-        scores = self.rewards.score(
+        if self.is_divided:
+            # The processes of a group run the model together, then the first computes the rewards.
+            scored_packs = packs()
+            packs = functools.partial(tuple, scored_packs)
+        score = functools.partial(
+            self.rewards.score,
             batch.prompts,
             completions,
             list(rollout.completion_ids),
@@ -307,4 +316,5 @@ class Sampler:
             completion_stopped=rollout.stopped,
             **extras,
         )
+        scores = once_per_group(score) if self.is_divided else score()
         return ScoredRollout(batch, rollout, completions, scores)

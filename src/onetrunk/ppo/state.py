@@ -25,6 +25,7 @@ from onetrunk.checkpoints.settings import (
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
 from onetrunk.ppo.config import PPOConfig
@@ -115,7 +116,8 @@ def load_state(
     content = read_json(path)
     try:
         state = StreamState(**content["stream"])
-        check_settings(path, content["settings"], settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
+        written = {"tensor_parallel": 1, **content["settings"]}
+        check_settings(path, written, settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
         kl_controller.load_state_dict(content["kl_controller"])
         score_moments.load_state_dict(content["score_moments"])
         return state
@@ -192,13 +194,14 @@ def _experience(tensors: dict[str, Tensor]) -> Experience:
 
 
 def run_settings(
-    config: PPOConfig, dataset: Dataset | ShardedRows, num_processes: int, model: TrunkModel, rewards: RewardSet
+    config: PPOConfig, dataset: Dataset | ShardedRows, ranks: DataParallel, model: TrunkModel, rewards: RewardSet
 ) -> dict[str, Any]:
     """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
     groups = ("place", "rollout", "optional", "optimizer")
     names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
     settings = {name: getattr(config, name) for name in names}
-    settings |= {"num_processes": num_processes, "prompts": prompts_digest(dataset)}
+    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size}
+    settings["prompts"] = prompts_digest(dataset)
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}

@@ -29,6 +29,7 @@ from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import offloaded_activations
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ppo.alarms import Alarms
@@ -140,6 +141,7 @@ class PPOTrainer(ResumableTrainer):
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True
+        self.data_parallel = DataParallel(self.accelerator)
         self.metric_log = MetricLog(self.accelerator)
         self.watch = Watch(args, self.accelerator, self.heartbeat)
         self.add_callback(self.watch)
@@ -240,8 +242,8 @@ class PPOTrainer(ResumableTrainer):
                     loss = self.compute_loss(model, pack)
                 # DDP averages gradients over processes; the loss is a share of a global mean.
                 with self.watch.last_backward(model) if is_last else contextlib.nullcontext():
-                    self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach() * self.accelerator.num_processes
+                    self.accelerator.backward(loss * self.data_parallel.num_processes)
+            total += loss.detach() * self.data_parallel.num_processes
         return total
 
     def _poll(self) -> None:
@@ -286,7 +288,7 @@ class PPOTrainer(ResumableTrainer):
     def _stop_on_target_kl(self) -> None:
         if self.args.target_kl is None:
             return
-        if self.accelerator.reduce(self._policy_kl, reduction="sum").item() > self.args.target_kl:
+        if self.data_parallel.sum(self._policy_kl).item() > self.args.target_kl:
             self.guard.begin_step(is_empty=True)
             self._stream.skip_rest_of_rollout()
 
@@ -336,7 +338,7 @@ class PPOTrainer(ResumableTrainer):
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings that a checkpoint of this run is compared with."""
         model = self.accelerator.unwrap_model(self.model)
-        return run_settings(self.args, self.train_dataset, self.accelerator.num_processes, model, self.sampler.rewards)
+        return run_settings(self.args, self.train_dataset, self.data_parallel, model, self.sampler.rewards)
 
     def may_save(self) -> bool:
         """Return whether the last gradient was finite."""
@@ -365,7 +367,9 @@ class PPOTrainer(ResumableTrainer):
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
-        return {**states[0], **merged_log(states, self.accelerator.process_index)}
+        # The processes of a group of tensor parallelism measure the same rows.
+        states = states[:: self.data_parallel.group_size]
+        return {**states[0], **merged_log(states, self.data_parallel.process_index)}
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""

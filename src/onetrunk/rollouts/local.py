@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList
 
 from onetrunk.models.base import decoder_layers
-from onetrunk.models.parallel import gathered
+from onetrunk.models.parallel import gathered, is_divided
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.narrow import Positions
@@ -146,7 +146,8 @@ class LocalBackend:
                     unfinished = [row for row in unfinished if row not in finished]
                     yield finished
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                # The processes of a group decode in step, so one of them cannot decode fewer rows.
+                if not is_out_of_memory(error) or is_divided(model):
                     raise
                 message = str(error).splitlines()[0]
             if message is not None:  # Outside the `except` block, whose error holds tensors.

@@ -47,6 +47,16 @@ class Terminated(BaseException):
         self.number = number
 
 
+def check_launch_of(verb: str) -> None:
+    """Raise ValueError if the accelerate config of the launch asks for what the stage does not support."""
+    layout = launch_layout()
+    if layout is not None and layout.tensor > 1 and verb != "ppo":
+        raise ValueError(
+            f"tensor parallelism is supported by onetrunk ppo, not by onetrunk {verb}; launch it with"
+            " accelerate_configs/fsdp2.yaml, which shards the frozen base"
+        )
+
+
 def run_stage(
     verb: str,
     parse: Callable[[list[str]], tuple[Any, ...]],
@@ -66,7 +76,7 @@ def run_stage(
         try:
             with secrets_redacted(), signals_as_exception():
                 parsed = parse(list(sys.argv[1:] if argv is None else argv))
-                launch_layout()  # Before any model loads.
+                check_launch_of(verb)  # Before any model loads.
                 with locked_output_dir(parsed), _heartbeat(parsed):
                     work(*parsed)
             return 0

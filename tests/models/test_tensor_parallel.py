@@ -1,0 +1,136 @@
+"""A base divided by tensor parallelism gives what a whole one gives: outputs, gradients, samples, files."""
+
+import json
+
+import pytest
+import torch
+import torch.multiprocessing
+from peft import get_peft_model
+
+from onetrunk.models import parallel
+from onetrunk.models.parallel import Layout, replicas_of_what_trains, shard_frozen
+from onetrunk.models.tensor_parallel import divide_frozen
+from tests.models import tensor_worker
+from tests.models.branches import a_trunk, lora
+from tests.models.tensor_worker import CASES
+from tests.tiny import tiny_model
+
+FLOAT32 = [case for case in CASES if case not in ("float64", "bfloat16")]
+pytestmark = pytest.mark.multi_process
+
+
+def launch(folder, world_size, layout, cases):
+    tensor_worker.prepare(folder)
+    arguments = (str(folder), world_size, layout, list(cases))
+    torch.multiprocessing.spawn(tensor_worker.work, args=arguments, nprocs=world_size)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("tp"), 2, Layout(1, 1, tensor=2), CASES)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    # Four processes cannot divide two key-value heads: two groups of two.
+    return launch(tmp_path_factory.mktemp("tp2dp2"), 4, Layout(1, 2, tensor=2), ["float64", "adapter, top-2"])
+
+
+def test_in_float64_a_divided_base_computes_what_a_whole_one_does(two):
+    for rank in two:
+        assert rank["float64"]["output"] < 1e-12
+        # The value head and its gradient are float32.
+        assert rank["float64"]["gradients"] < 1e-6
+
+
+@pytest.mark.parametrize("case", FLOAT32)
+def test_outputs_and_gradients_are_those_of_a_whole_base(two, case):
+    for rank in two:
+        # Sums in another order, relative to the largest entry of each tensor.
+        assert rank[case]["output"] < 5e-5
+        assert rank[case]["gradients"] < 1e-4
+
+
+def test_in_bfloat16_a_divided_base_is_as_close_to_float32_as_a_whole_one(two):
+    for rank in two:
+        divided, whole = rank["bfloat16"]["errors"]
+        assert divided < 1.5 * whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(two, case):
+    for rank in two:
+        found = rank[case]
+        assert found["is_divided"] and ["DTensor", True] not in found["kinds"]
+        assert ["DTensor", False] in found["kinds"] and ["Parameter", True] in found["kinds"]
+        assert found["local"] - found["whole_matrices"] == pytest.approx(found["matrices"] / 2, rel=0.02)
+        # No view keeps a whole matrix in memory.
+        assert found["stored"] == found["local"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_processes_of_a_group_sample_what_a_whole_base_samples(two, case):
+    assert all(rank[case]["completions"] for rank in two)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(two, case):
+    for rank in two:
+        assert rank[case]["saved"] and rank[case]["identity"]
+        assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(rank[case]["files"])
+
+
+def test_no_forward_or_backward_gathers_a_matrix(two):
+    """Two forwards with three roles: only the projections of Phi-3, which are split inside a layer, are gathered."""
+    assert not any(name.startswith("all_gather") for name in two[0]["shared"]["collectives"])
+    assert two[0]["gathered projections"]["collectives"]["all_gather_single"] > 0
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_give_the_gradients_of_both_halves_of_the_rows(four):
+    for rank in four:
+        assert "over 2 processes, 2 copies" in rank["float64"]["line"]
+        assert rank["float64"]["output"] < 1e-12 and rank["float64"]["gradients"] < 1e-6
+        found = rank["adapter, top-2"]
+        assert found["output"] < 5e-5 and found["gradients"] < 1e-4 and found["completions"]
+
+
+# --- what is rejected ---
+
+
+def divided(trunk, size=2):
+    return divide_frozen(trunk, Layout(1, 1, tensor=size), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "message"),
+    [
+        (lambda: a_trunk("gpt2"), 2, "not supported for GPT2LMHeadModel: transformers has no plan.*fsdp2.yaml"),
+        (lambda: a_trunk(config=lora(use_dora=True)), 2, "DoRA needs the norms of whole matrices"),
+        (a_trunk, 4, "num_key_value_heads 2, which 4 processes cannot divide; set parallelism_config_tp_size"),
+        (a_trunk, 3, "num_attention_heads 4, which 3 processes cannot divide"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_rejected_with_what_to_do(build, size, message):
+    with pytest.raises(ValueError, match=message):
+        divided(build(), size)
+
+
+def test_trainings_other_than_ppo_reject_it(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = get_peft_model(tiny_model("llama"), lora(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="supported for PPO only.*fsdp2.yaml"):
+        shard_frozen(model, Layout(1, 1, tensor=2), torch.device("cpu"))
+
+
+def test_accelerate_wraps_a_divided_base_in_ddp_where_it_would_reject_it():
+    trunk = a_trunk()
+    rejects = parallel.accelerate.accelerator.model_has_dtensor
+    with replicas_of_what_trains(trunk):
+        assert parallel.accelerate.accelerator.model_has_dtensor is rejects
+    parallel.mark_divided(trunk.get_base_model())
+    with replicas_of_what_trains(trunk):
+        assert not parallel.accelerate.accelerator.model_has_dtensor(trunk)
+    assert parallel.accelerate.accelerator.model_has_dtensor is rejects

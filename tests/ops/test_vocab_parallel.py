@@ -1,0 +1,52 @@
+"""A vocabulary split over 2 or 4 processes gives the logprobs, entropies and gradients of a whole head."""
+
+import json
+
+import pytest
+import torch.multiprocessing
+
+from tests.ops import vocab_worker
+from tests.ops.vocab_worker import TOKENS, WIDTH
+
+pytestmark = pytest.mark.multi_process
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"vocab{request.param}")
+    torch.multiprocessing.spawn(vocab_worker.work, args=(str(folder), request.param), nprocs=request.param)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+
+
+def test_logprobs_entropies_and_gradients_are_those_of_the_whole_head(ranks):
+    # All of WAYS x three vocabularies x entropy gradient x tile sizes; only the order of the sums differs.
+    for facts in ranks:
+        assert facts["float64"] < 1e-12
+        assert facts["float32"] < 1e-6
+        # A product of 32 terms, rounded to bfloat16 in both.
+        assert facts["bfloat16"] < 1e-5
+
+
+def test_the_processes_agree_to_the_bit_and_training_gives_the_logprobs_of_scoring(ranks):
+    assert all(facts["ratio is 1"] and facts["ranks agree"] for facts in ranks)
+
+
+def test_four_numbers_per_token_are_exchanged_and_one_vector_where_it_trains(ranks):
+    sums = [[TOKENS], [3, TOKENS]]
+    for facts in ranks:
+        assert facts["scoring"]["shapes"] == sums
+        assert facts["update"]["shapes"] == [*sums, [1, TOKENS, WIDTH]]
+        assert facts["with entropy"]["shapes"] == [*sums, [2, TOKENS, WIDTH]]
+
+
+def test_nothing_depends_on_the_vocabulary_and_the_backward_exchanges_nothing(ranks):
+    for facts in ranks:
+        assert facts["larger vocabulary"] == facts["update"]
+        assert facts["update"]["in_backward"] == facts["with entropy"]["in_backward"] == 0
+
+
+def test_no_tokens_are_fine_and_bad_settings_are_named(ranks):
+    for facts in ranks:
+        assert facts["no tokens"] == 0
+        temperature, softcap = facts["messages"]
+        assert "temperature is 0.0" in temperature and "softcap is -1.0" in softcap
