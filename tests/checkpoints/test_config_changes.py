@@ -7,6 +7,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from datasets import Dataset
 
 from onetrunk.checkpoints.settings import is_free
@@ -64,14 +65,14 @@ STEERING = {
 
 
 @cache
-def parts() -> tuple[Any, Dataset, DataParallel]:
+def parts() -> tuple[Any, Dataset]:
     trainer = make_trainer(mkdtemp())
-    return trainer.model, trainer.train_dataset, trainer.data_parallel
+    return trainer.model, trainer.train_dataset
 
 
 def settings_of(**changed: Any) -> dict[str, Any]:
-    model, rows, ranks = parts()
-    return rules.run_settings(make_config("out", **changed), rows, ranks, model, RewardSet([even_share]))
+    config, (model, rows) = make_config("out", **changed), parts()
+    return rules.run_settings(config, rows, DataParallel(Accelerator(cpu=True)), model, RewardSet([even_share]))
 
 
 def other_value(name: str) -> Any:
