@@ -35,8 +35,8 @@ STREAMS = {
     "sft": [*TRAINING, "--max_steps", "12", "--dataset_name", "files-of-texts"],
     "reward": [*TRAINING, "--max_steps", "12", "--dataset_name", "files-of-pairs"],
     "distill": [*TRAINING, "--max_steps", "12", "--dataset_name", "files-of-pairs"],
-    "ppo": "--dataset_name files-of-texts --max_prompt_length 8 --reward_funcs reward.py:short --beta 0.1 --num_rollouts 6"
-    " --rollout_batch_size 8 --num_minibatches 2 --num_ppo_epochs 1 --max_completion_length 4".split(),
+    "ppo": "--dataset_name files-of-texts --max_prompt_length 8 --max_completion_length 4 --num_ppo_epochs 1"
+    " --reward_funcs reward.py:short --beta 0.1 --num_rollouts 6 --rollout_batch_size 8 --num_minibatches 2".split(),
 }
 
 
