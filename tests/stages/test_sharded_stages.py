@@ -151,3 +151,12 @@ def test_a_model_whose_weights_all_train_is_rejected_by_name(there):
     assert done.returncode == 1
     assert "set use_peft: true, or launch with accelerate_configs/ddp.yaml" in done.stderr
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]
+
+
+def test_a_base_in_4_bit_is_sharded_through_fsdp2_qlora(there):
+    data = [*STREAMS["ppo"], *STREAMED, "--load_in_4bit", "true", "--dtype", "bfloat16", "--learning_rate", "0.001"]
+    run_alone("ppo", data, "qlora-alone")
+    done = launched("fsdp2_qlora", "ppo", "--per_device_train_batch_size", "2", "--output_dir", "qlora", data=data)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the frozen base is sharded over 2 processes" in done.stderr
+    require_the_adapter_of_one(adapter(there / "qlora"), adapter(there / "qlora-alone"))
