@@ -94,6 +94,10 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
             f"rollout_backend is a {type(rollout_backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
             " sync(model, version); see onetrunk.rollouts.base.RolloutBackend"
         )
+    if rollout_backend is not None and args.use_vllm:
+        raise ValueError(
+            f"use_vllm is set and rollout_backend is a {type(rollout_backend).__name__}; give one of them"
+        )
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -19,6 +19,7 @@ from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
 from onetrunk.ppo.alarms import RULES, AlarmConfig, stopping_alarms
 from onetrunk.ppo.foreign_keys import explain_unknown_keys
+from onetrunk.rollouts.load import VLLMConfig
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
 
@@ -69,7 +70,7 @@ REFUSED_OPTIMIZERS = {
 
 
 @dataclass(repr=False)
-class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArguments):
+class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give

@@ -26,11 +26,12 @@ from onetrunk.models.parallel import is_divided, is_sharded, reshard
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
+from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import PackSize, join_rows
-from onetrunk.ppo.metrics import MetricLog, global_moments, rollout_metrics
+from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.sampling import (
     PromptBatch,
     PromptOrder,
@@ -105,6 +106,9 @@ class ExperienceStream:
             if config.kl_target is None
             else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )
+        corrects = config.vllm_importance_sampling_correction
+        # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones.
+        self.corrects_sampler = sampler.is_versioned if corrects is None else corrects
         self.score_moments = RunningMoments()
         self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
         self.state = StreamState()
@@ -130,9 +134,10 @@ class ExperienceStream:
         seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
 
         batch = self.prompts(iteration)
-        self.sampler.backend.sync(self.model(), iteration * self.config.slots_per_rollout)
+        version = iteration * self.config.slots_per_rollout
+        self.sampler.backend.sync(self.model(), version)
         with self.stop_signals.giving_up(self.accelerator, alone=self.is_divided), self.watch.phase("generate"):
-            rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
+            rollout = self.sampler.generate(batch, version=version, trains=True, captures_last=self.reads_next_values)
         sampled = time.perf_counter()
 
         # The model runs over the packs in the background: reward functions may need the main thread. Collective
@@ -154,9 +159,13 @@ class ExperienceStream:
         """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns."""
         scores, stopped = self.shape_scores(scored), torch.tensor(scored.rollout.stopped)
         packs = self._with_rewards(packs, scores, stopped)
+        packs = self._with_importance(packs, scored.rollout)
         experiences = [self._experience(pack, stopped) for pack in packs]
         require_finite(experiences, self.state.iteration)
-        self._log_rollout(rollout_metrics(scored, packs, self.accelerator), scores.isfinite())
+        metrics = rollout_metrics(scored, packs, self.accelerator)
+        if self.corrects_sampler:
+            metrics |= importance_metrics(packs, self.accelerator)
+        self._log_rollout(metrics, scores.isfinite())
         if not self.config.whiten_advantages:
             return experiences
         moments = global_moments([(e.advantages, e.loss_mask) for e in experiences], self.accelerator)
@@ -262,6 +271,19 @@ class ExperienceStream:
             for p in rewarded
         ]
 
+    def _with_importance(self, packs: Sequence[RolloutPack], rollout: Rollout) -> list[RolloutPack]:
+        """Return the packs with importance weights of their tokens, if the sampler is corrected."""
+        if not self.corrects_sampler:
+            return list(packs)
+        prefix = "vllm_importance_sampling"
+        mode, low, high = (getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max"))
+        weighted = []
+        for item in packs:
+            sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
+            importance = importance_weights(item.output.logprobs, sampled, mask, mode, low, high)
+            weighted.append(replace(item, importance=importance))
+        return weighted
+
     def _experience(self, item: RolloutPack, stopped: Tensor) -> Experience:
         output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
         advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
@@ -273,6 +295,7 @@ class ExperienceStream:
             advantages=advantages,
             returns=returns,
             ref_logprobs=output.ref_logprobs,
+            weights=None if item.importance is None else item.importance.weights,
             states=output.states,
         )
 

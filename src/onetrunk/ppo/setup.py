@@ -42,7 +42,7 @@ from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.load import load_backend
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -94,11 +94,11 @@ def prepare_run(
     check_parts(args, eval_dataset, rollout_backend)
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {name: rows for name, rows in by_name.items() if rows is not None}
-    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
+    backend = rollout_backend or load_backend(args, **hooks)
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
-    plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
+    plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None and not args.use_vllm)
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(

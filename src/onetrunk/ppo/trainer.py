@@ -129,6 +129,8 @@ class PPOTrainer(ResumableTrainer):
         self._step_start = 0.0
         # Step and metrics of the last evaluation of `eval_dataset`.
         self._last_evaluation: dict[str, Any] | None = None
+        # Whether the weights are those of the best checkpoint, loaded at the end of training.
+        self._has_best_weights = False
         super().__init__(
             model=run.parts.model,
             args=args,
@@ -192,7 +194,7 @@ class PPOTrainer(ResumableTrainer):
         )
         if self._resume_from is not None:
             stream.load(self._resume_from)
-        self._stream = stream
+        self._stream, self._has_best_weights = stream, False
         return stream
 
     def _reward_extras(self) -> dict[str, Any]:
@@ -385,6 +387,7 @@ class PPOTrainer(ResumableTrainer):
     def load_branches_from(self, folder: str) -> bool:
         """Load the adapters and the value head from a checkpoint."""
         self.model.load_branches(folder)
+        self._has_best_weights = str(folder) == self.state.best_model_checkpoint
         return True
 
     def on_model_saved(self, folder: str) -> None:
@@ -481,7 +484,8 @@ class PPOTrainer(ResumableTrainer):
                 self.accelerator,
                 self.args,
                 role=role,
-                version=self.state.global_step,
+                # A version number names one set of weights.
+                version=self.state.best_global_step if self._has_best_weights else self.state.global_step,
                 extras={"trainer_state": self.state},
             )
 

@@ -1,0 +1,77 @@
+"""The settings of a vLLM server and of importance weights, and the backend that a config loads."""
+
+import importlib.util
+
+import pytest
+
+from onetrunk.ppo.checks import check_parts
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.rollouts.load import load_backend
+from onetrunk.rollouts.local import LocalBackend
+from tests.fakes import CannedBackend
+
+IS = "vllm_importance_sampling"
+
+
+def config(**settings):
+    return PPOConfig(output_dir="out", use_cpu=True, report_to="none", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "urls"),
+    [
+        ({}, ["http://127.0.0.1:8000"]),
+        ({"vllm_server_host": "node-2", "vllm_server_port": 9000}, ["http://node-2:9000"]),
+        ({"vllm_server_base_url": "http://a:1/"}, ["http://a:1"]),
+        ({"vllm_server_base_url": ["http://a:1", "https://b"]}, ["http://a:1", "https://b"]),
+    ],
+)
+def test_a_server_has_one_address_or_several(settings, urls):
+    assert config(use_vllm=True, **settings).server_urls == urls
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode 'colocate' .* set it to 'server'"),
+        ({"vllm_mode": "elsewhere"}, "vllm_mode is 'elsewhere'; it must be 'server'"),
+        ({"vllm_server_port": 9000}, "vllm_server_port is set and use_vllm is not"),
+        ({"use_vllm": True, "vllm_server_port": 0}, "whole number from 1 to 65535"),
+        ({"use_vllm": True, "vllm_server_base_url": "localhost:8000"}, "write it with its scheme"),
+        ({"use_vllm": True, "vllm_server_base_url": ["http://a", "http://a/"]}, "names a server twice"),
+        ({"use_vllm": True, "vllm_server_timeout": 0}, "vllm_server_timeout is 0; it must be a number of seconds"),
+        ({f"{IS}_mode": "sequence_mask"}, "long completions outside the bounds; set token_truncate or token_mask"),
+        ({f"{IS}_mode": "sequence_truncate"}, "sequence_truncate' is not supported"),
+        ({f"{IS}_mode": "tokens"}, "must be one of token_truncate, token_mask"),
+        ({f"{IS}_clip_max": -1.0}, f"{IS}_clip_max is -1.0; it must be a number, 0 or more, or null"),
+        ({f"{IS}_clip_min": "low"}, f"{IS}_clip_min is 'low'"),
+        ({f"{IS}_clip_min": 3.0}, "the upper bound must be above 0 and above the lower one"),
+        ({f"{IS}_clip_max": None}, "are both null"),
+        ({"vllm_gpu_memory_utilization": 0.5}, "vllm_gpu_memory_utilization: it belongs to vllm_mode colocate"),
+        ({f"{IS}_cap": 2.0}, f"{IS}_cap: here {IS}_clip_max"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_with_the_fix(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+def test_without_a_correction_there_need_be_no_bound():
+    settings = config(**{f"{IS}_clip_max": None, f"{IS}_correction": False})
+    assert settings.vllm_importance_sampling_clip_max is None
+
+
+def test_without_a_server_this_process_samples():
+    backend = load_backend(config(max_rollout_rows=3))
+    assert isinstance(backend, LocalBackend) and backend.max_rows == 3
+
+
+def test_a_server_and_a_backend_of_ones_own_exclude_each_other():
+    with pytest.raises(ValueError, match="use_vllm is set and rollout_backend is a CannedBackend; give one of them"):
+        check_parts(config(use_vllm=True), None, CannedBackend())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onetrunk.rollouts.vllm") is not None, reason="the server is there")
+def test_a_server_without_its_module_is_an_error_that_names_it():
+    with pytest.raises(ImportError, match="onetrunk.rollouts.vllm"):
+        load_backend(config(use_vllm=True))
