@@ -218,7 +218,7 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
     ("column", "settings", "message"),
     [
         ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
-        ("vLLM rollouts", {"use_vllm": True}, "onetrunk.rollouts.vllm"),
+        ("vLLM rollouts", {"use_vllm": True}, "onetrunk.rollouts.pool"),
     ],
 )
 def test_what_is_not_built_is_rejected_by_its_name(column, settings, message, tmp_path):

@@ -17,7 +17,7 @@ from onetrunk.models.parallel import launch_layout
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
-from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.rollouts.base import RolloutBackend, VersionedBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 
@@ -97,6 +97,24 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
     if rollout_backend is not None and args.use_vllm:
         raise ValueError(
             f"use_vllm is set and rollout_backend is a {type(rollout_backend).__name__}; give one of them"
+        )
+
+
+def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
+    """Check that the sampler can work while the policy is updated, if the schedule asks for that."""
+    if args.schedule == "sync":
+        return
+    if not isinstance(backend, VersionedBackend):
+        raise ValueError(
+            f"schedule {args.schedule!r} samples while the weights change, and {type(backend).__name__} has no weights"
+            " of its own; set use_vllm, pass a rollout_backend with generate_as"
+            " (onetrunk.rollouts.base.VersionedBackend), or set schedule to 'sync'"
+        )
+    layout = launch_layout()
+    if layout is not None and layout.tensor > 1:
+        raise ValueError(
+            f"schedule {args.schedule!r} is not supported with tensor parallelism, whose processes must agree on every"
+            " completion; set schedule to 'sync', or shard the base with accelerate_configs/fsdp2.yaml"
         )
 
 

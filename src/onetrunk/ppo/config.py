@@ -26,6 +26,7 @@ from onetrunk.utils.randomness import require_seed
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
 OVERLONG = ("error", "drop", "truncate")
+SCHEDULES = ("sync", "one_step", "async")
 
 # Fields of TrainingArguments that must keep their default, by the reason.
 _WITHOUT_MEANING = {
@@ -180,6 +181,18 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     )
     model_init_kwargs: dict[str, Any] | None = option(None, "Keywords of from_pretrained for a model given by name.")
 
+    # Schedule
+    schedule: str = option(
+        "sync",
+        "'sync': sample, then update. 'one_step': sample the next rollout during the update. 'async': sample up to"
+        " max_staleness rollouts ahead, row by row. The last two need a sampler with weights of its own (use_vllm).",
+    )
+    max_staleness: int | None = option(
+        None,
+        "Rollouts that the policy may be trained on between the start of a completion and its use; 0 or more, for"
+        " async. None: 1; with sync it is always 0, with one_step 1.",
+    )
+
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
@@ -206,6 +219,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
+        self._check_schedule()
         self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
         if self.bf16 is None:
@@ -216,6 +230,16 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     def slots_per_rollout(self) -> int:
         """Optimizer steps that a rollout feeds."""
         return self.num_ppo_epochs * self.num_minibatches
+
+    @property
+    def versions_in_use(self) -> int:
+        """Most versions of the policy that a sampler needs at a time: of rollouts, and of evaluations among them."""
+        evaluations = 0 if str(getattr(self.eval_strategy, "value", self.eval_strategy)) == "no" else 1
+        if evaluations and self.eval_strategy == "steps":
+            # A share of all steps, below 1, is a number of steps that is not known yet.
+            every = self.eval_steps or self.logging_steps
+            evaluations += self.slots_per_rollout if every < 1 else self.slots_per_rollout // int(every)
+        return (self.max_staleness + 1) * (1 + evaluations) + 1
 
     def _check_inherited(self) -> None:
         for f in fields(self):
@@ -275,7 +299,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         for name in ("dual_clip", "straggler_factor"):
             _require(self, name, lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
-        for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts"):
+        for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
         for name, words in (
@@ -284,6 +308,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
             ("overlong_prompts", OVERLONG),
             ("value_head", VALUE_HEADS),
             ("trunk_cache", PLACES),
+            ("schedule", SCHEDULES),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
         for name, rule in RULES.items():
@@ -308,6 +333,16 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
             raise ValueError(
                 f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
                 f" {self.missing_eos_penalty} contradict each other: 'penalize' needs a penalty, the others none"
+            )
+
+    def _check_schedule(self) -> None:
+        fixed = {"sync": 0, "one_step": 1}.get(self.schedule)
+        if self.max_staleness is None:
+            self.max_staleness = 1 if fixed is None else fixed
+        if fixed not in (None, self.max_staleness):
+            raise ValueError(
+                f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
+                " max_staleness out, or set schedule to async"
             )
 
     def _check_objective(self) -> None:

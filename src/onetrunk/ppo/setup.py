@@ -31,7 +31,15 @@ from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
 from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.checks import check_launch, check_lengths, check_model, check_parts, plan_batches, source_of
+from onetrunk.ppo.checks import (
+    check_launch,
+    check_lengths,
+    check_model,
+    check_parts,
+    check_schedule,
+    plan_batches,
+    source_of,
+)
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import MemoryCheck
 from onetrunk.ppo.sampling import Sampler, longest_prompt_of
@@ -95,6 +103,7 @@ def prepare_run(
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {name: rows for name, rows in by_name.items() if rows is not None}
     backend = rollout_backend or load_backend(args, **hooks)
+    check_schedule(args, backend)
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)

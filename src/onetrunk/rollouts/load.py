@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 from onetrunk.ops.importance import MODES
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.options import option
+
+# Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
+ADAPTERS_FOLDER = "_adapters"
 
 
 @dataclass(repr=False)
@@ -33,7 +37,9 @@ class VLLMConfig:
     )
     vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server, without vllm_server_base_url.")
     vllm_server_port: int = option(8000, "Port of the vLLM server, without vllm_server_base_url; 1 to 65535.")
-    vllm_server_timeout: float = option(240.0, "Seconds to wait for a server that does not answer; above 0.")
+    vllm_server_timeout: float = option(
+        240.0, "Seconds to wait until a server is up, at startup and after it has failed; above 0."
+    )
     vllm_importance_sampling_correction: bool | None = option(
         None,
         "Multiply the policy loss of a token by the ratio of the policy's probability at the start of the update to"
@@ -117,11 +123,16 @@ class VLLMConfig:
 class BackendSettings(Protocol):
     """The settings that `load_backend` reads, under the names of PPOConfig."""
 
-    use_vllm: bool
-    server_urls: list[str]
-    vllm_server_timeout: float
-    max_rollout_rows: int | None
     output_dir: str
+    max_rollout_rows: int | None
+    use_vllm: bool
+    vllm_server_timeout: float
+
+    @property
+    def server_urls(self) -> list[str]: ...
+
+    @property
+    def versions_in_use(self) -> int: ...
 
 
 def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> RolloutBackend:
@@ -136,7 +147,13 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
     """
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
+    from onetrunk.rollouts.pool import ServerPolicy
     from onetrunk.rollouts.vllm import VLLMBackend
 
-    settings: dict[str, Any] = {"timeout_s": config.vllm_server_timeout, "max_rows": config.max_rollout_rows, **hooks}
-    return VLLMBackend(config.server_urls, config.output_dir, **settings)
+    return VLLMBackend(
+        config.server_urls,
+        Path(config.output_dir) / ADAPTERS_FOLDER,
+        keep_versions=max(2, config.versions_in_use),
+        policy=ServerPolicy(wait_s=config.vllm_server_timeout),
+        **hooks,
+    )
