@@ -1,8 +1,8 @@
 """Rollouts sampled by vLLM servers: only the adapter travels, and no sample is of another version.
 
 A publication is a new folder and a new name on every server (`adapters.py`). Calls and their checks are in
-`server.py`, restarts and balancing in `pool.py`. This file decides what is published, asked and unloaded, and what must
-hold before training: the base of the servers is the trainer's, by its logprobs, and nobody else publishes there.
+`server.py`, restarts and balancing in `pool.py`. This file decides what is published, asked and unloaded, and what
+must hold before training: the servers' base is the trainer's, by its logprobs, and nobody else publishes there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -374,6 +374,10 @@ class VLLMBackend:
         with self._lock:
             self._retired.update(dict.fromkeys(self._published.values(), True))
             self._published.clear()
+        # Nobody waits for a server at the end of a run.
+        self.pool.policy = replace(
+            self.policy, wait_s=1e-3, control_timeout_s=min(10.0, self.policy.control_timeout_s)
+        )
         try:
             self._sweep()
         except Exception as error:
@@ -382,6 +386,7 @@ class VLLMBackend:
             self._files.close(keeps_files=True)
         else:
             self._files.close()
+        self.pool.policy = self.policy
         atexit.unregister(self.close)
         self._is_checked = self._is_proved = False
 
