@@ -28,7 +28,7 @@ HALF_BILLION = Qwen2Config(
 
 
 def test_an_adapter_of_a_half_billion_model_is_56_times_smaller_than_its_weights(tmp_path):
-    config = LoraConfig(16, target_modules="all-linear")
+    config = LoraConfig(r=16, target_modules="all-linear")
     with torch.device("meta"):
         model = get_peft_model(AutoModelForCausalLM.from_config(HALF_BILLION), config)
     for name, parameter in adapter_parameters(model, "default").items():

@@ -21,6 +21,7 @@ from tests.ppo.support import base_model, lora, sft_model
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stub_vllm import BROKEN, FAULTS, SLOW, WRONG, StubVLLM, wait_until
 
+ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_completion_length=5, temperature=0.8, stop_token_ids=tuple(range(8, 14)))
 KEYS = [(3, 1, row) for row in range(len(PROMPTS))]
 # Deadlines that only a server that hangs can miss, on a busy machine too; short waits otherwise.
@@ -164,8 +165,8 @@ def test_each_version_has_a_new_name_and_files_outlive_their_adapter_by_one_sync
     events = [(kind, name.split("-", 2)[2]) for kind, name in stub.events]
     assert events == [
         ("load", "1-trial-v0"),
-        ("load", "2-policy-v0"),
         ("unload", "1-trial-v0"),
+        ("load", "2-policy-v0"),
         ("load", "3-policy-v1"),
         ("load", "4-policy-v2"),
         ("unload", "2-policy-v0"),
@@ -281,8 +282,8 @@ def test_a_fault_costs_calls_and_changes_no_sample(fault, stub, tmp_path):
     [
         ("other_model", r"an answer of the model 'onetrunk-.*-policy-v19' where 'onetrunk-.*-policy-v1' was asked"),
         ("other_prompt", "an answer to another prompt"),
-        ("cut", "cut off after 3 of 4 tokens"),
-        ("goes_on", "goes on after its end"),
+        ("cut", "a completion that was cut off after 3 of 4 tokens"),
+        ("goes_on", "a completion of 5 tokens that goes on after its end"),
         ("too_few_logprobs", "3 logprobs for 4 tokens"),
         ("not_finite", "logprobs that are not finite"),
         ("500", "HTTP 500: CUDA error"),
@@ -539,7 +540,8 @@ def test_with_two_processes_the_first_publishes_and_both_sample(stub, tmp_path):
     script = Path(__file__).with_name("two_process_vllm.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--standalone", str(script), stub.url, str(tmp_path)]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("sampled from version 2") == 2
     assert [name.split("-", 2)[2] for kind, name in stub.events if kind == "load"] == [

@@ -19,6 +19,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import onetrunk
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.pool import ServerPolicy
@@ -53,9 +54,11 @@ class Serving:
 
     def start(self, *replaced: str) -> None:
         """Start the server; `replaced`: a word of vLLM's command, and the word in its place."""
-        words, env = self.words, dict(os.environ)
+        words, env = self.words, {**os.environ, "PYTHONPATH": str(Path(onetrunk.__file__).parents[1])}
         if replaced:
-            line = subprocess.run([*words, "--print"], capture_output=True, text=True, check=True, timeout=300).stdout
+            line = subprocess.run(
+                [*words, "--print"], env=env, capture_output=True, text=True, check=True, timeout=300
+            ).stdout
             words = ["bash", "-c", f"unset PYTHONPATH; exec env {line.strip().replace(*replaced)}"]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)

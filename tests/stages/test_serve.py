@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,7 +140,8 @@ def test_the_server_is_started_with_that_command_and_its_failure_is_told(model, 
 def test_a_signal_ends_the_server_too(model, tmp_path):
     python = fake_python(tmp_path, "print(os.getpid(), flush=True); time.sleep(600)")
     words = [sys.executable, "-m", "onetrunk.cli", "serve", str(model), "--device", "cpu", "--python", str(python)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         server = int(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=120)

@@ -101,6 +101,7 @@ def prepare_run(
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
     if isinstance(backend, VLLMBackend):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
+        backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)

@@ -2,5 +2,7 @@
 
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pool import ServerPolicy
+from onetrunk.rollouts.vllm import VLLMBackend
 
-__all__ = ["LocalBackend", "RolloutBackend", "SamplingParams"]
+__all__ = ["LocalBackend", "RolloutBackend", "SamplingParams", "ServerPolicy", "VLLMBackend"]
