@@ -1,13 +1,13 @@
 """The settings of a vLLM server and of importance weights, and the backend that a config loads."""
 
-import importlib.util
-
 import pytest
 
-from onetrunk.ppo.checks import check_parts
+from onetrunk.ppo.checks import check_parts, check_schedule
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
 
 IS = "vllm_importance_sampling"
@@ -71,7 +71,17 @@ def test_a_server_and_a_backend_of_ones_own_exclude_each_other():
         check_parts(config(use_vllm=True), None, CannedBackend())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onetrunk.rollouts.vllm") is not None, reason="the server is there")
-def test_a_server_without_its_module_is_an_error_that_names_it():
-    with pytest.raises(ImportError, match="onetrunk.rollouts.(pool|vllm)"):
-        load_backend(config(use_vllm=True))
+def test_a_config_loads_a_server_that_keeps_the_versions_of_its_schedule(tmp_path):
+    for settings, versions in (({}, 2), ({"schedule": "async", "max_staleness": 3}, 5)):
+        urls = ["http://a:1", "http://b:2"]
+        settings |= {"use_vllm": True, "vllm_server_base_url": urls, "vllm_server_timeout": 7.0}
+        backend = load_backend(config(**settings))
+        assert isinstance(backend, VLLMBackend) and isinstance(backend, VersionedBackend)
+        assert (backend.keep_versions, backend.policy.wait_s, backend.server_urls) == (versions, 7.0, urls)
+
+
+def test_a_server_of_ones_own_must_keep_the_versions_of_the_schedule(tmp_path):
+    backend = VLLMBackend("http://127.0.0.1:1", tmp_path)
+    check_schedule(config(), backend)
+    with pytest.raises(ValueError, match="keep_versions is 2, and .* up to 3 versions .*keep_versions=3"):
+        check_schedule(config(schedule="one_step"), backend)

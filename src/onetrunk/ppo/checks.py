@@ -18,6 +18,7 @@ from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
 from onetrunk.rollouts.base import RolloutBackend, VersionedBackend
+from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 
@@ -109,6 +110,12 @@ def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
             f"schedule {args.schedule!r} samples while the weights change, and {type(backend).__name__} has no weights"
             " of its own; set use_vllm, pass a rollout_backend with generate_as"
             " (onetrunk.rollouts.base.VersionedBackend), or set schedule to 'sync'"
+        )
+    if isinstance(backend, VLLMBackend) and backend.keep_versions < args.versions_in_use:
+        raise ValueError(
+            f"keep_versions is {backend.keep_versions}, and with schedule {args.schedule!r} and the evaluations among"
+            f" its rollouts up to {args.versions_in_use} versions are in use; pass VLLMBackend(...,"
+            f" keep_versions={args.versions_in_use}), or set use_vllm instead"
         )
     layout = launch_layout()
     if layout is not None and layout.tensor > 1:

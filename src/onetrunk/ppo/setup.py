@@ -51,6 +51,7 @@ from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.load import load_backend
+from onetrunk.rollouts.vllm import VLLMBackend
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -107,6 +108,9 @@ def prepare_run(
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
+    if isinstance(backend, VLLMBackend):
+        backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
+        backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None and not args.use_vllm)
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
@@ -134,6 +138,8 @@ def load_sampled_model(
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     require_push(args)
+    if isinstance(backend, VLLMBackend):
+        backend.check()
     set_seed(args.seed)
     trunk = build_trunk(
         model,

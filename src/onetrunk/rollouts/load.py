@@ -10,6 +10,8 @@ from typing import Protocol
 from onetrunk.ops.importance import MODES
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pool import ServerPolicy
+from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.utils.options import option
 
 # Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
@@ -140,20 +142,14 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
 
     Args:
         config: of the run.
-        **hooks: `progress` and `poll`, as in LocalBackend.
-
-    Raises:
-        ImportError: names the package that a server needs.
+        **hooks: `progress` and `poll` of LocalBackend. A server is called before the trainer that they belong to is
+            built, and gets them then.
     """
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
-    from onetrunk.rollouts.pool import ServerPolicy
-    from onetrunk.rollouts.vllm import VLLMBackend
-
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
         keep_versions=max(2, config.versions_in_use),
         policy=ServerPolicy(wait_s=config.vllm_server_timeout),
-        **hooks,
     )
