@@ -45,15 +45,21 @@ def policy(seed=0):
         return shaken(TrunkModel(base_model(), lora()), seed)
 
 
+MADE = []
+
+
 def backend_of(servers, folder, *, settings=None, **options):
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    return VLLMBackend(urls, folder, policy=ServerPolicy(**PATIENT | (settings or {})), **options)
+    MADE.append(VLLMBackend(urls, folder, policy=ServerPolicy(**PATIENT | (settings or {})), **options))
+    return MADE[-1]
 
 
 @pytest.fixture
 def stub():
     with StubVLLM(base_model()) as server:
         yield server
+        while MADE:
+            MADE.pop().close()
 
 
 def logprobs_of(model, rollout, temperature):
