@@ -210,6 +210,14 @@ def test_the_same_version_is_published_once_unless_its_weights_differ(stub, tmp_
     assert len(stub.adapters) == 1
 
 
+def test_a_second_training_begins_again_at_version_0(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    for number, version in enumerate((7, 8, 0, 1)):
+        backend.sync(shaken(model, number), version)
+    assert [name.rsplit("-", 1)[1] for name in stub.adapters] == ["v0", "v1"]
+    assert_sampled_from(policy(2), backend.generate_as("policy", 0, PROMPTS, PARAMS, KEYS))
+
+
 def test_an_older_version_is_sampled_while_a_newer_one_is_published(stub, tmp_path):
     model, backend = policy(), backend_of([stub], tmp_path, keep_versions=3)
     for version in range(4):
@@ -431,6 +439,7 @@ def test_a_server_of_another_kind_is_rejected(tmp_path):
     [
         (lambda: base_model(seed=1), r"serves another base model: its logprobs of 64 tokens differ .* /models/base"),
         (lambda: base_model(vocab_size=40), "serves another base model: it does not know every token"),
+        (lambda: base_model(vocab_size=256), r"serves another base model: it sampled the token \d+, and the policy"),
     ],
 )
 def test_another_base_on_the_server_is_noticed(base, message, tmp_path):

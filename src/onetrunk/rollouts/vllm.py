@@ -238,6 +238,11 @@ class VLLMBackend:
         limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
         for server, completed in zip(self.pool.servers, probes, strict=True):
             ids = torch.tensor([p + c.token_ids for p, c in zip(prompts, completed, strict=True)])
+            if ids.max() >= vocab_size:
+                raise RuntimeError(
+                    f"{server} serves another base model: it sampled the token {ids.max()}, and the policy knows"
+                    f" {vocab_size}; it loaded {server.base.root}"
+                )
             theirs = torch.tensor([c.logprobs for c in completed])
             processed, raw = (_base_logprobs(model, ids, t) for t in (PROBE_TEMPERATURE, 1.0))
             gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
@@ -318,10 +323,12 @@ class VLLMBackend:
         with self._lock:
             if before is not None:
                 self._retired[before] = False
+            self._published.pop((role, version), None)
             self._published[role, version] = published
-            policies = sorted(v for r, v in self._published if r == "policy" and v != version)
-            for old in policies[: max(0, len(policies) + 1 - self.keep_versions)] if role == "policy" else []:
-                self._retired[self._published.pop(("policy", old))] = False
+            # In the order in which they were published: a second training begins again at version 0.
+            policies = [key for key in self._published if key[0] == "policy"]
+            for old in policies[: max(0, len(policies) - self.keep_versions)]:
+                self._retired[self._published.pop(old)] = False
         self._sweep()
         self.last_sync = {"write_s": written - began, "load_s": loaded - written, "bytes": published.num_bytes}
 
