@@ -1,13 +1,17 @@
 """PPO whose rollouts come from a vLLM server: a fake one, with a real tiny model behind it."""
 
 import math
+import os
+import signal
+import threading
 
 import pytest
+from transformers import TrainerCallback
 
 from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import Recorder, StopAt, base_model, logged, make_trainer, prompts, sft_model, trained_weights
-from tests.rollouts.stub_vllm import StubVLLM
+from tests.rollouts.stub_vllm import StubVLLM, wait_until
 
 POLICY = ServerPolicy(wait_s=120.0, probe_s=0.02)
 
@@ -128,3 +132,27 @@ def test_a_resumed_run_ahead_publishes_the_versions_of_its_rollouts_again(stub, 
     run(tmp_path / "stopped", StopAt(3))
     resumed = run(tmp_path / "stopped", resume=True)
     assert all(resumed[name].equal(weight) for name, weight in whole.items())
+
+
+class HangsAfterStep(TrainerCallback):
+    """Lets the server hang after the first step, and sends a SIGTERM once it has been asked for the next rollout."""
+
+    def __init__(self, stub):
+        self.stub = stub
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.stub.bodies.clear()
+        self.stub.fault = "hang"
+        threading.Thread(target=self.interrupt, daemon=True).start()
+
+    def interrupt(self):
+        wait_until(lambda: self.stub.bodies)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_a_rollout_that_waits_for_the_server(stub, tmp_path):
+    backend = VLLMBackend(stub.url, tmp_path / "adapters", policy=POLICY)
+    trainer = make_trainer(tmp_path / "run", rollout_backend=backend, num_rollouts=3, callbacks=[HangsAfterStep(stub)])
+    with pytest.raises(SystemExit) as stopped:
+        trainer.train()
+    assert stopped.value.code == 0 and (tmp_path / "run" / "checkpoint-1").is_dir()

@@ -126,6 +126,7 @@ class StubVLLM:
         self.dies_after: int | None = None
         self.down_s: float | None = 0.3
         self.num_deaths = 0
+        self._is_alive = False
         self._writers: set[asyncio.StreamWriter] = set()
 
     def __enter__(self) -> StubVLLM:
@@ -151,10 +152,13 @@ class StubVLLM:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def _listen(self) -> None:
+        self._is_alive = True
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _die(self) -> None:
+        # A connection may have been accepted already whose handler has not begun.
+        self._is_alive = False
         self._server.close()
         self.adapters.clear()
         for writer in list(self._writers):
@@ -171,13 +175,15 @@ class StubVLLM:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
-            while line := await reader.readline():
+            while self._is_alive and (line := await reader.readline()):
                 method, path, _ = line.decode().split(" ")
                 headers = {}
                 while (line := (await reader.readline()).decode().strip()) != "":
                     name, _, value = line.partition(":")
                     headers[name.lower()] = value.strip()
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if not self._is_alive:
+                    return
                 await self._answer(method, path, json.loads(body) if body else None, writer)
                 if writer.is_closing():
                     return

@@ -45,15 +45,21 @@ def policy(seed=0):
         return shaken(TrunkModel(base_model(), lora()), seed)
 
 
+MADE = []
+
+
 def backend_of(servers, folder, *, settings=None, **options):
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    return VLLMBackend(urls, folder, policy=ServerPolicy(**PATIENT | (settings or {})), **options)
+    MADE.append(VLLMBackend(urls, folder, policy=ServerPolicy(**PATIENT | (settings or {})), **options))
+    return MADE[-1]
 
 
 @pytest.fixture
 def stub():
     with StubVLLM(base_model()) as server:
         yield server
+        while MADE:
+            MADE.pop().close()
 
 
 def logprobs_of(model, rollout, temperature):
@@ -202,6 +208,14 @@ def test_the_same_version_is_published_once_unless_its_weights_differ(stub, tmp_
     assert len([event for event in stub.events[num_events:] if event[0] == "load"]) == 1
     assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
     assert len(stub.adapters) == 1
+
+
+def test_a_second_training_begins_again_at_version_0(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    for number, version in enumerate((7, 8, 0, 1)):
+        backend.sync(shaken(model, number), version)
+    assert [name.rsplit("-", 1)[1] for name in stub.adapters] == ["v0", "v1"]
+    assert_sampled_from(policy(2), backend.generate_as("policy", 0, PROMPTS, PARAMS, KEYS))
 
 
 def test_an_older_version_is_sampled_while_a_newer_one_is_published(stub, tmp_path):
@@ -425,6 +439,7 @@ def test_a_server_of_another_kind_is_rejected(tmp_path):
     [
         (lambda: base_model(seed=1), r"serves another base model: its logprobs of 64 tokens differ .* /models/base"),
         (lambda: base_model(vocab_size=40), "serves another base model: it does not know every token"),
+        (lambda: base_model(vocab_size=256), r"serves another base model: it sampled the token \d+, and the policy"),
     ],
 )
 def test_another_base_on_the_server_is_noticed(base, message, tmp_path):

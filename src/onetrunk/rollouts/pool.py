@@ -192,7 +192,8 @@ class ServerPool:
     def unavailable(self, connections: Sequence[Connection], error: CallError | None) -> RuntimeError:
         """Return the error for servers that have been waited for in vain."""
         names = ", ".join(str(connection.server) for connection in connections)
-        reason = f" ({error})" if error is not None else ""
+        # The error of a call names its server already.
+        reason = f" ({str(error).removeprefix(f'{connections[0].server}: ')})" if error is not None else ""
         return RuntimeError(
             f"{names}: not ready after {self.policy.wait_s:.0f} s{reason}; start it (onetrunk serve MODEL --port ...),"
             " or correct its address"

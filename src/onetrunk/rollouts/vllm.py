@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from peft import PeftModel
@@ -42,6 +43,8 @@ from onetrunk.utils.calls import CallError
 from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # The probe of the weights: prompts of pseudo-random tokens, at a temperature that tells raw logprobs from processed.
 PROBE_PROMPTS, PROBE_PROMPT_LENGTH, PROBE_TOKENS = 8, 12, 8
@@ -101,7 +104,7 @@ class VLLMBackend:
         servers = [VLLMServer(url, self.api_key_env, self.allow_http) for url in urls]
         if len({server.url for server in servers}) < len(servers):
             raise ValueError(f"server_urls names a server twice: {', '.join(urls)}")
-        self.pool = ServerPool(servers, self.policy, lambda: self.poll() if self.poll is not None else None)
+        self.pool = ServerPool(servers, self.policy, self._poll)
         self._files = AdapterFolder(self.folder)
         self._lock = threading.RLock()
         # By role and version; and what is to be unloaded and deleted: {publication: whether it was unloaded before}.
@@ -111,6 +114,11 @@ class VLLMBackend:
         self._is_checked = self._is_proved = False
         # Seconds and bytes of the last publication.
         self.last_sync: dict[str, float] = {}
+
+    def _poll(self) -> None:
+        # The checks run while the trainer, whose hook this is, is still being made.
+        if self.poll is not None and self._is_proved:
+            self.poll()
 
     # --- checks before training --------------------------------------------------------------------------------------
 
@@ -132,16 +140,16 @@ class VLLMBackend:
         for server in self.pool.servers:
             server.check_host()
         self.pool.wait()
-        self._checked_call(self._check_version)
+        self._on_each(self._check_version)
         self._read_bases()
-        self._checked_call(self._check_lora)
+        self._on_each(self._check_lora)
         self._require_alone()
 
     def _read_bases(self) -> None:
         async def read(connection: Connection) -> None:
             connection.server.base, _ = await connection.server.models(connection.client)
 
-        self._checked_call(read)
+        self._on_each(read)
 
     async def _check_version(self, connection: Connection) -> None:
         text = await connection.server.version(connection.client)
@@ -230,6 +238,11 @@ class VLLMBackend:
         limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
         for server, completed in zip(self.pool.servers, probes, strict=True):
             ids = torch.tensor([p + c.token_ids for p, c in zip(prompts, completed, strict=True)])
+            if ids.max() >= vocab_size:
+                raise RuntimeError(
+                    f"{server} serves another base model: it sampled the token {ids.max()}, and the policy knows"
+                    f" {vocab_size}; it loaded {server.base.root}"
+                )
             theirs = torch.tensor([c.logprobs for c in completed])
             processed, raw = (_base_logprobs(model, ids, t) for t in (PROBE_TEMPERATURE, 1.0))
             gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
@@ -260,11 +273,12 @@ class VLLMBackend:
             ) from None
         return [rows[i] for i in range(len(requests))]
 
-    def _checked_call(self, call: Callable[[Connection], Awaitable[None]]) -> None:
+    def _on_each(self, call: Callable[[Connection], Awaitable[T]]) -> dict[VLLMServer, T]:
+        """Return `ServerPool.on_each`; a rejected call is a RuntimeError that names the server."""
         try:
-            self.pool.on_each(lambda connection: _named(connection, call))
+            return self.pool.on_each(lambda connection: _named(connection, call))
         except CallError as error:
-            raise RuntimeError(f"{error}") from None
+            raise RuntimeError(str(error)) from None
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
@@ -309,10 +323,12 @@ class VLLMBackend:
         with self._lock:
             if before is not None:
                 self._retired[before] = False
+            self._published.pop((role, version), None)
             self._published[role, version] = published
-            policies = sorted(v for r, v in self._published if r == "policy" and v != version)
-            for old in policies[: max(0, len(policies) + 1 - self.keep_versions)] if role == "policy" else []:
-                self._retired[self._published.pop(("policy", old))] = False
+            # In the order in which they were published: a second training begins again at version 0.
+            policies = [key for key in self._published if key[0] == "policy"]
+            for old in policies[: max(0, len(policies) - self.keep_versions)]:
+                self._retired[self._published.pop(old)] = False
         self._sweep()
         self.last_sync = {"write_s": written - began, "load_s": loaded - written, "bytes": published.num_bytes}
 
@@ -321,15 +337,15 @@ class VLLMBackend:
             await connection.server.load(connection.client, published.name, published.folder)
 
         try:
-            self.pool.on_each(lambda connection: _named(connection, load))
-        except CallError as error:
+            self._on_each(load)
+        except RuntimeError as error:
             hints = {
                 "No adapter found": f"; it must be able to read {published.folder}: put the folder where both see it",
                 "rank": f"; start it with --max-lora-rank {rank} or more",
                 "LoRA is not enabled": "; start it with --enable-lora",
             }
             hint = next((hint for word, hint in hints.items() if word in str(error)), "")
-            raise RuntimeError(f"{error}{hint}. The adapter was not loaded") from None
+            raise RuntimeError(f"{error}{hint}") from None
 
     def _listed(self) -> dict[VLLMServer, dict[str, str]]:
         """Return the adapters of each server that is up, {name: folder}."""
@@ -337,7 +353,7 @@ class VLLMBackend:
         async def read(connection: Connection) -> dict[str, str]:
             return (await connection.server.models(connection.client))[1]
 
-        return self.pool.on_each(read)
+        return self._on_each(read)
 
     def _sweep(self) -> None:
         """Unload what is retired, and delete the files of what was unloaded in an earlier sweep.
@@ -359,7 +375,7 @@ class VLLMBackend:
                 if name in retired:
                     await connection.server.unload(connection.client, name)
 
-        self.pool.on_each(unload)
+        self._on_each(unload)
 
     def _dtype(self, model: nn.Module) -> torch.dtype:
         if self.adapter_dtype != "auto":
@@ -406,7 +422,7 @@ class VLLMBackend:
     ) -> Rollout:
         """Return one completion per prompt, in the order of the prompts, sampled by a role at a version.
 
-        It reads no state that `sync` changes, so it may run in a thread while another version is published.
+        It depends on nothing that a later `sync` changes, so it may run in a thread while one publishes.
 
         Args:
             role: "policy"; or "reference", the base or the adapter that the policy started from.
@@ -471,10 +487,10 @@ class VLLMBackend:
         return [rows[index] for index in range(len(requests))]
 
 
-async def _named(connection: Connection, call: Callable[[Connection], Awaitable[None]]) -> None:
-    """Await a call; its error names the server."""
+async def _named(connection: Connection, call: Callable[[Connection], Awaitable[T]]) -> T:
+    """Return the result of a call; its error names the server."""
     try:
-        await call(connection)
+        return await call(connection)
     except CallError as error:
         raise CallError(f"{connection.server}: {error}", error.kind, timed_out=error.timed_out) from None
 
