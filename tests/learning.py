@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallba
 
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rollouts.base import RolloutBackend
 
 PAD, EOS, FIRST = 0, 1, 2
 PROMPT_LENGTH = 4
@@ -234,7 +235,12 @@ def share_of_good_tokens(task: Task) -> Callable[..., list[float]]:
 
 
 def make_trainer(
-    task: Task, seed: int, folder: str | Path, lora: dict[str, Any] | None = None, **settings: Any
+    task: Task,
+    seed: int,
+    folder: str | Path,
+    lora: dict[str, Any] | None = None,
+    rollout_backend: RolloutBackend | None = None,
+    **settings: Any,
 ) -> PPOTrainer:
     """Return a trainer of the task; `lora` and `settings` replace entries of LORA and SETTINGS."""
     chosen = {**SETTINGS, "beta": task.beta, **settings}
@@ -256,6 +262,7 @@ def make_trainer(
         prompt_dataset(task_prompts(task, seed)),
         processing_class=task_tokenizer(task),
         peft_config=LoraConfig(**{**LORA, **(lora or {})}),
+        rollout_backend=rollout_backend,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from peft import get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
 from onetrunk.models.parallel import launch_layout
@@ -29,7 +29,8 @@ from tests.models import ddp_worker, sharding_worker, tensor_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.ppo import two_processes
-from tests.ppo.support import make_trainer
+from tests.ppo.support import base_model, even_share, logged, make_trainer
+from tests.rollouts.stub_vllm import StubVLLM
 from tests.stages.recipes import DOCUMENTS
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -199,7 +200,7 @@ def test_what_the_readme_says_of_a_base_in_parts_is_a_case_of_two_processes(row,
 
 
 def test_a_base_in_parts_is_compared_in_every_column_that_works():
-    assert {column for _, column in YES} - {"DDP", "FSDP2", "TP"} == set(SPLIT_COLUMNS)
+    assert {column for _, column in YES} - {"DDP", "FSDP2", "TP", "vLLM rollouts"} == set(SPLIT_COLUMNS)
     assert set(SPLIT_COLUMNS.values()) <= set(sharding_worker.CASES)
     # models/README.md: tensor parallelism rejects a quantised base and DoRA.
     assert set(SPLIT_COLUMNS.values()) - {"nf4", "DoRA"} <= set(tensor_worker.CASES)
@@ -218,13 +219,32 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
     ("column", "settings", "message"),
     [
         ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
-        ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
     ],
 )
 def test_what_is_not_built_is_rejected_by_its_name(column, settings, message, tmp_path):
     assert all(cell == "rejected" for (_, named), cell in CELLS.items() if named == column)
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("row", [row for row, column in YES if column == "vLLM rollouts"])
+def test_what_the_readme_says_of_vllm_trains_on_samples_of_a_server(row, tmp_path):
+    # Two layers, of which the top one is adapted where ROWS has two of four.
+    settings = {name: value.replace("top-2", "top-1") for name, value in ROWS[row].items()}
+    base, rewards = base_model(), [even_share]
+    if row == "reward adapter":
+        folder = saved_base(tmp_path / "base", num_hidden_layers=2)
+        rewards.append(str(saved_reward_adapter(tmp_path / "judge", folder, layers=[1])))
+        base = AutoModelForCausalLM.from_pretrained(folder)
+    with StubVLLM(base) as server:
+        settings |= {"use_vllm": True, "vllm_server_base_url": server.url, "num_ppo_epochs": 2, "num_rollouts": 2}
+        trainer = make_trainer(tmp_path / "out", model=base, reward=rewards, **settings)
+        trainer.train()
+        trainer.sampler.backend.close()
+    assert (trainer.trunk_plan.cache is not None) == (row in ("trunk cache", "adapter_layers top-k", "reward adapter"))
+    # The server samples from the policy, and the first ratio is still exactly 1.
+    assert max(logged(trainer, "sampling/logprob_gap_max")) < 1e-4
+    assert logged(trainer, "policy/ratio_max")[0] == 1 and logged(trainer, "kl/ref")[0] == 0
 
 
 def test_tensor_parallelism_is_asked_for_by_the_accelerate_config_alone(tmp_path):
@@ -288,7 +308,7 @@ def test_the_python_of_every_folder_runs(block):
 
 
 def test_the_folders_have_the_examples_of_a_stream_a_backend_and_a_reward():
-    assert len(code_blocks(PPO_README, "python")) == 2
+    assert len(code_blocks(PPO_README, "python")) == 3
     assert len(FOLDER_EXAMPLES) >= 3
 
 

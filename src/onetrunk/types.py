@@ -58,9 +58,10 @@ class Rollout:
         completion_ids: n lists of token ids, none empty; the first stop token, if there is one, is the last id.
         sampler_logprobs: n float32 tensors [len(completion)]: logprob of each token after temperature, as sampled.
         stopped: n booleans, True if the completion ended at a stop token rather than at the length limit.
-        policy_version: number of optimizer steps that the sampling policy had made.
+        policy_version: number of optimizer steps that the sampling policy had made; of the oldest row, if they differ.
         states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
             at the last token, which is not always needed; None if the sampler keeps no states.
+        policy_versions: the policy version of each row if they may differ, else None.
     """
 
     prompt_ids: Sequence[list[int]]
@@ -69,6 +70,7 @@ class Rollout:
     stopped: Sequence[bool]
     policy_version: int = 0
     states: Tensor | None = None
+    policy_versions: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)

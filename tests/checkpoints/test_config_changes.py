@@ -33,12 +33,20 @@ OTHERS: dict[str, Any] = {
     "eval_strategy": "epoch", "hub_strategy": "end", "max_unscored_fraction": 0.5, "epsilon": 0.4,
     "alarm_length_collapse": 0.1, "alarm_length_explosion": 0.1, "alarm_repeated_ngrams": 0.1,
     "alarm_clip_fraction": 0.1, "alarm_skipped_steps": 0.1, "alarm_explained_variance": -2.0, "stop_on_alarm": ["kl"],
+    "schedule": "one_step", "max_staleness": 2, "vllm_server_base_url": ["http://b"],
+    "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_clip_min": 0.5,
 }  # fmt: skip
 # What a value needs beside it, before and after the change; and what has to change with it.
 BESIDE: dict[str, dict[str, Any]] = {
     "overlong_prompts": {"max_prompt_length": 30},
     "kl_estimator": {"kl_in_loss": True, "kl_estimator": "k2"},
     "epsilon_high": {"epsilon": 0.2},
+    "max_staleness": {"schedule": "async"},
+    "vllm_server_base_url": {"use_vllm": True},
+    "vllm_server_host": {"use_vllm": True},
+    "vllm_server_port": {"use_vllm": True},
+    "vllm_server_timeout": {"use_vllm": True},
 }
 ALONG: dict[str, dict[str, Any]] = {
     "kl_in_loss": {"kl_estimator": "k2"},
@@ -48,7 +56,7 @@ ALONG: dict[str, dict[str, Any]] = {
 # Why no run here can have another value.
 REFUSED = (
     "has no meaning here", "must stay", "needs a GPU", "requires Ampere", "process group",
-    "here activation_checkpointing",
+    "here activation_checkpointing", "it must be 'server'",
 )  # fmt: skip
 BOUND = {*rules.SETTINGS["place"], "value_learning_rate", "kl_target"}
 KEPT = set(rules.SETTINGS["optimizer"]) - {"value_learning_rate"}
@@ -60,7 +68,9 @@ STEERING = {
     "epsilon_high", "dual_clip", "value_clip", "value_coef", "entropy_coef", "target_kl",
     "value_pretraining_rollouts", "value_head", "capture_trunk_states", "lr_scheduler_type", "lr_scheduler_kwargs",
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
-    "optim_target_modules", "fsdp_config",
+    "optim_target_modules", "fsdp_config", "schedule", "max_staleness", "use_vllm",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
 }  # fmt: skip
 
 

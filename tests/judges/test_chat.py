@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from onetrunk.judges.calls import CallError
 from onetrunk.judges.chat import (
     Vote,
     checked_reply,
@@ -15,6 +14,7 @@ from onetrunk.judges.chat import (
     read_label,
     read_vote,
 )
+from onetrunk.utils.calls import CallError
 from tests.judges.stub_server import candidates, completion
 
 LABELS = ("A", "B")

@@ -5,11 +5,11 @@ import logging
 import pytest
 
 from onetrunk.judges.base import Judge, Pair, Principle
-from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.load import JudgeConfig, load_judge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import LABELS, RATINGS, Marks
 from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import StubServer, candidates, completion, first_probability
 
 KIND = Principle("Which completion is kinder?")

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.calls import RetryPolicy, ServerUnavailable
-from onetrunk.judges.http import MAX_BYTES
 from onetrunk.judges.server import ServerJudge
+from onetrunk.utils.calls import RetryPolicy, ServerUnavailable
+from onetrunk.utils.http import MAX_BYTES
 from tests.judges.stub_server import FAULTS, NOT_SOLD, OUT_OF_BOUNDS, StubServer
 
 KIND = Principle("Which completion is kinder?")

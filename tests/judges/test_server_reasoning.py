@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.server import ServerJudge
+from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion, first_probability
 
 KIND = Principle("Which completion is kinder?")

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.calls import RetryPolicy
 from onetrunk.judges.server import ServerJudge
+from onetrunk.utils.calls import RetryPolicy
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.base import Pair, Principle, Single
-from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import EnsembleJudge
 from onetrunk.judges.reward_model import load_reward_judge
@@ -24,6 +23,7 @@ from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, Rewar
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.judge import JudgeReward, prompt_key
 from onetrunk.types import SampledText
+from onetrunk.utils.calls import run_async
 from tests.judges.stub_server import StubServer
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

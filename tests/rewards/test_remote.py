@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from onetrunk.judges.calls import RetryPolicy, ServerUnavailable, run_async
 from onetrunk.rewards import ModelReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.base import is_async
 from onetrunk.rewards.remote import kind_of, remote_reward
+from onetrunk.utils.calls import RetryPolicy, ServerUnavailable, run_async
 from tests.judges.stub_server import NOT_SOLD, OUT_OF_BOUNDS, StubServer, draw
 from tests.ppo.support import logged, make_trainer, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

@@ -2,9 +2,9 @@
 
 import pytest
 
-from onetrunk.judges.calls import RetryPolicy
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import StubServer
 
 

@@ -65,7 +65,7 @@ def test_lora_stands_on_all_linear_layers_without_dropout_by_default(tmp_path):
         ("num_iterations", "here num_ppo_epochs"),
         ("kl_coef", "here beta"),
         ("top_p", "leave it out, also at 1.0"),
-        ("vllm_mode", "rollouts are sampled in process"),
+        ("vllm_group_port", "adapters reach the server over HTTP"),
     ],
 )
 def test_an_unknown_key_fails_with_the_name_it_has_here(tmp_path, capsys, key, sentence):

@@ -11,6 +11,7 @@ from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.run.stage import parse_run
+from onetrunk.stages.serve import parse_serve
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import DOCUMENTS, RECIPES, ROOT, SCRIPTS, commands_of
 
@@ -22,8 +23,9 @@ PARSERS = {
     "ppo": parse_ppo,
     "eval": parse_eval,
     "run": parse_run,
+    "serve": parse_serve,
 }
-SCRIPT_VERBS = set(PARSERS) - {"run"}
+SCRIPT_VERBS = set(PARSERS) - {"run", "serve"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")

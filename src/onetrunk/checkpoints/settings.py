@@ -50,7 +50,8 @@ FREE_SETTINGS = frozenset(
     " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"
     " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
-    " trust_remote_code straggler_factor trace_rollouts".split()
+    " trust_remote_code straggler_factor trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
+    " vllm_server_timeout".split()
 )
 FREE_PREFIXES = (
     "logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile", "alarm_",

@@ -152,6 +152,9 @@ class ResumableTrainer(Trainer):
     def on_grad_norm(self, norm: float | Tensor) -> None:
         """Receive the norm of a step's gradient, before clipping."""
 
+    def end_training(self) -> None:
+        """Release what training holds; called when it ends, is stopped, or fails."""
+
     def check_checkpoint(self, folder: str) -> None:
         """Raise ValueError if the checkpoint belongs to a run with other settings."""
 
@@ -202,6 +205,8 @@ class ResumableTrainer(Trainer):
                     return output
                 except StopAsked:
                     checkpoint = self._end_stopped_run()
+                finally:
+                    self.end_training()
             if self._mirror is not None:
                 self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
             raise Stopped(checkpoint, self.stop_signals.received)
@@ -563,6 +568,9 @@ class ResumableTRLTrainer(ResumableTrainer):
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings and digests that decide what the run computes."""
         return self._settings
+
+    def end_training(self) -> None:
+        """Release what training holds; called when it ends, is stopped, or fails."""
 
     def check_checkpoint(self, folder: str) -> None:
         """Raise ValueError if the checkpoint belongs to a run with other settings."""

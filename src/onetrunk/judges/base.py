@@ -13,13 +13,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from onetrunk.types import Message, Prompt
-
-# Why a question has no answer yet. server: the judge itself failed. refused: the server rejects this question or never
-# finishes it, but answers others. unread: it replied, and the reply is not a verdict.
-ErrorKind = Literal["server", "refused", "unread"]
+from onetrunk.utils.calls import ErrorKind
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx2
 
-from onetrunk.judges.calls import CallError
-from onetrunk.judges.http import (
+from onetrunk.judges.template import Opinion, is_mark
+from onetrunk.types import Message
+from onetrunk.utils.calls import CallError
+from onetrunk.utils.http import (
     AN_HTML_PAGE,
     check_host,
     check_url,
@@ -27,8 +29,6 @@ from onetrunk.judges.http import (
     send,
     shown,
 )
-from onetrunk.judges.template import Opinion, is_mark
-from onetrunk.types import Message
 
 CHAT_PATH = "/chat/completions"
 # A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.

@@ -235,8 +235,8 @@ def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Ru
 
 def _server(spec: str, settings: JudgeConfig) -> Judge:
     # Not at the top: a rubric needs no HTTP.
-    from onetrunk.judges.calls import RetryPolicy
     from onetrunk.judges.server import ServerJudge
+    from onetrunk.utils.calls import RetryPolicy
 
     url, model = _address(spec)
     model = model or settings.judge_model

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, logistic
-from onetrunk.judges.calls import run_async
 from onetrunk.judges.constitution import Constitution
+from onetrunk.utils.calls import run_async
 
 Check = Callable[..., Any]
 # A difference of one temperature makes odds of e to 1; one of a whole score, .993.

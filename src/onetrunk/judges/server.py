@@ -18,7 +18,6 @@ import httpx2
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Single, digest, model_name
-from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
 from onetrunk.judges.chat import (
     MORE_TOKENS,
     ChatServer,
@@ -29,7 +28,6 @@ from onetrunk.judges.chat import (
     opinion_of_votes,
     read_vote,
 )
-from onetrunk.judges.http import AN_HTML_PAGE
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
@@ -50,6 +48,8 @@ from onetrunk.judges.template import (
     with_reasons_given,
 )
 from onetrunk.types import Message
+from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
+from onetrunk.utils.http import AN_HTML_PAGE
 
 logger = logging.getLogger(__name__)
 

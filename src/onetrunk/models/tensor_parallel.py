@@ -317,7 +317,22 @@ def once_per_group(compute: Callable[[], T]) -> T:
     if layout is None or layout.tensor == 1:
         return compute()
     mesh = process_mesh(layout.tensor)["tensor"]
-    first = dist.get_rank() - mesh.get_local_rank()
+    return _computed_by(dist.get_rank() - mesh.get_local_rank(), compute, mesh.get_group())
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first of all processes, or the only one."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first_process(compute: Callable[[], T]) -> T:
+    """Return what `compute` returns on the first of all processes, on each of them; errors as in `once_per_group`."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    return _computed_by(0, compute, None)
+
+
+def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     result: list[Any] = [None, None]
     error: Exception | None = None
     if dist.get_rank() == first:
@@ -325,9 +340,9 @@ def once_per_group(compute: Callable[[], T]) -> T:
             result = [compute(), None]
         except Exception as raised:
             error, result = raised, [None, f"{type(raised).__name__}: {raised}"]
-    dist.broadcast_object_list(result, src=first, group=mesh.get_group())
+    dist.broadcast_object_list(result, src=first, group=group)
     if error is not None:
         raise error
     if result[1] is not None:
-        raise RuntimeError(f"process {first}, which computes the rewards of this group, failed: {result[1]}")
+        raise RuntimeError(f"process {first}, which does this for the others, failed: {result[1]}")
     return result[0]

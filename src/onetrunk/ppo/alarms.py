@@ -86,10 +86,10 @@ RULES = {
         "sampling/logprob_gap_mean",
         0.1,
         "Alarm if the logprobs recorded by the sampler differ by more from those of the trainer's forward, nats, mean"
-        " over tokens. Rounding to bfloat16 gives about 0.01.",
+        " over tokens. Rounding to bfloat16 gives about 0.01; sampling ahead adds what was learnt since.",
         "the difference between the sampler's logprobs and the trainer's, nats per token,",
-        "a sampler with other weights, another adapter, temperature or precision than the trainer, or a"
-        " logits_processor",
+        "a sampler with other weights, another adapter, temperature or precision than the trainer, a logits_processor,"
+        " or, with schedule one_step or async, large steps",
         "check that the rollout backend loads the policy in sync and returns logprobs after temperature",
         is_upper=True,
         range=AT_LEAST_0,

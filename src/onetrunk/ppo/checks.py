@@ -17,7 +17,8 @@ from onetrunk.models.parallel import launch_layout
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
-from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.rollouts.base import RolloutBackend, VersionedBackend
+from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 
@@ -93,6 +94,34 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
         raise TypeError(
             f"rollout_backend is a {type(rollout_backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
             " sync(model, version); see onetrunk.rollouts.base.RolloutBackend"
+        )
+    if rollout_backend is not None and args.use_vllm:
+        raise ValueError(
+            f"use_vllm is set and rollout_backend is a {type(rollout_backend).__name__}; give one of them"
+        )
+
+
+def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
+    """Check that the sampler can work while the policy is updated, if the schedule asks for that."""
+    if args.schedule == "sync":
+        return
+    if not isinstance(backend, VersionedBackend):
+        raise ValueError(
+            f"schedule {args.schedule!r} samples while the weights change, and {type(backend).__name__} has no weights"
+            " of its own; set use_vllm, pass a rollout_backend with generate_as"
+            " (onetrunk.rollouts.base.VersionedBackend), or set schedule to 'sync'"
+        )
+    if isinstance(backend, VLLMBackend) and backend.keep_versions < args.versions_in_use:
+        raise ValueError(
+            f"keep_versions is {backend.keep_versions}, and with schedule {args.schedule!r} and the evaluations among"
+            f" its rollouts up to {args.versions_in_use} versions are in use; pass VLLMBackend(...,"
+            f" keep_versions={args.versions_in_use}), or set use_vllm instead"
+        )
+    layout = launch_layout()
+    if layout is not None and layout.tensor > 1:
+        raise ValueError(
+            f"schedule {args.schedule!r} is not supported with tensor parallelism, whose processes must agree on every"
+            " completion; set schedule to 'sync', or shard the base with accelerate_configs/fsdp2.yaml"
         )
 
 

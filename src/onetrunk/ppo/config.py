@@ -19,12 +19,14 @@ from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
 from onetrunk.ppo.alarms import RULES, AlarmConfig, stopping_alarms
 from onetrunk.ppo.foreign_keys import explain_unknown_keys
+from onetrunk.rollouts.load import VLLMConfig
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
 OVERLONG = ("error", "drop", "truncate")
+SCHEDULES = ("sync", "one_step", "async")
 
 # Fields of TrainingArguments that must keep their default, by the reason.
 _WITHOUT_MEANING = {
@@ -69,7 +71,7 @@ REFUSED_OPTIMIZERS = {
 
 
 @dataclass(repr=False)
-class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArguments):
+class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
@@ -179,6 +181,18 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
     )
     model_init_kwargs: dict[str, Any] | None = option(None, "Keywords of from_pretrained for a model given by name.")
 
+    # Schedule
+    schedule: str = option(
+        "sync",
+        "'sync': sample, then update. 'one_step': sample the next rollout during the update. 'async': sample up to"
+        " max_staleness rollouts ahead, row by row. The last two need a sampler with weights of its own (use_vllm).",
+    )
+    max_staleness: int | None = option(
+        None,
+        "Rollouts that the policy may be trained on between the start of a completion and its use; 0 or more, for"
+        " async. None: 1; with sync it is always 0, with one_step 1.",
+    )
+
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
@@ -205,6 +219,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
+        self._check_schedule()
         self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
         if self.bf16 is None:
@@ -215,6 +230,16 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
     def slots_per_rollout(self) -> int:
         """Optimizer steps that a rollout feeds."""
         return self.num_ppo_epochs * self.num_minibatches
+
+    @property
+    def versions_in_use(self) -> int:
+        """Most versions of the policy that a sampler needs at a time: of rollouts, and of evaluations among them."""
+        evaluations = 0 if str(getattr(self.eval_strategy, "value", self.eval_strategy)) == "no" else 1
+        if evaluations and self.eval_strategy == "steps":
+            # A share of all steps, below 1, is a number of steps that is not known yet.
+            every = self.eval_steps or self.logging_steps
+            evaluations += self.slots_per_rollout if every < 1 else self.slots_per_rollout // int(every)
+        return (self.max_staleness + 1) * (1 + evaluations) + 1
 
     def _check_inherited(self) -> None:
         for f in fields(self):
@@ -274,7 +299,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
         for name in ("dual_clip", "straggler_factor"):
             _require(self, name, lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
-        for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts"):
+        for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
         for name, words in (
@@ -283,6 +308,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
             ("overlong_prompts", OVERLONG),
             ("value_head", VALUE_HEADS),
             ("trunk_cache", PLACES),
+            ("schedule", SCHEDULES),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
         for name, rule in RULES.items():
@@ -307,6 +333,16 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
             raise ValueError(
                 f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
                 f" {self.missing_eos_penalty} contradict each other: 'penalize' needs a penalty, the others none"
+            )
+
+    def _check_schedule(self) -> None:
+        fixed = {"sync": 0, "one_step": 1}.get(self.schedule)
+        if self.max_staleness is None:
+            self.max_staleness = 1 if fixed is None else fixed
+        if fixed not in (None, self.max_staleness):
+            raise ValueError(
+                f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
+                " max_staleness out, or set schedule to async"
             )
 
     def _check_objective(self) -> None:

@@ -5,6 +5,7 @@ The same prompts get the same random numbers at every evaluation, so that differ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -86,9 +87,11 @@ def evaluate_prompts(
     places = [process + i * num_processes for i in range(share)]
     rows, counted = [place % len(dataset) for place in places], torch.tensor(places) < len(dataset)
     batch = prompt_batch(dataset, rows, [(args.seed, EVALUATION_STREAM, row) for row in rows])
-    with torch.no_grad(), accelerator.autocast(), model.as_role(role):
+    # A versioned backend gets the policy whichever role samples; any other samples from the weights that are active.
+    plays = contextlib.nullcontext() if sampler.is_versioned else model.as_role(role)
+    with torch.no_grad(), accelerator.autocast(), plays:
         sampler.backend.sync(model, version)
-        rollout = sampler.generate(batch)
+        rollout = sampler.generate(batch, role=role, version=version)
     roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
     packs, everything, pad_id = [], [range(len(rollout))], sampler.params.pad_token_id
     if roles:

@@ -1,12 +1,14 @@
 """ExperienceStream, the train dataloader of PPOTrainer: prompts, rollouts, rewards, advantages, minibatches.
 
 One item is one optimizer step. The stream samples a new rollout when the previous one is used up, from the weights
-that the last update left, so it must never be read ahead.
+that the last update left, so it must never be read ahead. With schedule one_step or async, rollouts are sampled in
+threads while the trainer updates on earlier ones (ahead.py); everything else happens when a rollout is used.
 """
 
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +28,13 @@ from onetrunk.models.parallel import is_divided, is_sharded, reshard
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
+from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
+from onetrunk.ppo.ahead import RolloutsAhead
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import PackSize, join_rows
-from onetrunk.ppo.metrics import MetricLog, global_moments, rollout_metrics
+from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.sampling import (
     PromptBatch,
     PromptOrder,
@@ -41,7 +45,15 @@ from onetrunk.ppo.sampling import (
     prompt_batch,
     rollout_packs,
 )
-from onetrunk.ppo.state import StreamState, load_buffer, load_state, run_settings, save_buffer, save_state
+from onetrunk.ppo.state import (
+    StreamState,
+    load_buffer,
+    load_state,
+    num_writers,
+    run_settings,
+    save_buffer,
+    save_state,
+)
 from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
@@ -70,6 +82,7 @@ class ExperienceStream:
         reward_extras: returns further keywords for the reward functions; called once per rollout.
         stop_signals: interrupt a rollout when the run is asked to stop.
         watch: records the phases of a rollout.
+        num_rollouts: of the whole run, for schedules that sample ahead; None: there is no last one.
     """
 
     def __init__(
@@ -85,6 +98,7 @@ class ExperienceStream:
         reward_extras: Callable[[], dict[str, Any]] = dict,
         stop_signals: StopSignals | None = None,
         watch: Watch | None = None,
+        num_rollouts: int | None = None,
     ):
         self.dataset = dataset
         self.sampler = sampler
@@ -105,6 +119,9 @@ class ExperienceStream:
             if config.kl_target is None
             else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )
+        corrects = config.vllm_importance_sampling_correction
+        # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones.
+        self.corrects_sampler = sampler.is_versioned if corrects is None else corrects
         self.score_moments = RunningMoments()
         self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
         self.state = StreamState()
@@ -112,6 +129,10 @@ class ExperienceStream:
         self.reward_extras = reward_extras
         self.stop_signals = StopSignals() if stop_signals is None else stop_signals
         self.watch = Watch(config, accelerator) if watch is None else watch
+        self.ahead: RolloutsAhead | None = None
+        if config.schedule != "sync":
+            most = sys.maxsize if num_rollouts is None else num_rollouts
+            self.ahead = RolloutsAhead(config, sampler, model, self.prompts, self.plan.rows_per_rank, most)
         self._experiences: list[Experience] | None = None
         self._before: tuple[StreamState, list[Experience] | None] | None = None
 
@@ -129,10 +150,7 @@ class ExperienceStream:
         # What reward functions draw from the global generators depends on the rollout alone too.
         seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
 
-        batch = self.prompts(iteration)
-        self.sampler.backend.sync(self.model(), iteration * self.config.slots_per_rollout)
-        with self.stop_signals.giving_up(self.accelerator, alone=self.is_divided), self.watch.phase("generate"):
-            rollout = self.sampler.generate(batch, trains=True, captures_last=self.reads_next_values)
+        batch, rollout = self._sampled(iteration)
         sampled = time.perf_counter()
 
         # The model runs over the packs in the background: reward functions may need the main thread. Collective
@@ -148,15 +166,42 @@ class ExperienceStream:
         self.last_scored = replace(scored, rollout=replace(rollout, states=None))
         self.metrics.add_seconds("generate", sampled - start)
         self.metrics.add_seconds("score", time.perf_counter() - sampled)
+        if self.ahead is not None:
+            self.ahead.finish(iteration)
         return experiences
+
+    def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout]:
+        """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead."""
+        if self.ahead is not None:
+            batch = self.ahead.begin(iteration)
+            with self.stop_signals.giving_up(self.accelerator), self.watch.phase("generate"):
+                rollout = self.ahead.take(iteration, self._poll_waiting)
+            return batch, rollout
+        batch, version = self.prompts(iteration), iteration * self.config.slots_per_rollout
+        self.sampler.backend.sync(self.model(), version)
+        with self.stop_signals.giving_up(self.accelerator, alone=self.is_divided), self.watch.phase("generate"):
+            keywords = {"trains": True, "captures_last": self.reads_next_values}
+            rollout = self.sampler.generate(batch, version=version, **keywords)
+        return batch, rollout
 
     def shape(self, scored: ScoredRollout, packs: list[RolloutPack]) -> list[Experience]:
         """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns."""
         scores, stopped = self.shape_scores(scored), torch.tensor(scored.rollout.stopped)
         packs = self._with_rewards(packs, scores, stopped)
+        packs = self._with_importance(packs, scored.rollout)
         experiences = [self._experience(pack, stopped) for pack in packs]
         require_finite(experiences, self.state.iteration)
-        self._log_rollout(rollout_metrics(scored, packs, self.accelerator), scores.isfinite())
+        metrics = rollout_metrics(scored, packs, self.accelerator)
+        if self.corrects_sampler:
+            metrics |= importance_metrics(packs, self.accelerator)
+        if self.ahead is not None:
+            staleness = self.ahead.staleness(self.state.iteration, scored.rollout).to(self.accelerator.device)
+            staleness = self.data_parallel.gather(staleness)
+            metrics |= {
+                "sampling/staleness": staleness.mean().item(),
+                "sampling/staleness_max": staleness.max().item(),
+            }
+        self._log_rollout(metrics, scores.isfinite())
         if not self.config.whiten_advantages:
             return experiences
         moments = global_moments([(e.advantages, e.loss_mask) for e in experiences], self.accelerator)
@@ -234,6 +279,10 @@ class ExperienceStream:
                 " learning_rate or max_grad_norm and resume from an earlier checkpoint"
             ) from error
 
+    def _poll_waiting(self) -> None:
+        self.watch.heartbeat.beat()
+        self.stop_signals.poll()
+
     def _poll(self) -> None:
         self.watch.heartbeat.beat()
         # A process that gives up alone would leave the others waiting in a forward of a sharded or divided base.
@@ -262,6 +311,19 @@ class ExperienceStream:
             for p in rewarded
         ]
 
+    def _with_importance(self, packs: Sequence[RolloutPack], rollout: Rollout) -> list[RolloutPack]:
+        """Return the packs with importance weights of their tokens, if the sampler is corrected."""
+        if not self.corrects_sampler:
+            return list(packs)
+        prefix = "vllm_importance_sampling"
+        mode, low, high = (getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max"))
+        weighted = []
+        for item in packs:
+            sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
+            importance = importance_weights(item.output.logprobs, sampled, mask, mode, low, high)
+            weighted.append(replace(item, importance=importance))
+        return weighted
+
     def _experience(self, item: RolloutPack, stopped: Tensor) -> Experience:
         output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
         advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
@@ -273,6 +335,7 @@ class ExperienceStream:
             advantages=advantages,
             returns=returns,
             ref_logprobs=output.ref_logprobs,
+            weights=None if item.importance is None else item.importance.weights,
             states=output.states,
         )
 
@@ -311,6 +374,8 @@ class ExperienceStream:
         end = (self.state.iteration // per_pass + 1) * per_pass
         if self._experiences is not None:
             self._experiences = self.scorer.from_checkpoint(self._experiences)
+        if self.ahead is not None:
+            self.ahead.resume()
         while self.state.iteration < end:
             if self._experiences is None:
                 self._experiences = self.make_rollout()
@@ -364,6 +429,8 @@ class ExperienceStream:
         if self.data_parallel.is_first_of_group:
             buffer = self.scorer.for_checkpoint(self._experiences or [])
             save_buffer(folder, buffer, self.data_parallel.process_index)
+        if self.ahead is not None:
+            self.ahead.save(folder, self.data_parallel.process_index, self.accelerator.is_main_process, self._next)
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
@@ -373,6 +440,18 @@ class ExperienceStream:
         if self.state.slot:
             buffer = load_buffer(folder, self.data_parallel.process_index, self.data_parallel.num_processes)
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
+        if self.ahead is not None:
+            self.ahead.load(folder, num_writers(folder), self._next)
+
+    @property
+    def _next(self) -> int:
+        """The first rollout that is not in use."""
+        return self.state.iteration + bool(self.state.slot)
+
+    def close(self) -> None:
+        """Sample nothing more; called when training ends, for whatever reason."""
+        if self.ahead is not None:
+            self.ahead.close()
 
 
 def require_finite(experiences: Sequence[Experience], iteration: int) -> None:

@@ -7,7 +7,8 @@ import difflib
 from typing import Any
 
 _SAMPLER = "sampling here follows the policy itself: a truncated or reshaped distribution makes the PPO ratio wrong"
-_BACKEND = "rollouts are sampled in process; for a server pass a rollout_backend to PPOTrainer, and leave it out"
+_BACKEND = "rollouts are sampled in process, or on vLLM servers with use_vllm; leave it out"
+_ENGINE = "it belongs to vllm_mode colocate, which is not supported; give it to the server (onetrunk serve)"
 _OBJECTIVE = "belongs to GRPO's objectives; override PPOTrainer.compute_loss for an objective of your own"
 
 FOREIGN_KEYS: dict[str, str] = {
@@ -24,10 +25,17 @@ FOREIGN_KEYS: dict[str, str] = {
     "min_p": f"{_SAMPLER}; leave it out, also at 0.0",
     "repetition_penalty": f"{_SAMPLER}; put a penalty into a reward function",
     "generation_kwargs": f"{_SAMPLER}; pass a rollout_backend of your own",
-    "use_vllm": f"{_BACKEND}, also at false",
     "use_transformers_paged": _BACKEND,
     "use_transformers_continuous_batching": _BACKEND,
     "transformers_continuous_batching_config": _BACKEND,
+    "vllm_enable_sleep_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": _ENGINE,
+    "vllm_max_model_length": _ENGINE,
+    "vllm_tensor_parallel_size": _ENGINE,
+    "vllm_model_impl": "it is an option of the server; leave it out",
+    "vllm_group_port": "adapters reach the server over HTTP, without a port of their own; leave it out",
+    "vllm_structured_outputs_regex": f"{_SAMPLER}; leave it out",
+    "vllm_importance_sampling_cap": "here vllm_importance_sampling_clip_max, as in TRL",
     "loss_type": _OBJECTIVE,
     "importance_sampling_level": _OBJECTIVE,
     "top_entropy_quantile": _OBJECTIVE,
@@ -84,8 +92,6 @@ def explain_key(key: str, known: list[str]) -> str:
     """Return the replacement of a key that is not among the known ones, or the most similar known key."""
     if key in FOREIGN_KEYS:
         return f"{key}: {FOREIGN_KEYS[key]}"
-    if key.startswith("vllm_"):
-        return f"{key}: {_BACKEND}"
     if key.startswith(("vespo_", "sapo_", "entropy_coef_", "entropy_target")):
         return f"{key}: {_OBJECTIVE}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.ops.advantages import kl_estimate
+from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.ppo.sampling import RolloutPack, ScoredRollout
@@ -297,8 +298,7 @@ def rollout_metrics(
     has_policy = bool(packs) and packs[0].output.logprobs is not None
     policy_columns = torch.zeros(4, len(lengths), device=device)
     for item in packs if has_policy else ():
-        sampled = [scored.rollout.sampler_logprobs[row].double().cpu() for row in item.rows]
-        sampled = pad_sequence(sampled, batch_first=True).to(device)
+        sampled = item.sampler_logprobs(scored.rollout)
         policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
     ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.completion_ids], batch_first=True)
     ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
@@ -325,6 +325,21 @@ def rollout_metrics(
         metrics["sampling/logprob_gap_max"] = gap_maxima.max().item()
         metrics["sampling/logprob_gap_k3"] = (gap_k3.sum() / lengths.sum()).item()
     return metrics
+
+
+def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -> dict[str, float]:
+    """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes.
+
+    Args:
+        packs: of a rollout of this process, with importance weights and loss masks; every process has some.
+        accelerator: reduces over the processes.
+    """
+    local = torch.stack([importance_sums(item.importance, item.loss_mask).sum(1) for item in packs]).sum(0)
+    weights, squares, clipped, num_tokens = DataParallel(accelerator).sum(local).unbind()
+    return {
+        "sampling/effective_sample_size": effective_share(weights, squares, num_tokens).item(),
+        "sampling/clipped_weights": (clipped / num_tokens.clamp(min=1)).item(),
+    }
 
 
 def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:

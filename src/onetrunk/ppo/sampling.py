@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion
@@ -20,12 +21,13 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.parallel import is_sharded
 from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
+from onetrunk.ops.importance import ImportanceWeights
 from onetrunk.ops.packing import deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -150,6 +152,7 @@ class RolloutPack:
         states: [R, T, H] trunk states captured while sampling, or None.
         output: the model's outputs, None for the roles that have not run.
         loss_mask, rewards: [R, C] the tokens that train, and KL and score per token; None until the rollout is scored.
+        importance: importance weights [R, C] of the tokens, or None.
     """
 
     pack: Pack
@@ -158,6 +161,12 @@ class RolloutPack:
     output: PackOutput = PackOutput()
     loss_mask: Tensor | None = None
     rewards: Tensor | None = None
+    importance: ImportanceWeights | None = None
+
+    def sampler_logprobs(self, rollout: Rollout) -> Tensor:
+        """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
+        rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
 
 
 def longest_prompt_of(dataset: Dataset | ShardedRows, config: PPOConfig) -> int:
@@ -255,30 +264,68 @@ class Sampler:
         """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
         return names if self.rewards.trunk_reward is None else (*names, "reward")
 
-    def generate(self, batch: PromptBatch, *, trains: bool = False, captures_last: bool = False) -> Rollout:
+    @property
+    def is_versioned(self) -> bool:
+        """Whether the backend has weights of its own and samples from any version that it holds."""
+        return isinstance(self.backend, VersionedBackend)
+
+    def generate(
+        self,
+        batch: PromptBatch,
+        *,
+        role: SampledRole = "policy",
+        version: int = 0,
+        trains: bool = False,
+        captures_last: bool = False,
+    ) -> Rollout:
         """Return one completion per row; RuntimeError if the backend breaks its contract.
 
         Args:
             batch: the prompts.
+            role, version: what a versioned backend samples from; any other samples from what it was last synced with.
             trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
             captures_last: capture the state of a row's last token too, whatever the sampler is set to.
         """
+        if self.is_versioned:
+            return self.generate_as(role, version, batch.prompt_ids, batch.keys)
         keywords = {}
         if trains and self.captures_states:
             keywords = {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
         rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)
-        if len(rollout) != len(batch.prompt_ids) or not all(rollout.completion_ids):
+        self._require_contract(rollout, len(batch.prompt_ids))
+        return rollout
+
+    def generate_as(
+        self, role: SampledRole, version: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]
+    ) -> Rollout:
+        """Return one completion per prompt from a version that a versioned backend holds; may run in any thread."""
+        rollout = self.backend.generate_as(role, version, prompt_ids, self.params, keys)
+        self._require_contract(rollout, len(prompt_ids))
+        if role == "policy" and rollout.policy_version != version:
             raise RuntimeError(
-                f"{type(self.backend).__name__}.generate returned {len(rollout)} completions for"
-                f" {len(batch.prompt_ids)} prompts, {sum(not ids for ids in rollout.completion_ids)} of them empty;"
+                f"{type(self.backend).__name__}.generate_as returned samples of policy version"
+                f" {rollout.policy_version}, and version {version} was asked for; none of them is trained on"
+            )
+        return rollout
+
+    def _require_contract(self, rollout: Rollout, num_prompts: int) -> None:
+        name = f"{type(self.backend).__name__}.generate"
+        if len(rollout) != num_prompts or not all(rollout.completion_ids):
+            raise RuntimeError(
+                f"{name} returned {len(rollout)} completions for"
+                f" {num_prompts} prompts, {sum(not ids for ids in rollout.completion_ids)} of them empty;"
                 " it must return one completion of at least one token per prompt"
             )
         if [len(x) for x in rollout.sampler_logprobs] != [len(ids) for ids in rollout.completion_ids]:
             raise RuntimeError(
-                f"{type(self.backend).__name__}.generate returned sampler_logprobs of other lengths than its"
+                f"{name} returned sampler_logprobs of other lengths than its"
                 " completions; it must return one logprob per completion token"
             )
-        return rollout
+        if not torch.cat(list(rollout.sampler_logprobs)).isfinite().all():
+            raise RuntimeError(
+                f"{name} returned sampler_logprobs that are not finite; it must return the logprob of each token as"
+                " it was sampled"
+            )
 
     def score(
         self,

@@ -31,7 +31,15 @@ from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
 from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.checks import check_launch, check_lengths, check_model, check_parts, plan_batches, source_of
+from onetrunk.ppo.checks import (
+    check_launch,
+    check_lengths,
+    check_model,
+    check_parts,
+    check_schedule,
+    plan_batches,
+    source_of,
+)
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import MemoryCheck
 from onetrunk.ppo.sampling import Sampler, longest_prompt_of
@@ -42,7 +50,8 @@ from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.load import load_backend
+from onetrunk.rollouts.vllm import VLLMBackend
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -94,11 +103,15 @@ def prepare_run(
     check_parts(args, eval_dataset, rollout_backend)
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {name: rows for name, rows in by_name.items() if rows is not None}
-    backend = rollout_backend or LocalBackend(max_rows=args.max_rollout_rows, **hooks)
+    backend = rollout_backend or load_backend(args, **hooks)
+    check_schedule(args, backend)
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
-    plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None)
+    if isinstance(backend, VLLMBackend):
+        backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
+        backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
+    plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None and not args.use_vllm)
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
@@ -125,6 +138,8 @@ def load_sampled_model(
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     require_push(args)
+    if isinstance(backend, VLLMBackend):
+        backend.check()
     set_seed(args.seed)
     trunk = build_trunk(
         model,

@@ -144,11 +144,16 @@ def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Exper
     Raises:
         ValueError: a file is missing, or an earlier version wrote it.
     """
-    written = read_json(Path(folder) / STATE_FILE)["settings"]["num_processes"]
+    written = num_writers(folder)
     if written == num_processes:
         return _read_buffer(folder, rank)
     everything = [experience for writer in range(written) for experience in _read_buffer(folder, writer)]
     return deal_packs(everything, rank, num_processes)
+
+
+def num_writers(folder: str | Path) -> int:
+    """Return the number of processes that wrote a checkpoint; a group of tensor parallelism counts as one."""
+    return read_json(Path(folder) / STATE_FILE)["settings"]["num_processes"]
 
 
 def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int) -> list[Experience]:

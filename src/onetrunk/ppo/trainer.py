@@ -46,6 +46,7 @@ from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.rollouts.producer import Producer
 from onetrunk.types import LossCoefficients, Minibatch, Pack, to_device
 
 
@@ -112,7 +113,7 @@ class PPOTrainer(ResumableTrainer):
         inputs = ModelInputs(
             model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
-        hooks = {"progress": lambda *done: self.progress.rollout(*done), "poll": lambda: self._poll()}
+        hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)
@@ -129,6 +130,8 @@ class PPOTrainer(ResumableTrainer):
         self._step_start = 0.0
         # Step and metrics of the last evaluation of `eval_dataset`.
         self._last_evaluation: dict[str, Any] | None = None
+        # Whether the weights are those of the best checkpoint, loaded at the end of training.
+        self._has_best_weights = False
         super().__init__(
             model=run.parts.model,
             args=args,
@@ -178,6 +181,7 @@ class PPOTrainer(ResumableTrainer):
 
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
+        self.end_training()  # Of an earlier call.
         stream = self.stream_class(
             self.train_dataset,
             self.sampler,
@@ -189,11 +193,35 @@ class PPOTrainer(ResumableTrainer):
             reward_extras=self._reward_extras,
             stop_signals=self.stop_signals,
             watch=self.watch,
+            num_rollouts=math.ceil(self.planned_steps() / self.args.slots_per_rollout),
         )
         if self._resume_from is not None:
             stream.load(self._resume_from)
-        self._stream = stream
+        self._stream, self._has_best_weights = stream, False
         return stream
+
+    def end_training(self) -> None:
+        """Stop sampling ahead."""
+        if self._stream is not None:
+            self._stream.close()
+
+    @property
+    def _producer(self) -> Producer | None:
+        """The producer whose thread this is, None elsewhere."""
+        ahead = None if self._stream is None else self._stream.ahead
+        return ahead.producer if ahead is not None and ahead.producer.is_own_thread() else None
+
+    def _show_sampling(self, *done: int) -> None:
+        if self._producer is None:  # Of a rollout ahead only the wait for it is shown.
+            self.progress.rollout(*done)
+
+    def _poll_sampling(self) -> None:
+        """Give up sampling if the run is to stop, in a thread of the producer once it is over."""
+        producer = self._producer
+        if producer is None:
+            self._poll()
+        else:
+            producer.require_open()
 
     def _reward_extras(self) -> dict[str, Any]:
         self.samples.begin()
@@ -349,7 +377,10 @@ class PPOTrainer(ResumableTrainer):
         return self.alarms.needed_checkpoints(self.state.global_step, self.args)
 
     def own_state_bytes(self) -> int:
-        """Return the bytes of a rollout in use: rows at their longest, with trunk states if sampling captured them."""
+        """Return the bytes of a rollout in use: rows at their longest, with trunk states if sampling captured them.
+
+        With a schedule that samples ahead, also those of the rollouts under way and of the adapters that they need.
+        """
         args = self.args
         longest = longest_prompt_of(self.train_dataset, args)
         rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
@@ -358,7 +389,11 @@ class PPOTrainer(ResumableTrainer):
         if self.trunk_plan.captures_states:
             hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
             per_row += 4 * width * hidden_size
-        return rows * per_row
+        if args.schedule == "sync":
+            return rows * per_row
+        per_row += (args.max_staleness + 1) * (8 + 4) * args.max_completion_length
+        adapter = sum(p.numel() * p.element_size() for p in adapter_parameters(self.model, POLICY).values())
+        return rows * per_row + (args.max_staleness + 1) * adapter
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
@@ -385,6 +420,7 @@ class PPOTrainer(ResumableTrainer):
     def load_branches_from(self, folder: str) -> bool:
         """Load the adapters and the value head from a checkpoint."""
         self.model.load_branches(folder)
+        self._has_best_weights = str(folder) == self.state.best_model_checkpoint
         return True
 
     def on_model_saved(self, folder: str) -> None:
@@ -481,7 +517,8 @@ class PPOTrainer(ResumableTrainer):
                 self.accelerator,
                 self.args,
                 role=role,
-                version=self.state.global_step,
+                # A version number names one set of weights.
+                version=self.state.best_global_step if self._has_best_weights else self.state.global_step,
                 extras={"trainer_state": self.state},
             )
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.judges.base import digest
-from onetrunk.judges.http import shown
 from onetrunk.judges.rubric import source_identity
 from onetrunk.models.score_adapter import ScoreAdapter
 from onetrunk.models.sources import scorer_fingerprint, tensors_digest
@@ -26,6 +25,7 @@ from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import COLUMN, JudgeReward, PairwiseReward
 from onetrunk.rewards.model import SAMPLE_TEXTS, ModelReward, TrunkReward
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.utils.http import shown
 
 PLAIN = (str, int, float, bool, type(None))
 OURS = (ModelReward, EnsembleReward, TrunkReward, RemoteReward, JudgeReward, PairwiseReward)

@@ -24,14 +24,14 @@ from urllib.parse import parse_qsl
 
 import httpx2
 
-from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
 from onetrunk.judges.chat import is_same_model
-from onetrunk.judges.http import check_host, check_url, guarded_client, post_json, read_secret, shown
 from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.scorer import encode_rows, length_limit, reads_end_token
 from onetrunk.models.sources import load_config
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
+from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
+from onetrunk.utils.http import check_host, check_url, guarded_client, post_json, read_secret, shown
 
 logger = logging.getLogger(__name__)
 

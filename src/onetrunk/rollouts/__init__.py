@@ -1,6 +1,17 @@
 """Rollouts: prompts in, token ids and sampler logprobs out."""
 
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams, VersionedBackend
+from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pool import ServerPolicy
+from onetrunk.rollouts.vllm import VLLMBackend
 
-__all__ = ["LocalBackend", "RolloutBackend", "SamplingParams"]
+__all__ = [
+    "LocalBackend",
+    "RolloutBackend",
+    "SamplingParams",
+    "ServerPolicy",
+    "VLLMBackend",
+    "VersionedBackend",
+    "load_backend",
+]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import nn
 
 from onetrunk.types import Rollout, RowKey
+
+SampledRole = Literal["policy", "reference"]
 
 
 @dataclass(frozen=True)
@@ -108,5 +110,41 @@ class RolloutBackend(Protocol):
         Args:
             model: the policy, unwrapped, with the adapter to sample from active.
             version: number of optimizer steps so far.
+        """
+        ...
+
+
+@runtime_checkable
+class VersionedBackend(RolloutBackend, Protocol):
+    """A RolloutBackend with weights of its own, which samples from any version that it still holds.
+
+    `sync` publishes a version and keeps the earlier ones that `generate_as` may still be asked for: those of calls
+    that run, and the `max_staleness` + 2 latest. `generate` samples from the latest version.
+
+    The trainer calls `sync` in the main thread of every process, always with the policy active. It may call
+    `generate_as` in several threads at once, also while `sync` runs. So an evaluation never samples from another
+    policy than its own, and a rollout that runs meanwhile keeps its version.
+    """
+
+    def generate_as(
+        self,
+        role: SampledRole,
+        version: int,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+    ) -> Rollout:
+        """Return one completion per prompt, as `generate` does, from a version that was published.
+
+        Args:
+            role: "policy"; or "reference", the weights that training started from, which are in every version.
+            version: as passed to `sync`.
+            prompt_ids, params, keys: as for `generate`.
+
+        Returns:
+            n rows, with `policy_version` equal to `version`.
+
+        Raises:
+            ValueError, RuntimeError: the version is not there.
         """
         ...

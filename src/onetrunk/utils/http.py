@@ -24,7 +24,7 @@ from urllib.request import getproxies
 
 import httpx2
 
-from onetrunk.judges.calls import CallError
+from onetrunk.utils.calls import CallError
 from onetrunk.utils.redaction import add_secret
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

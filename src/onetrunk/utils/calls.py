@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from onetrunk.judges.base import ErrorKind
+# Why a question has no answer yet. server: the judge itself failed. refused: the server rejects this question or never
+# finishes it, but answers others. unread: it replied, and the reply is not a verdict.
+ErrorKind = Literal["server", "refused", "unread"]
 
 
 class CallError(RuntimeError):
@@ -198,7 +200,7 @@ class CallRun(Generic[T]):
                 if self._unclear and self._given_up is None:
                     await self._ask_control()
                 while len(in_flight) < int(self.pace.limit) and (item := self._next_item(num_items)):
-                    call = _within(self.policy.call_timeout_s, partial(self._call, item.index))
+                    call = within(self.policy.call_timeout_s, partial(self._call, item.index))
                     in_flight[asyncio.create_task(call)] = (item, _now())
                 has_more = self._given_up is None and (self._waiting or self._num_begun < num_items)
                 if not in_flight and not has_more:
@@ -247,7 +249,7 @@ class CallRun(Generic[T]):
         unclear, self._unclear = self._unclear, []
         began = _now()
         try:
-            await _within(self.policy.call_timeout_s, self._control)
+            await within(self.policy.call_timeout_s, self._control)
         except CallError:
             pass
         else:
@@ -332,7 +334,7 @@ async def ask_patiently(call: Callable[[], Awaitable[T]], policy: RetryPolicy, m
     """Return the answer of one call, retried a few times (for a check at startup), or raise the last CallError."""
     for failures in range(1, max_calls + 1):
         try:
-            return await _within(policy.call_timeout_s, call)
+            return await within(policy.call_timeout_s, call)
         except CallError as raised:
             error = raised
         wait_s = error.retry_after_s
@@ -342,7 +344,8 @@ async def ask_patiently(call: Callable[[], Awaitable[T]], policy: RetryPolicy, m
     raise error
 
 
-async def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
+async def within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer of a call; raises a CallError if there is none after so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             return await call()

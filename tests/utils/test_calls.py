@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from onetrunk.judges.calls import CallError, CallRun, Pace, RetryPolicy, ServerUnavailable, ask_patiently, run_async
+from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ServerUnavailable, ask_patiently, run_async
 
 QUICK = RetryPolicy(
     max_calls=4,

@@ -8,9 +8,9 @@ import socket
 import httpx2
 import pytest
 
-from onetrunk.judges.calls import CallError
 from onetrunk.judges.chat import ChatServer
-from onetrunk.judges.http import (
+from onetrunk.utils.calls import CallError
+from onetrunk.utils.http import (
     MAX_DEPTH,
     check_address,
     check_host,
@@ -181,7 +181,7 @@ def test_a_redirect_is_not_followed_and_says_where_it_led():
 
 def test_the_address_that_was_really_called_is_looked_at(monkeypatch):
     # The name may lead elsewhere by the time of the call; loopback stands for a metadata service here.
-    monkeypatch.setattr("onetrunk.judges.http.METADATA_ADDRESSES", {ipaddress.ip_address("127.0.0.1")})
+    monkeypatch.setattr("onetrunk.utils.http.METADATA_ADDRESSES", {ipaddress.ip_address("127.0.0.1")})
     with StubServer() as stub:
         with pytest.raises(CallError, match="credentials") as error:
 

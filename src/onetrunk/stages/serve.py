@@ -1,0 +1,192 @@
+"""`onetrunk serve MODEL`: start a vLLM server that PPO can sample from, or print the command that would.
+
+The flags matter: `VLLMBackend` needs adapters that load while the server runs, logprobs after temperature, and the
+model's own probabilities without the defaults of its generation_config.json.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from onetrunk.models.sources import adapter_base, load_config
+from onetrunk.stages.parsing import UsageError, parse
+from onetrunk.stages.running import run_stage, say
+from onetrunk.utils.http import read_secret
+from onetrunk.utils.options import option
+
+MODULE = "vllm.entrypoints.openai.api_server"
+# The ranks that vLLM reserves memory for.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cuda", "cpu")
+# Without the first, adapters cannot be loaded while the server runs; the second turns telemetry off.
+ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+# On a CPU: torch.compile of the sampler alone takes minutes on a busy machine, longer than vLLM waits for it.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+
+
+@dataclass
+class ServeArguments:
+    """The options of `onetrunk serve`; names as in `vllm serve` and `trl vllm-serve`."""
+
+    model: str | None = option(
+        None, "Name or folder of the base model that PPO trains on; for an adapter, its base is served."
+    )
+    host: str = option(
+        "127.0.0.1", "Address to listen on. Whoever reaches it can load adapters, so do not open it to others."
+    )
+    port: int = option(8000, "Port to listen on, 1 to 65535.")
+    revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.")
+    dtype: str = option("auto", "auto (the checkpoint's own), float32, bfloat16 or float16; as the trainer's base.")
+    max_lora_rank: int = option(16, "Largest rank of an adapter, 1 to 512; rounded up to a rank that vLLM knows.")
+    max_loras: int = option(2, "Adapters that sample at the same time, at least 1; others wait on the CPU or on disk.")
+    max_model_len: int | None = option(
+        None, "Most tokens of a prompt with its completion, at least 2; the model's own positions if left out."
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share the model, at least 1.")
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it beside a trainer."
+    )
+    device: str = option("auto", "cuda, cpu, or auto: cuda if there is a GPU.")
+    api_key_env: str | None = option(None, "Environment variable with the key that calls must bring.")
+    python: str | None = option(
+        None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
+    )
+    print: bool = option(False, "Print the command instead of starting the server.")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
+        at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; set it to {least} or more")
+        if self.port > 65535:
+            raise ValueError(f"port is {self.port}; set it to 65535 or less")
+        if self.max_lora_rank > RANKS[-1]:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank}, and vLLM serves ranks up to {RANKS[-1]}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; set it above 0, at most 1")
+        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
+
+
+def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:
+    """Return the arguments of vLLM's server, after the module.
+
+    Args:
+        args: of the command.
+        base: name or folder of the base model.
+        dtype: of its weights.
+        on_cpu: leave out what is for GPUs.
+    """
+    rank = next(rank for rank in RANKS if rank >= args.max_lora_rank)
+    words = ["--model", base, "--host", args.host, "--port", str(args.port), "--dtype", dtype]
+    words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(args.max_loras)]
+    # Two versions of the policy and the reference stay in memory.
+    words += ["--max-cpu-loras", str(max(4, args.max_loras))]
+    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if args.revision is not None:
+        words += ["--revision", args.revision]
+    if args.max_model_len is not None:
+        words += ["--max-model-len", str(args.max_model_len)]
+    if on_cpu:
+        return [*words, "--enforce-eager"]
+    words += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+    return [*words, "--gpu-memory-utilization", str(args.gpu_memory_utilization)]
+
+
+def serve(args: ServeArguments) -> None:
+    """Start the server and wait for its end, or print the command.
+
+    Raises:
+        ValueError: no vLLM in this environment, or no interpreter at `python`.
+        RuntimeError: the server ended with an error.
+    """
+    base = adapter_base(args.model, args.revision) or args.model
+    on_cpu = args.device == "cpu" or (args.device == "auto" and not _has_gpu())
+    revision = args.revision if base == args.model else None
+    dtype = _checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
+    python = args.python or sys.executable
+    words = [python, "-m", MODULE, *server_words(args, base, dtype, on_cpu)]
+    environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+    if args.print:
+        key = [] if args.api_key_env is None else [f'VLLM_API_KEY="${args.api_key_env}"']
+        print(" ".join([*(f"{name}={value}" for name, value in environment.items()), *key, shlex.join(words)]))
+        return
+    _require_vllm(args.python)
+    if args.api_key_env is not None:
+        environment |= {"VLLM_API_KEY": read_secret(args.api_key_env)}
+    say(f"{shlex.join(words)}\nready when it says 'Application startup complete'; Ctrl-C stops it")
+    code = _run(words, {**os.environ, **environment})
+    if code:
+        raise RuntimeError(f"vLLM ended with code {code}; its last lines above say why")
+
+
+def _run(words: Sequence[str], environment: dict[str, str]) -> int:
+    """Run a command until its end; a signal to this process ends it too."""
+    # A PYTHONPATH of ours would put our packages before those of its environment.
+    environment.pop("PYTHONPATH", None)
+    process = subprocess.Popen(words, env=environment)
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _require_vllm(python: str | None) -> None:
+    if python is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(
+                "vLLM is not installed here: pip install 'onetrunk[vllm]', or give the interpreter of an environment"
+                " that has it (--python /path/to/bin/python); --print shows the command for another machine"
+            )
+    elif shutil.which(python) is None:
+        raise ValueError(f"python is {python!r}, and no such program can be run; give the path of an interpreter")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _checkpoint_dtype(base: str, revision: str | None) -> str:
+    """Return the dtype of a checkpoint, as vLLM names it. Its own "auto" would round float32 to 16 bits."""
+    dtype = str(load_config(base, revision).dtype or "auto").removeprefix("torch.")
+    return dtype if dtype in DTYPES else "auto"
+
+
+def parse_serve(argv: Sequence[str]) -> tuple[Any, ...]:
+    """Return the arguments; the first word may be the model."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        if "--model" in words:
+            raise UsageError(f"the model is named twice, {words[0]!r} and by --model; write it once")
+        words = ["--model", *words]
+    return parse(
+        words,
+        (ServeArguments,),
+        "serve",
+        "Start a vLLM server that PPO can sample from: onetrunk serve MODEL --port 8000.",
+    )
+
+
+main = partial(run_stage, "serve", parse_serve, serve)

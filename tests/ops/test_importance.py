@@ -1,0 +1,114 @@
+"""Importance weights: against a loop, by hand, and unbiased where every outcome can be enumerated."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops.importance import effective_share, importance_sums, importance_weights
+from onetrunk.ops.losses import policy_loss
+
+SEEDS = st.integers(0, 2**31)
+BOUNDS = st.sampled_from([(None, 3.0), (0.5, 2.0), (0.8, None), (None, 0.7)])
+many = settings(max_examples=100, deadline=None)
+
+
+def naive(old, sampled, mask, mode, low, high):
+    """Return weights and flags as nested lists, token by token."""
+    weights, flags = [], []
+    for old_row, sampled_row, mask_row in zip(old.tolist(), sampled.tolist(), mask.tolist(), strict=True):
+        row = []
+        for o, s, counts in zip(old_row, sampled_row, mask_row, strict=True):
+            ratio = math.exp(o - s)
+            outside = counts and ((high is not None and ratio > high) or (low is not None and ratio < low))
+            if outside and mode == "token_mask":
+                weight = 0.0
+            else:
+                weight = ratio if not outside else (high if high is not None and ratio > high else low)
+            row.append((weight if counts else 0.0, outside))
+        weights.append([w for w, _ in row])
+        flags.append([f for _, f in row])
+    return weights, flags
+
+
+@many
+@given(seed=SEEDS, mode=st.sampled_from(["token_truncate", "token_mask"]), bounds=BOUNDS)
+def test_the_weights_and_their_sums_equal_a_loop_over_tokens(seed, mode, bounds):
+    generator = torch.Generator().manual_seed(seed)
+    old, sampled = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 5, generator=generator) < 0.7
+    expected, flags = naive(old, sampled, mask, mode, *bounds)
+    importance = importance_weights(old, sampled, mask, mode, *bounds)
+    assert_close(importance.weights, torch.tensor(expected, dtype=torch.float64))
+    assert importance.is_clipped.tolist() == flags
+    sums = importance_sums(importance, mask)
+    for row in range(4):
+        kept = [w for w, counts in zip(expected[row], mask[row].tolist(), strict=True) if counts]
+        by_hand = [sum(kept), sum(w * w for w in kept), sum(flags[row]), len(kept)]
+        assert sums[:, row].tolist() == pytest.approx(by_hand)
+
+
+def test_weights_by_hand():
+    # Ratios e^(ln 2) = 2, e^(-ln 4) = 1/4, e^(ln 8) = 8; the last column is padding.
+    old = torch.tensor([[math.log(2.0), -math.log(4.0), math.log(8.0), 7.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    zeros = torch.zeros(1, 4)
+    truncated = importance_weights(old, zeros, mask, "token_truncate", 0.5, 3.0)
+    assert_close(truncated.weights, torch.tensor([[2.0, 0.5, 3.0, 0.0]]))
+    assert truncated.is_clipped.tolist() == [[False, True, True, False]]
+    masked = importance_weights(old, zeros, mask, "token_mask", 0.5, 3.0)
+    assert_close(masked.weights, torch.tensor([[2.0, 0.0, 0.0, 0.0]]))
+    # (2 + .5 + 3)^2 / (3 * (4 + .25 + 9)) = 30.25 / 39.75; one weight of three: 1/3.
+    assert effective_share(*importance_sums(truncated, mask)[:, 0][[0, 1, 3]]).item() == pytest.approx(30.25 / 39.75)
+    assert effective_share(*importance_sums(masked, mask)[:, 0][[0, 1, 3]]).item() == pytest.approx(1 / 3)
+
+
+def test_no_weight_at_all_is_an_effective_share_of_0():
+    assert effective_share(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(5.0)).item() == 0
+
+
+def test_a_sampler_that_is_infinitely_wrong_gives_a_finite_weight():
+    old, sampled = torch.tensor([[-400.0, 0.0]]), torch.tensor([[0.0, -400.0]])
+    weights = importance_weights(old, sampled, torch.ones(1, 2, dtype=torch.bool), clip_max=None).weights
+    assert weights.isfinite().all() and 0 < weights[0, 0] < 1e-8 and weights[0, 1] > 1e8
+
+
+def test_an_unknown_mode_is_an_error():
+    zeros = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="mode 'sequence_mask' is none of token_truncate, token_mask"):
+        importance_weights(zeros, zeros, zeros.bool(), "sequence_mask")
+
+
+def bandit_gradient(logits, old_logprobs, sampler, advantages, clip_max):
+    """Return the exact mean over the sampler of the gradient of the weighted loss of one token."""
+    total = torch.zeros_like(logits)
+    for action in range(len(logits)):
+        policy = logits.clone().requires_grad_()
+        logprob = policy.log_softmax(-1)[action].reshape(1, 1)
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        weights = None
+        if clip_max is not False:
+            pair = old_logprobs[action].reshape(1, 1), sampler[action].reshape(1, 1)
+            weights = importance_weights(*pair, mask, clip_max=clip_max).weights
+        old, advantage = old_logprobs[action].reshape(1, 1), advantages[action].reshape(1, 1)
+        loss, _ = policy_loss(logprob, old, advantage, mask, 0.2, weights=weights)
+        loss.backward()
+        total += sampler[action].exp() * policy.grad
+    return total
+
+
+@many
+@given(seed=SEEDS, arms=st.integers(2, 7))
+def test_on_a_bandit_the_weighted_gradient_of_any_sampler_is_the_on_policy_gradient(seed, arms):
+    """Every action is enumerated: nothing is drawn, so the means are exact and the bound is rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, other, advantages = torch.randn(3, arms, generator=generator, dtype=torch.float64)
+    policy, sampler = logits.log_softmax(-1), other.log_softmax(-1)
+    expected = bandit_gradient(logits, policy, policy, advantages, clip_max=False)
+    assert_close(bandit_gradient(logits, policy, sampler, advantages, clip_max=None), expected, atol=1e-12, rtol=1e-9)
+    # Without weights the gradient is that of another objective.
+    uncorrected = bandit_gradient(logits, policy, sampler, advantages, clip_max=False)
+    assert (uncorrected - expected).abs().max() > 1e-6

@@ -1,0 +1,192 @@
+"""Samples of another distribution than the trainer's: which weights they get, when, and what is logged of them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.experience import ExperienceStream
+from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rollouts.base import VersionedBackend
+from onetrunk.rollouts.local import LocalBackend
+from tests.fakes import CannedBackend, CopyBackend
+from tests.ppo.support import assert_same, base_model, logged, lora, make_trainer, prompts, trained, trained_weights
+
+ESS, CLIPPED = "sampling/effective_sample_size", "sampling/clipped_weights"
+
+
+class Recording(ExperienceStream):
+    """Keeps the experiences of every rollout."""
+
+    def make_rollout(self):
+        experiences = super().make_rollout()
+        self.made = [*getattr(self, "made", []), *experiences]
+        return experiences
+
+
+class RecordingTrainer(PPOTrainer):
+    stream_class = Recording
+
+
+class Shifted(CopyBackend):
+    """Reports logprobs that are too large by `shift`; with `turns` every second token's is too small instead."""
+
+    def __init__(self, shift, turns=False):
+        super().__init__(TrunkModel(base_model(), lora()))
+        self.shift, self.turns = shift, turns
+
+    def generate_as(self, *args):
+        rollout = super().generate_as(*args)
+        shifted = []
+        for logprobs in rollout.sampler_logprobs:
+            signs = (-1.0) ** torch.arange(len(logprobs)) if self.turns else torch.ones(len(logprobs))
+            shifted.append(logprobs + self.shift * signs)
+        return replace(rollout, sampler_logprobs=shifted)
+
+
+def recorded(folder, backend, **settings):
+    trainer = make_trainer(folder, trainer_class=RecordingTrainer, rollout_backend=backend, **settings)
+    trainer.train()
+    return trainer, trainer._stream.made
+
+
+def test_a_known_shift_of_the_logprobs_gives_the_known_weights(tmp_path):
+    # The sampler claims twice the probability, so each token weighs 1/2: all equal, which is an effective share of 1.
+    trainer, experiences = recorded(tmp_path, Shifted(math.log(2)), num_rollouts=2)
+    for experience in experiences:
+        mask = experience.pack.completion_mask
+        torch.testing.assert_close(experience.weights, 0.5 * mask, atol=1e-4, rtol=0)
+    assert logged(trainer, ESS) == pytest.approx([1, 1], abs=1e-4)
+    assert logged(trainer, CLIPPED) == [0, 0]
+    gap = "sampling/logprob_gap_"
+    for name in (f"{gap}mean", f"{gap}max"):
+        assert logged(trainer, name) == pytest.approx([math.log(2)] * 2, abs=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "large"), [("token_truncate", 2.0), ("token_mask", 0.0)])
+def test_bounds_apply_by_mode_and_are_logged(tmp_path, mode, large):
+    # Ratios are 1/4 and 4 in turns; 4 is beyond the bound 2.
+    prefix = "vllm_importance_sampling"
+    settings = {f"{prefix}_mode": mode, f"{prefix}_clip_max": 2.0}
+    trainer, experiences = recorded(tmp_path, Shifted(math.log(4), turns=True), **settings)
+    weights, clipped = [], 0
+    for experience in experiences:
+        mask = experience.loss_mask
+        odd = (torch.arange(mask.shape[1]) % 2 == 1).expand_as(mask)
+        expected = torch.where(odd, large, 0.25) * mask
+        torch.testing.assert_close(experience.weights, expected, atol=1e-3, rtol=0)
+        weights += expected[mask].tolist()
+        clipped += int((odd & mask).sum())
+    share = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+    assert logged(trainer, ESS) == pytest.approx([share], abs=1e-3)
+    assert logged(trainer, CLIPPED) == pytest.approx([clipped / len(weights)])
+
+
+def test_the_correction_is_on_for_a_sampler_with_weights_of_its_own_and_can_be_turned_off(tmp_path):
+    name = "vllm_importance_sampling_correction"
+    for label, backend, settings, is_on in (
+        ("local", None, {}, False),
+        ("plain", CannedBackend(), {}, False),
+        ("versioned", Shifted(0.0), {}, True),
+        ("off", Shifted(0.0), {name: False}, False),
+        ("local on", None, {name: True}, True),
+    ):
+        trainer, experiences = recorded(tmp_path / label, backend, **settings)
+        assert all((e.weights is not None) == is_on for e in experiences), label
+        assert bool(logged(trainer, ESS)) == is_on, label
+
+
+def test_a_sampler_in_this_process_gets_weights_of_1(tmp_path):
+    trainer, experiences = recorded(tmp_path, None, vllm_importance_sampling_correction=True, num_rollouts=2)
+    for experience in experiences:
+        mask = experience.pack.completion_mask
+        torch.testing.assert_close(experience.weights, 1.0 * mask, atol=1e-4, rtol=0)
+
+
+class HalfLikely(CannedBackend):
+    """Says that its first token had probability 1/2."""
+
+    def generate(self, prompt_ids, params, keys):
+        rows = super().generate(prompt_ids, params, keys)
+        return replace(rows, sampler_logprobs=[torch.tensor([math.log(0.5), 0.0]) for _ in rows.completion_ids])
+
+
+def test_the_weights_reach_the_loss(tmp_path):
+    on = {"vllm_importance_sampling_correction": True}
+    backend = {"rollout_backend": HalfLikely([[5, 1], [6, 1]])}
+    plain = trained(tmp_path / "plain", **backend)
+    weighted = trained(tmp_path / "weighted", **backend, **on)
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(trained_weights(plain.model).values(), trained_weights(weighted.model).values(), strict=True)
+    )
+
+
+def test_logprobs_that_are_not_finite_are_an_error_that_names_the_backend(tmp_path):
+    class NotFinite(CannedBackend):
+        def generate(self, prompt_ids, params, keys):
+            rows = super().generate(prompt_ids, params, keys)
+            return replace(rows, sampler_logprobs=[x - float("inf") for x in rows.sampler_logprobs])
+
+    with pytest.raises(RuntimeError, match="NotFinite.generate returned sampler_logprobs that are not finite"):
+        make_trainer(tmp_path, rollout_backend=NotFinite([[5, 1]])).train()
+
+
+# --- role and version ------------------------------------------------------------------------------------------
+
+
+def test_a_versioned_backend_is_asked_by_role_and_version(tmp_path):
+    backend = Shifted(0.0)
+    assert isinstance(backend, VersionedBackend) and not isinstance(LocalBackend(), VersionedBackend)
+    trainer = make_trainer(
+        tmp_path, rollout_backend=backend, eval_dataset=prompts(3), num_rollouts=2, num_ppo_epochs=2, eval_steps=3,
+        eval_strategy="steps",
+    )  # fmt: skip
+    before = trainer.evaluate_reference()
+    trainer.train()
+    after = trainer.evaluate()
+    assert [(role, version) for role, version, _ in backend.calls] == [
+        ("reference", 0), ("policy", 0), ("policy", 2), ("policy", 3), ("policy", 4), ("policy", 4),
+    ]  # fmt: skip
+    # The same numbers as with the sampler that shares the trainer's weights.
+    local = make_trainer(tmp_path / "local", eval_dataset=prompts(3), num_rollouts=2, num_ppo_epochs=2)
+    assert local.evaluate_reference()["score/mean"] == before["score/mean"]
+    local.train()
+    assert local.evaluate()["eval_score/mean"] == pytest.approx(after["eval_score/mean"], abs=0.05)
+    assert after["eval_sampling/logprob_gap_max"] < 1e-4
+
+
+def test_a_versioned_backend_trains_as_the_local_one_does(tmp_path):
+    off = {"vllm_importance_sampling_correction": False}
+    runs = [
+        trained(tmp_path / name, rollout_backend=backend, num_rollouts=3, num_ppo_epochs=2, **off)
+        for name, backend in (("local", None), ("copy", Shifted(0.0)))
+    ]
+    assert_same(*(trained_weights(run.model) for run in runs))
+
+
+def test_the_best_weights_are_evaluated_under_the_version_that_they_are(tmp_path):
+    backend = Shifted(0.0)
+    trainer = make_trainer(
+        tmp_path, rollout_backend=backend, eval_dataset=prompts(3), num_rollouts=3, learning_rate=0.3,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        save_total_limit=2,
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    assert backend.calls[-1][1] == trainer.state.best_global_step
+
+
+class Late(Shifted):
+    def generate_as(self, *args):
+        return replace(super().generate_as(*args), policy_version=7)
+
+
+def test_samples_of_another_version_are_not_trained_on(tmp_path):
+    trainer = make_trainer(tmp_path, rollout_backend=Late(0.0))
+    before = trained_weights(trainer.model)
+    with pytest.raises(RuntimeError, match="samples of policy version 7, and version 0 was asked for"):
+        trainer.train()
+    assert_same(trained_weights(trainer.model), before)

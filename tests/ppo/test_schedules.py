@@ -1,0 +1,395 @@
+"""Sampling ahead of the update: what equals sync, which version samples what, resuming, stopping, learning, time.
+
+The sampler has a copy of the trunk, as a server would. SLOTS optimizer steps belong to a rollout.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from onetrunk.checkpoints.stopping import Stopped
+from onetrunk.models.parallel import launch_layout
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.checks import check_schedule
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.producer import StartedRow
+from onetrunk.utils.randomness import EVALUATION_STREAM
+from tests import learning
+from tests.fakes import CannedBackend, CopyBackend
+from tests.learning import TASK_A, TASK_B
+from tests.ppo.support import (
+    StopAt,
+    assert_same,
+    base_model,
+    logged,
+    lora,
+    make_config,
+    make_trainer,
+    prompts,
+    trained_weights,
+    without_wall_clock,
+)
+
+SLOTS, ROWS, ROLLOUTS = 4, 8, 5
+SHAPE = {"num_rollouts": ROLLOUTS, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": ROWS}
+LONG_S = 120
+
+
+def sampler(**settings):
+    return CopyBackend(TrunkModel(base_model(), lora()), **settings)
+
+
+def ahead(folder, backend, schedule="one_step", **settings):
+    settings = {**SHAPE, "schedule": schedule, **settings}
+    return make_trainer(folder, dataset=prompts(16), rollout_backend=backend, check_memory=False, **settings)
+
+
+def versions_by_rollout(backend):
+    """Return {rollout: versions that sampled its rows}, and check that each row was sampled once."""
+    calls = [(version, key) for _, version, keys in backend.calls for key in keys]
+    rows = [(key, version) for version, key in calls if key[1] != EVALUATION_STREAM]
+    assert len(rows) == len(set(key for key, _ in rows)), "a row was sampled twice"
+    found = {}
+    for (_, iteration, _), version in rows:
+        found.setdefault(iteration, set()).add(version)
+    assert all(sum(key[1] == i for key, _ in rows) == ROWS for i in found)
+    return found
+
+
+# --- which version samples what --------------------------------------------------------------------------------
+
+
+def test_async_without_staleness_equals_sync_bit_for_bit(tmp_path):
+    settings = {"normalize_scores": True, "kl_target": 0.1, "eval_dataset": prompts(3), "eval_strategy": "steps"}
+    runs = []
+    for name, schedule, own in (("sync", "sync", {}), ("async", "async", {"max_staleness": 0})):
+        trainer = ahead(tmp_path / name, sampler(), schedule, eval_steps=3, **own, **settings)
+        trainer.train()
+        runs.append(trainer)
+    sync, other = runs
+    assert_same(trained_weights(other.model), trained_weights(sync.model))
+    history = without_wall_clock(other.state.log_history)
+    extra = [{k: entry.pop(k) for k in list(entry) if k.startswith("sampling/staleness")} for entry in history]
+    assert history == without_wall_clock(sync.state.log_history)
+    assert [entry for entry in extra if entry] == [
+        {"sampling/staleness": 0.0, "sampling/staleness_max": 0.0}
+    ] * ROLLOUTS
+
+
+def test_one_step_samples_the_next_rollout_from_the_weights_before_the_update_and_none_beyond_the_last(tmp_path):
+    backend = sampler(keeps=3)
+    trainer = ahead(tmp_path, backend)
+    trainer.train()
+    assert versions_by_rollout(backend) == {0: {0}, 1: {0}, 2: {4}, 3: {8}, 4: {12}}
+    assert len(backend.calls) == ROLLOUTS
+    assert logged(trainer, "sampling/staleness") == logged(trainer, "sampling/staleness_max") == [0, 1, 1, 1, 1]
+    # Old samples: weights differ from 1, and in the first rollout they do not.
+    shares = logged(trainer, "sampling/effective_sample_size")
+    assert shares[0] == pytest.approx(1, abs=1e-6) and 0 < min(shares) < 1 - 1e-6
+    again = ahead(tmp_path / "again", sampler())
+    again.train()
+    assert_same(trained_weights(again.model), trained_weights(trainer.model))
+
+
+class StartsUpdate(TrainerCallback):
+    """Sets `event` when the first optimizer step begins."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.event.set()
+
+
+@pytest.mark.parametrize("schedule", ["one_step", "async"])
+def test_the_next_rollout_is_sampled_during_the_update(tmp_path, schedule):
+    updates, samples = threading.Event(), threading.Event()
+
+    class Waiting(CopyBackend):
+        def generate_as(self, role, version, prompt_ids, params, keys):
+            if keys[0][1] == 1:
+                samples.set()
+                # In turn there would be no update before this ends.
+                assert updates.wait(LONG_S), "the update did not begin while the rollout was sampled"
+            return super().generate_as(role, version, prompt_ids, params, keys)
+
+    class Update(StartsUpdate):
+        def on_step_begin(self, args, state, control, **kwargs):
+            assert samples.wait(LONG_S), "the rollout was not sampled while the update began"
+            self.event.set()
+
+    backend = Waiting(TrunkModel(base_model(), lora()))
+    trainer = ahead(tmp_path, backend, schedule, num_rollouts=2)
+    trainer.add_callback(Update(updates))
+    trainer.train()
+    assert trainer.state.global_step == 2 * SLOTS
+
+
+class Jittery(CopyBackend):
+    """Takes its time, another one for every call."""
+
+    def generate_as(self, role, version, prompt_ids, params, keys):
+        time.sleep(0.02 * (hash(tuple(keys)) % 5))
+        return super().generate_as(role, version, prompt_ids, params, keys)
+
+
+@pytest.mark.parametrize("max_rollout_rows", [None, 3])
+def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_path, max_rollout_rows):
+    settings = {"max_staleness": 2, "max_rollout_rows": max_rollout_rows}
+    backend = Jittery(TrunkModel(base_model(), lora()), keeps=4)
+    trainer = ahead(tmp_path / "first", backend, "async", **settings)
+    trainer.train()
+    versions = versions_by_rollout(backend)
+    assert sorted(versions) == list(range(ROLLOUTS))
+    assert all(0 <= i - v // SLOTS <= 2 for i, found in versions.items() for v in found)
+    assert max(logged(trainer, "sampling/staleness_max")) <= 2
+    if max_rollout_rows is None:  # Then all rows start as soon as they may.
+        assert versions == {0: {0}, 1: {0}, 2: {0}, 3: {4}, 4: {8}}
+
+    class Replaying(PPOTrainer):
+        def get_train_dataloader(self):
+            stream = super().get_train_dataloader()
+            known = {key: StartedRow(version) for _, version, keys in backend.calls for key in keys}
+            stream.ahead.producer.remember(known)
+            return stream
+
+    second = sampler()
+    repeated = ahead(tmp_path / "second", second, "async", trainer_class=Replaying, **settings)
+    repeated.train()
+    assert versions_by_rollout(second) == versions
+    assert_same(trained_weights(repeated.model), trained_weights(trainer.model))
+
+
+def test_an_evaluation_changes_neither_the_version_nor_the_completions_of_a_rollout_under_way(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 3}
+    keeps = make_config(tmp_path, **SHAPE, schedule="one_step", **settings).versions_in_use
+    backend = sampler(keeps=keeps)
+    watched = ahead(tmp_path / "watched", backend, eval_dataset=prompts(3), **settings)
+    watched.train()
+    plain = ahead(tmp_path / "plain", sampler())
+    plain.train()
+    assert versions_by_rollout(backend) == {0: {0}, 1: {0}, 2: {4}, 3: {8}, 4: {12}}
+    evaluated = [version for _, version, keys in backend.calls if keys[0][1] == EVALUATION_STREAM]
+    assert evaluated == [3, 6, 9, 12, 15, 18, 20]
+    assert_same(trained_weights(watched.model), trained_weights(plain.model))
+
+
+# --- resuming and stopping --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "staleness"), [("one_step", None), ("async", 2)], ids=["one step", "two rollouts ahead"]
+)
+@pytest.mark.parametrize("step", [5, 8], ids=["in a rollout", "between two rollouts"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, schedule, staleness, step):
+    settings = {"max_staleness": staleness, "normalize_scores": True}
+    whole = ahead(tmp_path / "whole", sampler(), schedule, **settings)
+    whole.train()
+    first, second = Jittery(TrunkModel(base_model(), lora())), sampler()
+    stopped = ahead(tmp_path / "cut", first, schedule, callbacks=[StopAt(step)], **settings)
+    stopped.train()
+    resumed = ahead(tmp_path / "cut", second, schedule, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{step}"))
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    histories = [without_wall_clock(trainer.state.log_history) for trainer in (resumed, whole)]
+    assert histories[0] == histories[1]
+    # Nothing that was used is sampled again.
+    assert min(key[1] for _, _, keys in second.calls for key in keys) > (step - 1) // SLOTS
+
+
+class Blocked(CopyBackend):
+    """Does not answer for one rollout until `gate` is set; `asked` is set when it was asked."""
+
+    def __init__(self, rollout, **settings):
+        super().__init__(TrunkModel(base_model(), lora()), **settings)
+        self.rollout, self.asked, self.gate = rollout, threading.Event(), threading.Event()
+
+    def generate_as(self, role, version, prompt_ids, params, keys):
+        if keys[0][1] == self.rollout:
+            self.asked.set()
+            assert self.gate.wait(LONG_S)
+        return super().generate_as(role, version, prompt_ids, params, keys)
+
+
+def test_rows_that_run_at_a_checkpoint_are_sampled_again_from_the_version_that_they_had(tmp_path):
+    whole = ahead(tmp_path / "whole", sampler())
+    whole.train()
+    first, second = Blocked(2), sampler()
+    stopped = ahead(tmp_path / "cut", first, callbacks=[StopAt(6)])
+    stopped.train()  # Rollout 2 is being sampled from version 4.
+    assert first.asked.is_set()
+    first.gate.set()
+    resumed = ahead(tmp_path / "cut", second)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-6"))
+    assert versions_by_rollout(second) == {2: {4}, 3: {8}, 4: {12}}
+    assert second.synced[0] == 4  # The adapter comes from the checkpoint, whose weights are those of step 6.
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
+def test_a_signal_while_waiting_for_a_rollout_stops_the_run_which_resumes_exactly(tmp_path):
+    whole = ahead(tmp_path / "whole", sampler())
+    whole.train()
+    first = Blocked(2)
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 * SLOTS - 1:
+                # Comes while the trainer waits for rollout 2, or just before.
+                assert first.asked.wait(LONG_S)
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    stopped = ahead(tmp_path / "cut", first, callbacks=[Signal()])
+    began = time.monotonic()
+    with pytest.raises(Stopped) as reason:
+        stopped.train()
+    assert time.monotonic() - began < LONG_S  # It did not wait for the call that runs.
+    assert reason.value.code == 0
+    first.gate.set()
+    assert first.calls[-1][1] <= 4 and max(key[1] for _, _, keys in first.calls for key in keys) < 3
+    resumed = ahead(tmp_path / "cut", sampler())
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
+def test_an_error_of_the_sampler_ends_the_run(tmp_path):
+    class Broken(CopyBackend):
+        def generate_as(self, role, version, prompt_ids, params, keys):
+            if keys[0][1] == 1:
+                raise ConnectionError("the server is gone")
+            return super().generate_as(role, version, prompt_ids, params, keys)
+
+    trainer = ahead(tmp_path, Broken(TrunkModel(base_model(), lora())))
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        trainer.train()
+    assert trainer.state.global_step == SLOTS  # The rollout before it was used.
+
+
+def test_a_checkpoint_of_sync_resumes_ahead_and_the_other_way_round(tmp_path):
+    change = {"allow_config_change": True}
+    ahead(tmp_path / "sync", sampler(), "sync", callbacks=[StopAt(6)]).train()
+    resumed = ahead(tmp_path / "sync", sampler(), "one_step", **change)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == ROLLOUTS * SLOTS
+    ahead(tmp_path / "ahead", sampler(), "async", max_staleness=2, callbacks=[StopAt(6)]).train()
+    backend = sampler()
+    resumed = ahead(tmp_path / "ahead", backend, "async", max_staleness=1, **change)
+    resumed.train(resume_from_checkpoint=True)
+    assert max(logged(resumed, "sampling/staleness_max")[2:]) <= 1
+    resumed = ahead(tmp_path / "ahead", sampler(), "sync", **change)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ahead" / "checkpoint-6"))
+    assert resumed.state.global_step == ROLLOUTS * SLOTS
+
+
+# --- settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["one_step", "async"])
+@pytest.mark.parametrize("backend", [None, CannedBackend()], ids=["this process", "no versions"])
+def test_a_sampler_without_weights_of_its_own_is_rejected(tmp_path, schedule, backend):
+    name = "LocalBackend" if backend is None else "CannedBackend"
+    with pytest.raises(ValueError, match=f"schedule '{schedule}' .* {name} has no weights of its own; set use_vllm"):
+        make_trainer(tmp_path, rollout_backend=backend, schedule=schedule)
+
+
+def test_sync_takes_any_sampler(tmp_path):
+    check_schedule(make_config(tmp_path), LocalBackend())
+
+
+def test_groups_of_tensor_parallelism_are_rejected(tmp_path, monkeypatch):
+    config = make_config(tmp_path, schedule="async")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch_layout.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="schedule 'async' is not supported with tensor parallelism"):
+            check_schedule(config, sampler())
+    finally:
+        monkeypatch.undo()
+        launch_layout.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "later"}, "schedule is 'later'; it must be one of sync, one_step, async"),
+        ({"max_staleness": 1}, "max_staleness is 1 and schedule 'sync' always has 0"),
+        ({"schedule": "one_step", "max_staleness": 2}, "max_staleness is 2 and schedule 'one_step' always has 1"),
+        ({"schedule": "async", "max_staleness": -1}, "max_staleness is -1; it must be a number, 0 or more"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_with_the_fix(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message.replace("a number, 0", "(a number, )?0")):
+        make_config(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "versions"),
+    [
+        ({}, 2),
+        ({"schedule": "one_step"}, 3),
+        ({"schedule": "async", "max_staleness": 3}, 5),
+        # Of each of two rollouts: its own version, and evaluations at 2 or 3 of its 4 steps.
+        ({"schedule": "one_step", "eval_strategy": "steps", "eval_steps": 2}, 9),
+    ],
+)
+def test_a_sampler_keeps_the_versions_of_the_rollouts_and_evaluations_under_way(settings, versions):
+    config = PPOConfig(output_dir="out", use_cpu=True, num_minibatches=1, num_ppo_epochs=SLOTS, **settings)
+    assert config.versions_in_use == versions
+
+
+# --- learning and time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [TASK_A, TASK_B], ids=["one token", "four tokens"])
+@pytest.mark.parametrize(
+    ("schedule", "staleness"), [("one_step", None), ("async", 1), ("async", 2)], ids=["one step", "1", "2"]
+)
+def test_stale_samples_reach_the_optimum_within_10_percent(tmp_path, task, schedule, staleness):
+    backend = CopyBackend(TrunkModel(learning.reference_model(task, 0), LoraConfig(**learning.LORA)))
+    settings = {"schedule": schedule, "max_staleness": staleness, "rollout_backend": backend}
+    trainer = learning.make_trainer(task, 0, tmp_path, **settings)
+    outcome = learning.learn(trainer)
+    share = outcome.objective / learning.task_optimum(task, 0).objective
+    shares = logged(trainer, "sampling/effective_sample_size")
+    print(f"{schedule} {staleness}: {share:.1%} of J*, effective sample size {min(shares):.3f} at the least")
+    assert share >= 0.9
+
+
+class SlowSampler(CopyBackend):
+    seconds = 1.5
+
+    def generate_as(self, *args):
+        time.sleep(self.seconds)
+        return super().generate_as(*args)
+
+
+class SlowUpdate(PPOTrainer):
+    seconds = SlowSampler.seconds / SLOTS
+
+    def training_step(self, *args, **kwargs):
+        time.sleep(self.seconds)
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.slow
+def test_sampling_ahead_takes_85_percent_of_the_time_that_it_can_save(tmp_path):
+    """If both take s, n rollouts take 2 n s in turn and (n + 1) s side by side: a ratio of 2 n / (n + 1)."""
+    num_rollouts, seconds = 20, {}
+    for schedule in ("sync", "one_step"):
+        backend = SlowSampler(TrunkModel(base_model(), lora()))
+        trainer = ahead(tmp_path / schedule, backend, schedule, num_rollouts=num_rollouts, trainer_class=SlowUpdate)
+        began = time.perf_counter()
+        trainer.train()
+        seconds[schedule] = time.perf_counter() - began
+    ratio, bound = seconds["sync"] / seconds["one_step"], 2 * num_rollouts / (num_rollouts + 1)
+    print(f"{seconds['sync']:.1f} s against {seconds['one_step']:.1f} s: {ratio:.3f} of {bound:.3f}")
+    assert ratio >= 0.85 * bound

@@ -1,0 +1,302 @@
+"""A fake vLLM server with faults: real sockets and HTTP in a thread, and a real tiny model behind them.
+
+It loads adapters from their folders, samples from them with the seed of the request, and returns logprobs after
+temperature. Of a loaded adapter it keeps the weights of that moment and the path; a missing folder of a loaded adapter
+would kill the engine of vLLM, so `missing` records it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from tests.judges.stub_server import FAULTY, draw, send
+
+BASE = "base"
+
+
+def _other_model(answer: dict[str, Any], _body: Any) -> None:
+    answer["model"] = f"{answer['model']}9"
+
+
+def _other_prompt(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"][0]["prompt_token_ids"] = [5, *answer["choices"][0]["prompt_token_ids"]]
+
+
+def _cut(answer: dict[str, Any], body: Any) -> None:
+    choice = answer["choices"][0]
+    del choice["token_ids"][-1], choice["logprobs"]["token_logprobs"][-1]
+    if len(choice["token_ids"]) == body["max_tokens"]:
+        raise AssertionError("a cut completion must be shorter than the limit")
+
+
+def _too_few_logprobs(answer: dict[str, Any], _body: Any) -> None:
+    del answer["choices"][0]["logprobs"]["token_logprobs"][-1]
+
+
+def _not_finite(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"][0]["logprobs"]["token_logprobs"][0] = -1e999
+
+
+def _above_zero(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"][0]["logprobs"]["token_logprobs"][0] = 0.5
+
+
+def _no_logprobs(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"][0]["logprobs"] = None
+
+
+def _goes_on(answer: dict[str, Any], body: Any) -> None:
+    choice = answer["choices"][0]
+    extra = body["max_tokens"] + 1 - len(choice["token_ids"])
+    choice["token_ids"] += [7] * extra
+    choice["logprobs"]["token_logprobs"] += [-1.0] * extra
+
+
+def _no_choices(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"] = []
+
+
+# What a wrong answer looks like; the faults of the connection are those of the judges' stub.
+WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {
+    "other_model": _other_model,
+    "other_prompt": _other_prompt,
+    "cut": _cut,
+    "too_few_logprobs": _too_few_logprobs,
+    "not_finite": _not_finite,
+    "above_zero": _above_zero,
+    "no_logprobs": _no_logprobs,
+    "goes_on": _goes_on,
+    "no_choices": _no_choices,
+}
+BROKEN = ("429_seconds", "500", "502_html", "503_html", "reset", "cut_body", "truncated_json", "html_in_200")
+SLOW = ("hang", "trickle")
+FAULTS = (*WRONG, *BROKEN, *SLOW)
+
+
+class StubVLLM:
+    """A vLLM server for one model.
+
+    Args:
+        model: the base; a copy is kept.
+        fault: one of FAULTS, shown by completions while `faulty`; None for a server that is well.
+        rate: share of the completions that it hits.
+        version: that it reports.
+        max_rank, max_length: largest rank of an adapter, and positions.
+        loads_adapters: False for a server without adapters at run time.
+        raw: returns logprobs before temperature.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fault: str | None = None,
+        rate: float = 1.0,
+        *,
+        version: str = "0.32.0",
+        max_rank: int = 16,
+        max_length: int = 128,
+        loads_adapters: bool = True,
+        raw: bool = False,
+    ):
+        self.base, self.fault, self.rate, self.version = copy.deepcopy(model).eval(), fault, rate, version
+        self.max_rank, self.max_length, self.loads_adapters, self.raw = max_rank, max_length, loads_adapters, raw
+        self.root = "/models/base"
+        self.faulty = True
+        self.port = 0
+        self.adapters: dict[str, tuple[str, PeftModel]] = {}
+        # In the order in which they came: ("load" or "unload", name).
+        self.events: list[tuple[str, str]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.asked: Counter[str] = Counter()
+        self.missing: list[str] = []
+        self.num_faults = 0
+        # After so many completions of an adapter the server dies, and stays down for `down_s`; None: for good.
+        self.dies_after: int | None = None
+        self.down_s: float | None = 0.3
+        self.num_deaths = 0
+        self._is_alive = False
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    def __enter__(self) -> StubVLLM:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._call(self._listen())
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self._call(self._die())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def kill(self) -> None:
+        """Close the port and every connection, and forget the adapters."""
+        self._call(self._die())
+
+    def restart(self) -> None:
+        """Listen again, at the same port."""
+        self._call(self._listen())
+
+    def _call(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    async def _listen(self) -> None:
+        self._is_alive = True
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _die(self) -> None:
+        # A connection may have been accepted already whose handler has not begun.
+        self._is_alive = False
+        self._server.close()
+        self.adapters.clear()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _die_and_rise(self) -> None:
+        self.num_deaths += 1
+        self.dies_after = None
+        await self._die()
+        if self.down_s is not None:
+            await asyncio.sleep(self.down_s)
+            await self._listen()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while self._is_alive and (line := await reader.readline()):
+                method, path, _ = line.decode().split(" ")
+                headers = {}
+                while (line := (await reader.readline()).decode().strip()) != "":
+                    name, _, value = line.partition(":")
+                    headers[name.lower()] = value.strip()
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if not self._is_alive:
+                    return
+                await self._answer(method, path, json.loads(body) if body else None, writer)
+                if writer.is_closing():
+                    return
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+        self.missing += [name for name, (folder, _) in self.adapters.items() if not Path(folder).is_dir()]
+        answers: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
+            ("GET", "/health"): lambda _body: (200, {}),
+            ("GET", "/version"): lambda _body: (200, {"version": self.version}),
+            ("GET", "/v1/models"): lambda _body: (200, {"data": self._models()}),
+        }
+        if self.loads_adapters:
+            answers["POST", "/v1/load_lora_adapter"] = self._load
+            answers["POST", "/v1/unload_lora_adapter"] = self._unload
+        if (method, path) == ("POST", "/v1/completions"):
+            await self._complete(body, writer)
+        elif (method, path) in answers:
+            await send(writer, *answers[method, path](body))
+        else:
+            await send(writer, 404, {"detail": "Not Found"})
+
+    def _models(self) -> list[dict[str, Any]]:
+        base = {"id": BASE, "root": self.root, "parent": None, "max_model_len": self.max_length}
+        return [base, *({"id": n, "root": f, "parent": BASE} for n, (f, _) in self.adapters.items())]
+
+    def _load(self, body: Any) -> tuple[int, Any]:
+        name, folder = body["lora_name"], body["lora_path"]
+        if not name or not folder:
+            return _error(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            return _error(404, f"Loading lora {name} failed: No adapter found for {folder}")
+        rank = json.loads((Path(folder) / "adapter_config.json").read_text())["r"]
+        if rank > self.max_rank:
+            return _error(500, f"LoRA rank {rank} is greater than max_lora_rank {self.max_rank}.")
+        model = PeftModel.from_pretrained(copy.deepcopy(self.base), folder)
+        self.adapters[name] = folder, model.eval()
+        self.events.append(("load", name))
+        return 200, "Success"
+
+    def _unload(self, body: Any) -> tuple[int, Any]:
+        if body["lora_name"] not in self.adapters:
+            return _error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+        del self.adapters[body["lora_name"]]
+        self.events.append(("unload", body["lora_name"]))
+        return 200, "Success"
+
+    async def _complete(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        name = body["model"]
+        if name != BASE and name not in self.adapters:
+            await send(writer, 404, {"error": {"message": f"The model `{name}` does not exist."}})
+            return
+        if max(body["prompt"]) >= self.base.config.vocab_size:
+            await send(writer, *_error(400, f"Token id {max(body['prompt'])} is out of vocabulary"))
+            return
+        self.bodies.append(body)
+        if name != BASE and self.dies_after is not None:
+            self.dies_after -= 1
+            if self.dies_after < 0:
+                await self._die_and_rise()
+                return
+        question = json.dumps(body, sort_keys=True)
+        self.asked[question] += 1
+        fails = self.fault and self.faulty and draw(self.fault, question, self.asked[question]) < self.rate
+        self.num_faults += bool(fails)
+        if fails and self.fault not in WRONG:
+            await FAULTY[self.fault](self, writer, body)
+            return
+        ids, logprobs = self._sampled(body)
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": ids,
+            "prompt_token_ids": body["prompt"],
+            "logprobs": {"token_logprobs": logprobs},
+        }
+        answer = {"id": "x", "object": "text_completion", "model": name, "choices": [choice]}
+        if fails:
+            WRONG[self.fault](answer, body)
+        await send(writer, 200, answer)
+
+    @torch.no_grad()
+    def _sampled(self, body: Any) -> tuple[list[int], list[float]]:
+        model = self.base if body["model"] == BASE else self.adapters[body["model"]][1]
+        generator = torch.Generator().manual_seed(body["seed"])
+        ids: list[int] = []
+        logprobs: list[float] = []
+        while len(ids) < body["max_tokens"] and (not ids or ids[-1] not in body["stop_token_ids"]):
+            logits = model(input_ids=torch.tensor([body["prompt"] + ids])).logits[0, -1].float()
+            token, logprob = self._drawn(logits, body["temperature"], generator)
+            ids.append(token)
+            logprobs.append(logprob)
+        return ids, logprobs
+
+    def _drawn(self, logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[int, float]:
+        processed = (logits / (temperature or 1.0)).log_softmax(-1)
+        token = int(torch.multinomial(processed.exp(), 1, generator=generator) if temperature else logits.argmax())
+        return token, float((logits.log_softmax(-1) if self.raw else processed)[token])
+
+
+def _error(status: int, message: str) -> tuple[int, Any]:
+    return status, {"error": {"message": message, "code": status}}
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something holds; AssertionError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.02)

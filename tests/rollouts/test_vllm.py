@@ -1,0 +1,570 @@
+"""VLLMBackend against a fake server with a real model: what it publishes, asks, checks, and survives."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts import LocalBackend, RolloutBackend, SamplingParams
+from onetrunk.rollouts.adapters import ADAPTER_FILE, check_servable
+from onetrunk.rollouts.pool import ServerPolicy
+from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.utils.files import load_tensors
+from onetrunk.utils.locks import WriterLock
+from tests.ppo.support import base_model, lora, sft_model
+from tests.rollouts.small import PROMPTS
+from tests.rollouts.stub_vllm import BROKEN, FAULTS, SLOW, WRONG, StubVLLM, wait_until
+
+ROOT = Path(__file__).parents[2]
+PARAMS = SamplingParams(max_completion_length=5, temperature=0.8, stop_token_ids=tuple(range(8, 14)))
+KEYS = [(3, 1, row) for row in range(len(PROMPTS))]
+# Deadlines that only a server that hangs can miss, on a busy machine too; short waits otherwise.
+PATIENT = {"timeout_s": 120.0, "first_timeout_s": 120.0, "control_timeout_s": 120.0, "wait_s": 120.0, "probe_s": 0.02}
+
+
+def shaken(model, seed=0):
+    """Give the policy's adapter other weights; return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.default" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def policy(seed=0):
+    """Return the same model at every call; only the policy's update depends on the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return shaken(TrunkModel(base_model(), lora()), seed)
+
+
+MADE = []
+
+
+def backend_of(servers, folder, *, settings=None, **options):
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    MADE.append(VLLMBackend(urls, folder, policy=ServerPolicy(**PATIENT | (settings or {})), **options))
+    return MADE[-1]
+
+
+@pytest.fixture
+def stub():
+    with StubVLLM(base_model()) as server:
+        yield server
+        while MADE:
+            MADE.pop().close()
+
+
+def logprobs_of(model, rollout, temperature):
+    """Return the logprobs of a rollout's tokens by our own forward, adapters as they are."""
+    rows = []
+    for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        rows.append((logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    return rows
+
+
+def assert_sampled_from(model, rollout, temperature=PARAMS.temperature):
+    for ours, theirs in zip(logprobs_of(model, rollout, temperature), rollout.sampler_logprobs, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+
+
+def assert_equal(rollout, other):
+    assert rollout.completion_ids == other.completion_ids and rollout.stopped == other.stopped
+    assert all(map(torch.equal, rollout.sampler_logprobs, other.sampler_logprobs))
+
+
+# --- sampling ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_is_sampled_from_the_published_policy_and_its_keys_decide_the_rows(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    assert isinstance(backend, RolloutBackend)
+    backend.sync(model, 7)
+    rollout = backend.generate(PROMPTS, PARAMS, KEYS)
+    assert rollout.policy_version == 7 and list(rollout.prompt_ids) == PROMPTS
+    assert_sampled_from(model, rollout)
+    assert rollout.stopped == [ids[-1] in PARAMS.stop_token_ids for ids in rollout.completion_ids]
+    # The order of the rows does not matter, and another key gives another completion.
+    turned = backend.generate(PROMPTS[::-1], PARAMS, KEYS[::-1])
+    assert list(turned.completion_ids)[::-1] == list(rollout.completion_ids)
+    other = backend.generate(PROMPTS, PARAMS, [(4, 1, row) for row in range(len(PROMPTS))])
+    assert other.completion_ids != rollout.completion_ids
+    # Everything that a generation_config.json of the server could change is sent.
+    sent = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "temperature": 0.8}
+    assert all(body.items() >= sent.items() for body in stub.bodies if body["model"] != "base")
+
+
+def test_greedy_decoding_is_that_of_the_local_backend(stub, tmp_path):
+    model, backend, greedy = policy(), backend_of([stub], tmp_path), SamplingParams(6, 0.0, (9, 10))
+    backend.sync(model, 0)
+    rollout, local = backend.generate(PROMPTS, greedy, KEYS), LocalBackend(model).generate(PROMPTS, greedy, KEYS)
+    assert rollout.completion_ids == local.completion_ids and rollout.stopped == local.stopped
+    for theirs, ours in zip(rollout.sampler_logprobs, local.sampler_logprobs, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+
+
+def test_rows_go_to_the_least_loaded_server(stub, tmp_path):
+    with StubVLLM(base_model()) as second:
+        backend = backend_of([stub, second], tmp_path)
+        backend.sync(policy(), 0)
+        rollout = backend.generate(PROMPTS * 4, PARAMS, [(0, 0, row) for row in range(20)])
+        assert_sampled_from(policy(), rollout)
+        shares = [sum(body["model"] != "base" for body in server.bodies) for server in (stub, second)]
+    assert sum(shares) == 20 and min(shares) >= 5
+
+
+def test_progress_is_told_and_poll_can_end_a_rollout(stub, tmp_path):
+    class Enough(Exception):
+        pass
+
+    told = []
+    backend = backend_of([stub], tmp_path, progress=lambda *done: told.append(done))
+    backend.sync(policy(), 0)
+    rollout = backend.generate(PROMPTS, PARAMS, KEYS)
+    assert [done for done, _, _ in told] == [1, 2, 3, 4, 5] and told[-1][2] == sum(map(len, rollout.completion_ids))
+
+    def poll():
+        raise Enough
+
+    backend.poll, stub.fault = poll, "hang"
+    with pytest.raises(Enough):
+        backend.generate(PROMPTS, PARAMS, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keys", "message"),
+    [
+        ([[5], []], KEYS[:2], "a prompt has no tokens"),
+        ([[5], [6]], KEYS[:1], "2 prompts and 1 different keys"),
+        ([[5], [6]], [KEYS[0]] * 2, "2 prompts and 1 different keys"),
+        ([[5] * 124], KEYS[:1], "128 positions, and a prompt with its completion may have 129 tokens"),
+    ],
+)
+def test_rows_that_cannot_be_sampled_are_named(stub, tmp_path, prompts, keys, message):
+    backend = backend_of([stub], tmp_path)
+    backend.sync(policy(), 0)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        backend.generate(prompts, PARAMS, keys)
+
+
+# --- publishing --------------------------------------------------------------------------------------------------
+
+
+def folders(tmp_path):
+    return sorted(path.name for path in tmp_path.glob("*/*-policy-v*"))
+
+
+def test_each_version_has_a_new_name_and_files_outlive_their_adapter_by_one_sync(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    for version in range(4):
+        backend.sync(shaken(model, version), version)
+        assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    events = [(kind, name.split("-", 2)[2]) for kind, name in stub.events]
+    assert events == [
+        ("load", "1-trial-v0"),
+        ("unload", "1-trial-v0"),
+        ("load", "2-policy-v0"),
+        ("load", "3-policy-v1"),
+        ("load", "4-policy-v2"),
+        ("unload", "2-policy-v0"),
+        ("load", "5-policy-v3"),
+        ("unload", "3-policy-v1"),
+    ]
+    # v0 was unloaded a sync ago and is gone; v1 was unloaded by this one.
+    assert folders(tmp_path) == ["3-policy-v1", "4-policy-v2", "5-policy-v3"]
+    assert not stub.missing
+    written = backend.last_sync["bytes"]
+    assert written == sum(p.numel() * 4 for n, p in model.named_parameters() if ".default." in n and "lora_" in n)
+    backend.close()
+    assert not stub.adapters and not any(tmp_path.iterdir()) and not stub.missing
+
+
+def test_another_process_uses_other_names_for_the_same_version(stub, tmp_path):
+    first, second = backend_of([stub], tmp_path), backend_of([stub], tmp_path)
+    first.sync(policy(), 5)
+    first.close()
+    second.sync(policy(1), 5)
+    names = [name for kind, name in stub.events if kind == "load"]
+    assert len(names) == len(set(names)) == 4
+    assert_sampled_from(policy(1), second.generate(PROMPTS, PARAMS, KEYS))
+
+
+def test_the_same_version_is_published_once_unless_its_weights_differ(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    backend.sync(model, 2)
+    num_events = len(stub.events)
+    backend.sync(model, 2)
+    assert len(stub.events) == num_events
+    backend.sync(shaken(model, 1), 2)
+    assert len([event for event in stub.events[num_events:] if event[0] == "load"]) == 1
+    assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    assert len(stub.adapters) == 1
+
+
+def test_a_second_training_begins_again_at_version_0(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    for number, version in enumerate((7, 8, 0, 1)):
+        backend.sync(shaken(model, number), version)
+    assert [name.rsplit("-", 1)[1] for name in stub.adapters] == ["v0", "v1"]
+    assert_sampled_from(policy(2), backend.generate_as("policy", 0, PROMPTS, PARAMS, KEYS))
+
+
+def test_an_older_version_is_sampled_while_a_newer_one_is_published(stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path, keep_versions=3)
+    for version in range(4):
+        backend.sync(shaken(model, version), version)
+    for version in (1, 2, 3):
+        rollout = backend.generate_as("policy", version, PROMPTS, PARAMS, KEYS)
+        assert rollout.policy_version == version
+        assert_sampled_from(policy(version), rollout)
+    for version in (0, 4):
+        with pytest.raises(RuntimeError, match=rf"version {version} of the policy is not on .* have \[1, 2, 3\]"):
+            backend.generate_as("policy", version, PROMPTS, PARAMS, KEYS)
+    with pytest.raises(ValueError, match="role 'value' is neither"):
+        backend.generate_as("value", 3, PROMPTS, PARAMS, KEYS)
+
+
+@pytest.mark.parametrize("continues", [False, True], ids=["the base", "the adapter that it started from"])
+def test_the_reference_is(continues, stub, tmp_path):
+    model = TrunkModel.from_adapter(sft_model()) if continues else TrunkModel(base_model(), lora())
+    backend = backend_of([stub], tmp_path)
+    backend.sync(shaken(model, 5), 3)
+    of_policy = backend.generate(PROMPTS, PARAMS, KEYS)
+    reference = backend.generate_as("reference", 0, PROMPTS, PARAMS, KEYS)
+    with model.as_role("reference"):
+        assert_sampled_from(model, reference)
+        # An evaluation of the model before training syncs in this role: it must not sample from the policy.
+        backend.sync(model, 0)
+        assert_equal(backend.generate(PROMPTS, PARAMS, KEYS), reference)
+    backend.sync(model, 3)
+    assert_equal(backend.generate(PROMPTS, PARAMS, KEYS), of_policy)
+    assert of_policy.completion_ids != reference.completion_ids
+    assert sum(name.endswith("reference-v0") for _, name in stub.events) == continues
+
+
+def test_a_model_without_adapters_samples_from_the_base(stub, tmp_path):
+    backend = backend_of([stub], tmp_path)
+    backend.sync(base_model(), 0)
+    assert_sampled_from(base_model(), backend.generate(PROMPTS, PARAMS, KEYS))
+    assert not stub.events
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_number"), [("float32", 4), ("bfloat16", 2), ("auto", 4)])
+def test_adapters_are_written_in_the_servers_dtype_and_nothing_else_travels(stub, tmp_path, dtype, bytes_per_number):
+    model, backend = policy(), backend_of([stub], tmp_path, adapter_dtype=dtype)
+    backend.sync(model, 0)
+    (folder,) = tmp_path.glob("*/2-policy-v0")
+    tensors = load_tensors(folder / ADAPTER_FILE)
+    assert {path.name for path in folder.iterdir()} == {ADAPTER_FILE, "adapter_config.json"}
+    assert all(".lora_" in name and tensor.itemsize == bytes_per_number for name, tensor in tensors.items())
+    assert backend.last_sync["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+# --- faults ------------------------------------------------------------------------------------------------------
+
+
+def short(fault):
+    """Deadlines of completions: short where only they end a call."""
+    return {"timeout_s": 1.5, "first_timeout_s": 1.5, "max_calls": 40} if fault in SLOW else {"max_calls": 40}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(7)
+def test_a_fault_costs_calls_and_changes_no_sample(fault, stub, tmp_path):
+    model, backend = policy(), backend_of([stub], tmp_path, settings=short(fault))
+    backend.sync(model, 1)
+    # No stop tokens: a completion that is cut is shorter than the limit, whatever it is.
+    params, keys = SamplingParams(4, 1.0), [(0, 0, row) for row in range(15)]
+    well = backend.generate(PROMPTS * 3, params, keys)
+    stub.fault, stub.rate = fault, 0.3 if fault in SLOW else 0.5
+    hurt = backend.generate(PROMPTS * 3, params, keys)
+    assert stub.num_faults >= 3
+    assert_equal(hurt, well)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("other_model", r"an answer of the model 'onetrunk-.*-policy-v19' where 'onetrunk-.*-policy-v1' was asked"),
+        ("other_prompt", "an answer to another prompt"),
+        ("cut", "a completion that was cut off after 3 of 4 tokens"),
+        ("goes_on", "a completion of 5 tokens that goes on after its end"),
+        ("too_few_logprobs", "3 logprobs for 4 tokens"),
+        ("not_finite", "logprobs that are not finite"),
+        ("500", "HTTP 500: CUDA error"),
+        ("truncated_json", "a body that is not whole JSON"),
+    ],
+)
+def test_a_fault_that_stays_ends_the_rollout_with_its_reason(fault, reason, stub, tmp_path):
+    backend = backend_of([stub], tmp_path, settings={"max_calls": 3})
+    backend.sync(policy(), 1)
+    stub.fault = fault
+    with pytest.raises(RuntimeError, match=rf"vLLM server {stub.url} gives row \d no completion, 3 times: {reason}"):
+        backend.generate(PROMPTS, SamplingParams(4, 1.0), KEYS)
+    assert set(WRONG) | set(BROKEN) | set(SLOW) == set(FAULTS)
+
+
+def test_a_server_that_hangs_is_given_up_after_its_deadlines(stub, tmp_path):
+    settings = {"timeout_s": 0.5, "first_timeout_s": 0.5, "max_calls": 2}
+    backend = backend_of([stub], tmp_path)
+    backend.sync(policy(), 1)
+    backend = backend_of([stub], tmp_path / "other", settings=settings)
+    stub.adapters.clear()
+    backend._is_checked = backend._is_proved = True
+    backend._read_bases()
+    backend.sync(policy(), 1)
+    stub.fault = "hang"
+    with pytest.raises(RuntimeError, match="2 times: no answer within 0.5 s"):
+        backend.generate(PROMPTS, PARAMS, KEYS)
+
+
+def test_a_server_that_is_killed_in_mid_batch_gets_its_adapter_again_and_the_missing_rows(stub, tmp_path, caplog):
+    model, backend = policy(), backend_of([stub], tmp_path)
+    backend.sync(model, 1)
+    well = backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)])
+    stub.dies_after, before = 6, len(stub.bodies)
+    with caplog.at_level(logging.WARNING):
+        hurt = backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)])
+    assert stub.num_deaths == 1 and list(stub.adapters) == [stub.events[-1][1]] and stub.events[-1][0] == "load"
+    assert len(stub.bodies) - before < 30
+    assert_equal(hurt, well)
+    assert "is up again" in caplog.text
+    # The next version is published as usual.
+    backend.sync(shaken(model, 2), 2)
+    assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+
+
+def test_a_server_that_stays_down_leaves_its_rows_to_the_others_and_returns_with_the_next_version(stub, tmp_path):
+    model = policy()
+    with StubVLLM(base_model()) as second:
+        backend = backend_of([stub, second], tmp_path)
+        backend.sync(model, 1)
+        well = backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)])
+        second.dies_after, second.down_s = 2, None
+        assert_equal(backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)]), well)
+        assert second.num_deaths == 1
+        for version in (2, 3, 4):  # While it is down, versions are published and unloaded on the other.
+            backend.sync(shaken(model, version), version)
+        # Its files stay: nobody knows whether it has let go of them.
+        assert folders(tmp_path)[0] == "2-policy-v1"
+        second.restart()
+        backend.sync(shaken(model, 5), 5)
+        second.bodies.clear()
+        rollout = backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)])
+        assert second.bodies and set(second.adapters) == {name for name in second.adapters if name.endswith("v5")}
+        assert_sampled_from(model, rollout)
+        backend.sync(shaken(model, 6), 6)
+        assert folders(tmp_path)[0] == "6-policy-v5" or not any(f.endswith("v1") for f in folders(tmp_path))
+
+
+def test_a_server_that_does_not_return_ends_the_rollout_and_the_next_sync(stub, tmp_path):
+    backend = backend_of([stub], tmp_path, settings={"wait_s": 0.5})
+    backend.sync(policy(), 1)
+    stub.dies_after, stub.down_s = 2, None
+    with pytest.raises(RuntimeError, match=rf"{stub.url}: not ready after 0 s.*onetrunk serve MODEL"):
+        backend.generate(PROMPTS, PARAMS, KEYS)
+    with pytest.raises(RuntimeError, match="not ready after 0 s"):
+        backend.sync(policy(), 2)
+
+
+def test_a_server_that_returns_with_another_model_is_not_sampled_from(stub, tmp_path):
+    backend = backend_of([stub], tmp_path)
+    backend.sync(policy(), 1)
+    stub.kill()
+    stub.root = "/models/another"
+    stub.restart()
+    with pytest.raises(RuntimeError, match="restarted with another model: 'base' from /models/another"):
+        backend.generate(PROMPTS, PARAMS, KEYS)
+
+
+# --- checks before training --------------------------------------------------------------------------------------
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(tmp_path):
+    backend = backend_of([f"http://127.0.0.1:{free_port()}"], tmp_path, settings={"wait_s": 0.3})
+    with pytest.raises(RuntimeError, match=r"vLLM server http://127.0.0.1:\d+: not ready .*onetrunk serve MODEL"):
+        backend.check()
+
+
+def test_the_check_waits_for_a_server_that_is_starting(stub, tmp_path, caplog):
+    stub.kill()
+    backend = backend_of([stub], tmp_path)
+    stub._loop.call_soon_threadsafe(lambda: stub._loop.call_later(0.3, lambda: stub._loop.create_task(stub._listen())))
+    backend.check()
+    assert "waiting up to 120 s for the vLLM server" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"version": "0.9.2"}, "its version 0.9.2 is too old; install vLLM 0.11 or later"),
+        ({"loads_adapters": False}, "start it with --enable-lora and .* VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        ({"raw": True}, "logprobs before temperature .* start it with --logprobs-mode processed_logprobs"),
+        ({"max_rank": 2}, "LoRA rank 4 is greater than max_lora_rank 2.; start it with --max-lora-rank 4 or more"),
+    ],
+)
+def test_a_server_with_other_settings_is_rejected(settings, message, tmp_path):
+    with StubVLLM(base_model(), **settings) as server:
+        with pytest.raises(RuntimeError, match=rf"vLLM server {server.url}.*{message}"):
+            backend_of([server], tmp_path).check_policy(policy())
+
+
+def test_a_server_of_another_kind_is_rejected(tmp_path):
+    from tests.judges.stub_server import StubServer
+
+    with StubServer(routes={"/health": lambda _body: (200, {})}) as server:
+        with pytest.raises(RuntimeError, match="no vLLM answers there"):
+            backend_of([server.root], tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (lambda: base_model(seed=1), r"serves another base model: its logprobs of 64 tokens differ .* /models/base"),
+        (lambda: base_model(vocab_size=40), "serves another base model: it does not know every token"),
+        (lambda: base_model(vocab_size=256), r"serves another base model: it sampled the token \d+, and the policy"),
+    ],
+)
+def test_another_base_on_the_server_is_noticed(base, message, tmp_path):
+    with StubVLLM(base()) as server, pytest.raises(RuntimeError, match=message):
+        backend_of([server], tmp_path).check_policy(policy())
+
+
+def test_too_few_positions_are_noticed(stub, tmp_path):
+    with pytest.raises(RuntimeError, match="has 128 positions.* 129 tokens; start it with --max-model-len 129"):
+        backend_of([stub], tmp_path).check_policy(policy(), longest_row=129)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "is DoRA"),
+        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save \['lm_head'\]"),
+        ({"bias": "lora_only"}, "has a bias"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "adapts lm_head"),
+        ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
+    ],
+)
+def test_an_adapter_that_no_server_can_serve_is_rejected(options, message):
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **options})
+    with pytest.raises(ValueError, match=f"the adapter {message}.*; train a plain LoRA adapter, or sample in this"):
+        check_servable(config)
+
+
+def test_dora_is_rejected_before_anything_is_published(stub, tmp_path):
+    config = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
+    with pytest.raises(ValueError, match="the adapter 'default' is DoRA"):
+        backend_of([stub], tmp_path).sync(get_peft_model(base_model(), config), 0)
+    assert not stub.events
+
+
+def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
+    stub._load = lambda body: (
+        (400, {"error": "both"})
+        if not body["lora_name"]
+        else (404, {"error": {"message": f"Loading lora failed: No adapter found for {body['lora_path']}"}})
+    )
+    with pytest.raises(RuntimeError, match=f"must be able to read {tmp_path}/.*-trial-v0: put the folder where both"):
+        backend_of([stub], tmp_path).sync(policy(), 0)
+
+
+def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned_up(stub, tmp_path):
+    first = backend_of([stub], tmp_path / "first")
+    first.sync(policy(), 0)
+    with pytest.raises(RuntimeError, match=rf"is in use: .* process {os.getpid()} on .*; start a server of its own"):
+        backend_of([stub], tmp_path / "second").check()
+    # As if its process had been killed: the lock is released, the adapters and files stay.
+    first._files._lock.release()
+    left = set(stub.adapters)
+    same_run = backend_of([stub], tmp_path / "first")
+    same_run.sync(policy(), 0)
+    same_run.sync(policy(1), 1)
+    assert not left & set(stub.adapters) and not stub.missing
+    assert [path.name for path in (tmp_path / "first").iterdir() if path.is_dir()] == [same_run._files.nonce]
+
+
+def test_the_files_of_another_folder_are_never_deleted(stub, tmp_path):
+    first = backend_of([stub], tmp_path / "first")
+    first.sync(policy(), 0)
+    first._files._lock.release()
+    kept = set((tmp_path / "first").rglob("*"))
+    second = backend_of([stub], tmp_path / "second")
+    for version in range(3):
+        second.sync(policy(version), version)
+    assert set((tmp_path / "first").rglob("*")) == kept
+
+
+def test_an_adapter_of_someone_else_is_left_alone(stub, tmp_path):
+    model = policy()
+    model.save_pretrained(tmp_path / "mine")
+    stub._load({"lora_name": "mine", "lora_path": str(tmp_path / "mine")})
+    backend = backend_of([stub], tmp_path / "run")
+    backend.sync(model, 0)
+    backend.close()
+    assert list(stub.adapters) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"server_urls": []}, "server_urls is empty"),
+        ({"server_urls": "ftp://127.0.0.1"}, "the address of a vLLM server is 'ftp://127.0.0.1'"),
+        ({"server_urls": ["http://127.0.0.1:1", "http://127.0.0.1:1/v1"]}, "names a server twice"),
+        ({"adapter_dtype": "int8"}, "adapter_dtype is 'int8'; expected auto, float32"),
+        ({"keep_versions": 1}, "keep_versions is 1; set it to 2 or more"),
+    ],
+)
+def test_settings_that_cannot_work_are_rejected(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        VLLMBackend(**{"server_urls": "http://127.0.0.1:1", "folder": tmp_path, **options})
+
+
+@pytest.mark.parametrize(("name", "value"), [("timeout_s", 0.0), ("wait_s", float("inf")), ("max_calls", 0)])
+def test_deadlines_out_of_range_are_rejected(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        ServerPolicy(**{name: value})
+
+
+def test_nothing_is_sampled_before_the_first_sync(stub, tmp_path):
+    with pytest.raises(RuntimeError, match="nothing is published yet"):
+        backend_of([stub], tmp_path).generate(PROMPTS, PARAMS, KEYS)
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_process
+def test_with_two_processes_the_first_publishes_and_both_sample(stub, tmp_path):
+    script = Path(__file__).with_name("two_process_vllm.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--standalone", str(script), stub.url, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("sampled from version 2") == 2
+    assert [name.split("-", 2)[2] for kind, name in stub.events if kind == "load"] == [
+        "1-trial-v0",
+        "2-policy-v0",
+        "3-policy-v1",
+        "4-policy-v2",
+    ]
+    assert "the other process failed as well" in done.stdout
+    wait_until(lambda: not stub.adapters)
+    assert not stub.missing and not WriterLock(tmp_path / "free").release()

@@ -1,0 +1,264 @@
+"""A real vLLM server on the CPU, started by `onetrunk serve` in an environment that the test makes.
+
+Several tests share one server, because a start takes half a minute.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import onetrunk
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts import LocalBackend, SamplingParams
+from onetrunk.rollouts.pool import ServerPolicy
+from onetrunk.rollouts.vllm import VLLMBackend
+from tests import learning
+from tests.learning import EOS, FIRST, FORBIDDEN_BIAS, PAD, TASK_B
+from tests.rollouts.small import PROMPTS
+from tests.rollouts.test_vllm import assert_sampled_from, shaken
+from tests.rollouts.vllm_environment import vllm_python
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+# Heads of 32 are the smallest that vLLM computes on a CPU.
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
+KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
+STOPS = tuple(range(8, 14))
+PATIENT = {"timeout_s": 300.0, "first_timeout_s": 300.0, "control_timeout_s": 300.0, "wait_s": 600.0}
+
+
+class Serving:
+    """`onetrunk serve` of a model, as a process group that can be killed as a whole."""
+
+    def __init__(self, model: Path, log: Path, *options: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        command = f"serve {model} --port {port} --device cpu --python {vllm_python()} --max_model_len 128"
+        self.words = [sys.executable, "-m", "onetrunk.cli", *command.split(), *options]
+        self.process: subprocess.Popen | None = None
+
+    def start(self, *replaced: str) -> None:
+        """Start the server; `replaced`: a word of vLLM's command, and the word in its place."""
+        words, env = self.words, {**os.environ, "PYTHONPATH": str(Path(onetrunk.__file__).parents[1])}
+        if replaced:
+            line = subprocess.run(
+                [*words, "--print"], env=env, capture_output=True, text=True, check=True, timeout=300
+            ).stdout
+            words = ["bash", "-c", f"unset PYTHONPATH; exec env {line.strip().replace(*replaced)}"]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def wait(self) -> None:
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except OSError:
+                assert self.process.poll() is None, self.log.read_text()[-3000:]
+                time.sleep(0.5)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.process.pid, number)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_model("llama", **SIZES)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(base, tmp_path_factory):
+    server = Serving(base, tmp_path_factory.mktemp("log") / "serve.log")
+    server.start()
+    server.wait()
+    yield server
+    server.kill()
+
+
+def policy(rank=4, **config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = tiny_model("llama", **SIZES)
+        lora = LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **config)
+        return shaken(TrunkModel(model, lora))
+
+
+def backend_of(serving, folder, **options):
+    settings = PATIENT | options.pop("settings", {})
+    return VLLMBackend(serving.url, folder, policy=ServerPolicy(**settings), **options)
+
+
+@pytest.mark.parametrize("config", [{}, {"use_rslora": True}], ids=["lora", "rslora"])
+def test_it_samples_each_version_with_the_logprobs_of_our_forward(serving, tmp_path, config):
+    model, backend = policy(**config), backend_of(serving, tmp_path)
+    for version in range(4):
+        backend.sync(shaken(model, version), version)
+        for temperature in (1.0, 0.7):
+            params = SamplingParams(12, temperature, STOPS)
+            rollout = backend.generate(PROMPTS, params, [(1, version, row) for row in range(len(PROMPTS))])
+            assert rollout.policy_version == version
+            assert_sampled_from(model, rollout, temperature)
+        greedy = SamplingParams(12, 0.0, STOPS)
+        rollout = backend.generate(PROMPTS, greedy, KEYS)
+        assert rollout.completion_ids == LocalBackend(model).generate(PROMPTS, greedy, KEYS).completion_ids
+    # The newest two are loaded; the files of the one that was unloaded last are still there.
+    (adapters,) = backend._listed().values()
+    assert [name.rsplit("-", 1)[1] for name in adapters] == ["v2", "v3"]
+    assert sorted(path.name.rsplit("-", 1)[1] for path in tmp_path.glob("*/*-policy-v*")) == ["v1", "v2", "v3"]
+    previous = backend.generate_as("policy", 2, PROMPTS, SamplingParams(8, 1.0), KEYS)
+    assert_sampled_from(shaken(model, 2), previous, 1.0)
+    reference = backend.generate_as("reference", 3, PROMPTS, SamplingParams(8, 1.0), KEYS)
+    with model.as_role("reference"):
+        assert_sampled_from(model, reference, 1.0)
+    backend.close()
+    fresh = backend_of(serving, tmp_path)
+    fresh.check()
+    assert fresh._listed() == {fresh.pool.servers[0]: {}}
+    fresh.close()
+
+
+def test_a_server_that_is_killed_in_mid_batch_is_waited_for_and_answers_the_missing_rows(serving, tmp_path):
+    model, params = policy(), SamplingParams(24, 1.0)
+    prompts, keys = PROMPTS * 6, [(0, 0, row) for row in range(6 * len(PROMPTS))]
+    third_row = threading.Event()
+    done = []
+
+    def progress(rows, total, _tokens):
+        done.append((rows, total))
+        if rows == 3:
+            third_row.set()
+
+    def kill_and_restart():
+        third_row.wait()
+        serving.kill()
+        serving.start()
+
+    backend = backend_of(serving, tmp_path, settings={"max_concurrency": 2}, progress=progress)
+    backend.sync(model, 1)
+    restarts = threading.Thread(target=kill_and_restart)
+    restarts.start()
+    rollout = backend.generate(prompts, params, keys)
+    restarts.join()
+    assert done[-1] == (30, 30) and done[2] == (3, 30)
+    assert_sampled_from(model, rollout, 1.0)
+    # The same keys on the restarted server: the seeds travel with the requests.
+    backend.pool.poll, backend.progress = None, None
+    again = backend.generate(prompts, params, keys)
+    assert again.completion_ids == rollout.completion_ids
+    backend.sync(shaken(model, 2), 2)
+    assert_sampled_from(model, backend.generate(PROMPTS, params, KEYS), 1.0)
+    backend.close()
+
+
+def test_what_it_cannot_serve_is_said_before_training(serving, tmp_path):
+    with pytest.raises(RuntimeError, match="LoRA rank 32 is greater than max_lora_rank 16.*--max-lora-rank 32"):
+        backend_of(serving, tmp_path / "rank").check_policy(policy(rank=32))
+    with pytest.raises(ValueError, match="is DoRA"):
+        backend_of(serving, tmp_path / "dora").check_policy(policy(use_dora=True))
+    other = TrunkModel(tiny_model("llama", seed=1, **SIZES), LoraConfig(r=4, target_modules="all-linear"))
+    with pytest.raises(RuntimeError, match="serves another base model: its logprobs of 64 tokens differ"):
+        backend_of(serving, tmp_path / "base").check_policy(other)
+    with pytest.raises(RuntimeError, match="start it with --max-model-len 200"):
+        backend_of(serving, tmp_path / "length").check_policy(policy(), longest_row=200)
+    first = backend_of(serving, tmp_path / "first")
+    first.sync(policy(), 0)
+    with pytest.raises(RuntimeError, match="is in use: .* start a server of its own"):
+        backend_of(serving, tmp_path / "second").check()
+    first.close()
+    # None of this has harmed the server.
+    model, backend = policy(), backend_of(serving, tmp_path / "last")
+    backend.sync(model, 0)
+    assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(8, 1.0), KEYS), 1.0)
+    backend.close()
+
+
+def test_a_server_with_raw_logprobs_is_noticed_and_a_signal_ends_it(base, tmp_path):
+    server = Serving(base, tmp_path / "serve.log")
+    server.start("processed_logprobs", "raw_logprobs")
+    try:
+        server.wait()
+        with pytest.raises(RuntimeError, match="start it with --logprobs-mode processed_logprobs"):
+            backend_of(server, tmp_path).check_policy(policy())
+    finally:
+        server.kill()
+
+
+def served_task_model(seed):
+    """Return a model of task B that vLLM can serve: the bias of its head is a constant feature instead.
+
+    Feature 0 is the same large number at every position, and only the head's rows of PAD and EOS read it.
+    """
+    config = Qwen2Config(
+        vocab_size=TASK_B.vocab_size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).eval()
+        with torch.no_grad():
+            model.model.embed_tokens.weight.normal_(std=0.5)
+            model.model.embed_tokens.weight[:, 0] = 3.0
+            nn.init.normal_(model.lm_head.weight, std=learning.HEAD_STD)
+            model.lm_head.weight[:, 0] = 0.0
+            # About 4 after the norm.
+            model.lm_head.weight[[PAD, EOS]] = 0.0
+            model.lm_head.weight[[PAD, EOS], 0] = FORBIDDEN_BIAS / 4
+    return model
+
+
+def test_ppo_with_a_server_learns_as_with_the_local_sampler(tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "reference_model", lambda task, seed: served_task_model(seed))
+    model = tmp_path / "model"
+    served_task_model(0).save_pretrained(model)
+    learning.task_tokenizer(TASK_B).save_pretrained(model)
+    best = learning.task_optimum(TASK_B, 0)
+    settings = {"num_rollouts": 30}
+    local = learning.learn(learning.make_trainer(TASK_B, 0, tmp_path / "local", **settings))
+    server = Serving(model, tmp_path / "serve.log")
+    server.words[server.words.index("128")] = "16"
+    server.start()
+    try:
+        backend = backend_of(server, tmp_path / "adapters")
+        trainer = learning.make_trainer(TASK_B, 0, tmp_path / "served", rollout_backend=backend, **settings)
+        served = learning.learn(trainer)
+        gaps = [log["sampling/logprob_gap_max"] for log in trainer.state.log_history if "score/mean" in log]
+        backend.close()
+    finally:
+        server.kill()
+    print(
+        f"start {best.start:.3f}, J* {best.objective:.3f}: local {local.objective:.3f}, served {served.objective:.3f}"
+    )
+    assert all(min(ids) >= FIRST for ids in learning.task_prompts(TASK_B, 0).tolist())
+    # Both have come most of the way after 30 rollouts of 80; the draws differ.
+    assert local.objective > best.start + 0.6 * (best.objective - best.start)
+    assert served.objective == pytest.approx(local.objective, rel=0.08)
+    assert max(gaps) < 1e-4

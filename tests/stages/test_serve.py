@@ -1,0 +1,152 @@
+"""`onetrunk serve`: the command line of vLLM, printed or run, and what is rejected."""
+
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from onetrunk import cli
+from onetrunk.stages.serve import RANKS
+from tests.ppo.support import base_model, sft_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base model")
+    base_model().save_pretrained(folder)
+    return folder
+
+
+def printed(capsys, *words):
+    """Return (environment, arguments) of the printed command."""
+    assert cli.main(["serve", *map(str, words), "--print"]) == 0
+    line = shlex.split(capsys.readouterr().out)
+    start = next(i for i, word in enumerate(line) if "=" not in word)
+    return dict(word.split("=", 1) for word in line[:start]), line[start:]
+
+
+def test_the_printed_command_is_the_one_that_vllm_needs(model, capsys):
+    environment, line = printed(capsys, model, "--port", 8123, "--device", "cuda", "--max_model_len", 512)
+    assert environment == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+    assert line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    expected = f"""--model '{model}' --host 127.0.0.1 --port 8123 --dtype float32 --enable-lora --max-lora-rank 16
+        --max-loras 2 --max-cpu-loras 4 --logprobs-mode processed_logprobs --generation-config vllm --max-model-len 512
+        --tensor-parallel-size 1 --gpu-memory-utilization 0.9"""
+    assert line[3:] == shlex.split(expected)
+
+
+def test_on_a_cpu_it_neither_compiles_nor_names_gpus(model, capsys):
+    environment, line = printed(capsys, model, "--device", "cpu")
+    assert environment["TORCH_COMPILE_DISABLE"] == "1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert line[-1] == "--enforce-eager" and not any("gpu" in word or "tensor" in word for word in line)
+    # Without a GPU that is what auto means.
+    if not torch.cuda.is_available():
+        assert printed(capsys, model) == (environment, line)
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (16, 16), (17, 32), (129, 256), (512, 512)])
+def test_a_rank_is_rounded_up_to_one_that_vllm_knows(model, capsys, rank, served):
+    _, line = printed(capsys, model, "--max_lora_rank", rank)
+    assert line[line.index("--max-lora-rank") + 1] == str(served) and served in RANKS
+
+
+def test_float32_weights_stay_float32_and_a_dtype_can_be_chosen(model, tmp_path, capsys):
+    base_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    dtypes = []
+    for words in ([model], [tmp_path], [model, "--dtype", "bfloat16"]):
+        _, line = printed(capsys, *words)
+        dtypes.append(line[line.index("--dtype") + 1])
+    assert dtypes == ["float32", "bfloat16", "bfloat16"]
+
+
+def test_for_an_adapter_its_base_is_served(model, tmp_path, capsys):
+    adapter = sft_model()
+    adapter.peft_config["default"].base_model_name_or_path = str(model)
+    adapter.save_pretrained(tmp_path)
+    _, line = printed(capsys, "--model", tmp_path)
+    assert line[line.index("--model") + 1] == str(model)
+
+
+def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "abc123def456ghi789")
+    assert cli.main(["serve", str(model), "--api_key_env", "SERVER_KEY", "--print"]) == 0
+    out = capsys.readouterr().out
+    assert 'VLLM_API_KEY="$SERVER_KEY"' in out and "abc123" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no model is named; write onetrunk serve MODEL --port 8000"),
+        (["m", "--model", "n"], "the model is named twice"),
+        (["m", "--port", "0"], "port is 0; set it to 1 or more"),
+        (["m", "--port", "70000"], "port is 70000; set it to 65535 or less"),
+        (["m", "--max_lora_rank", "513"], "max_lora_rank is 513, and vLLM serves ranks up to 512"),
+        (["m", "--max_loras", "0"], "max_loras is 0; set it to 1 or more"),
+        (["m", "--max_model_len", "1"], "max_model_len is 1; set it to 2 or more"),
+        (["m", "--gpu_memory_utilization", "1.5"], "gpu_memory_utilization is 1.5; set it above 0"),
+        (["m", "--dtype", "int8"], "dtype is 'int8'; expected auto"),
+        (["m", "--device", "tpu"], "device is 'tpu'; expected auto"),
+        (["m", "--prot", "1"], "prot"),
+    ],
+)
+def test_wrong_usage_is_rejected_with_exit_code_2(words, message, capsys):
+    assert cli.main(["serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_vllm_the_extra_is_named(model, capsys):
+    assert cli.main(["serve", str(model)]) == 1
+    error = capsys.readouterr().err
+    assert "pip install 'onetrunk[vllm]'" in error and "--python" in error
+    assert cli.main(["serve", str(model), "--python", "/no/such/python"]) == 1
+    assert "no such program can be run" in capsys.readouterr().err
+
+
+def fake_python(tmp_path, then):
+    """Return a program that writes its arguments and environment down, then runs a line of Python."""
+    path = tmp_path / "python"
+    path.write_text(
+        f"#!{sys.executable}\nimport json, os, pathlib, sys, time\n"
+        f"record = pathlib.Path({str(tmp_path / 'started.json')!r})\n"
+        "record.with_suffix('.part').write_text(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+        f"os.rename(record.with_suffix('.part'), record)\n{then}\n"
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_server_is_started_with_that_command_and_its_failure_is_told(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "abc123def456ghi789")
+    python = fake_python(tmp_path, "sys.exit(3)")
+    words = [model, "--device", "cpu", "--python", python, "--port", 8200]
+    _, line = printed(capsys, *words)
+    assert cli.main(["serve", *map(str, words), "--api_key_env", "SERVER_KEY"]) == 1
+    assert "vLLM ended with code 3" in capsys.readouterr().err
+    arguments, environment = json.loads((tmp_path / "started.json").read_text())
+    assert arguments == line[1:]
+    assert environment["VLLM_API_KEY"] == "abc123def456ghi789" and "PYTHONPATH" not in environment
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+def test_a_signal_ends_the_server_too(model, tmp_path):
+    python = fake_python(tmp_path, "print(os.getpid(), flush=True); time.sleep(600)")
+    words = [sys.executable, "-m", "onetrunk.cli", "serve", str(model), "--device", "cpu", "--python", str(python)]
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        server = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 143 and "terminated (SIGTERM)" in error
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{server}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
