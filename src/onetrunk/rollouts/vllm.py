@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -177,10 +178,7 @@ class VLLMBackend:
                 if owner is None:
                     self._retired |= {left: False for left in self._files.left_by_another(name, folder)}
                 else:
-                    raise RuntimeError(
-                        f"{server} is in use: {owner}; start a server of its own for this training (onetrunk serve"
-                        " MODEL --port ...), or wait for the other one"
-                    )
+                    raise RuntimeError(f"{server} is in use: {owner}; {_remedy(owner)}")
         self._sweep()
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
@@ -485,6 +483,12 @@ class VLLMBackend:
         if requests:
             self.pool.complete(requests, adapter, done)
         return [rows[index] for index in range(len(requests))]
+
+
+def _remedy(owner: str) -> str:
+    if f"process {os.getpid()} " in owner:
+        return "that is this process: call close() on the earlier VLLMBackend first"
+    return "start a server of its own for this training (onetrunk serve MODEL --port ...), or wait for the other one"
 
 
 async def _named(connection: Connection, call: Callable[[Connection], Awaitable[T]]) -> T:
