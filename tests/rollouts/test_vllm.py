@@ -447,6 +447,14 @@ def test_another_base_on_the_server_is_noticed(base, message, tmp_path):
         backend_of([server], tmp_path).check_policy(policy())
 
 
+def test_a_server_with_few_positions_is_checked_within_them(tmp_path):
+    with StubVLLM(base_model(), max_length=9) as server:
+        backend = backend_of([server], tmp_path)
+        backend.check_policy(policy(), longest_row=9)
+        assert {len(body["prompt"]) + body["max_tokens"] for body in server.bodies} == {9}
+        MADE.pop().close()
+
+
 def test_too_few_positions_are_noticed(stub, tmp_path):
     with pytest.raises(RuntimeError, match="has 128 positions.* 129 tokens; start it with --max-model-len 129"):
         backend_of([stub], tmp_path).check_policy(policy(), longest_row=129)
