@@ -277,7 +277,9 @@ class StubVLLM:
         generator = torch.Generator().manual_seed(body["seed"])
         ids: list[int] = []
         logprobs: list[float] = []
-        while len(ids) < body["max_tokens"] and (not ids or ids[-1] not in body["stop_token_ids"]):
+        # At its last position vLLM ends a completion without an error.
+        most = min(body["max_tokens"], self.max_length - len(body["prompt"]))
+        while len(ids) < most and (not ids or ids[-1] not in body["stop_token_ids"]):
             logits = model(input_ids=torch.tensor([body["prompt"] + ids])).logits[0, -1].float()
             token, logprob = self._drawn(logits, body["temperature"], generator)
             ids.append(token)

@@ -447,6 +447,14 @@ def test_another_base_on_the_server_is_noticed(base, message, tmp_path):
         backend_of([server], tmp_path).check_policy(policy())
 
 
+def test_a_server_with_few_positions_is_checked_within_them(tmp_path):
+    with StubVLLM(base_model(), max_length=9) as server:
+        backend = backend_of([server], tmp_path)
+        backend.check_policy(policy(), longest_row=9)
+        assert {len(body["prompt"]) + body["max_tokens"] for body in server.bodies} == {9}
+        MADE.pop().close()
+
+
 def test_too_few_positions_are_noticed(stub, tmp_path):
     with pytest.raises(RuntimeError, match="has 128 positions.* 129 tokens; start it with --max-model-len 129"):
         backend_of([stub], tmp_path).check_policy(policy(), longest_row=129)
@@ -488,8 +496,13 @@ def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
 def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned_up(stub, tmp_path):
     first = backend_of([stub], tmp_path / "first")
     first.sync(policy(), 0)
-    with pytest.raises(RuntimeError, match=rf"is in use: .* process {os.getpid()} on .*; start a server of its own"):
+    with pytest.raises(RuntimeError, match=rf"is in use: .* process {os.getpid()} on .*; that is this process: call"):
         backend_of([stub], tmp_path / "second").check()
+    url = repr(stub.url)
+    code = f"from onetrunk.rollouts import VLLMBackend; VLLMBackend({url}, {str(tmp_path / 'other')!r}).check()"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
+    assert f"process {os.getpid()} on" in done.stderr and "start a server of its own for this tra" in done.stderr
     # As if its process had been killed: the lock is released, the adapters and files stay.
     first._files._lock.release()
     left = set(stub.adapters)

@@ -182,7 +182,7 @@ def test_what_it_cannot_serve_is_said_before_training(serving, tmp_path):
         backend_of(serving, tmp_path / "length").check_policy(policy(), longest_row=200)
     first = backend_of(serving, tmp_path / "first")
     first.sync(policy(), 0)
-    with pytest.raises(RuntimeError, match="is in use: .* start a server of its own"):
+    with pytest.raises(RuntimeError, match="is in use: .*that is this process: call close"):
         backend_of(serving, tmp_path / "second").check()
     first.close()
     # None of this has harmed the server.
@@ -241,12 +241,13 @@ def test_ppo_with_a_server_learns_as_with_the_local_sampler(tmp_path, monkeypatc
     served_task_model(0).save_pretrained(model)
     learning.task_tokenizer(TASK_B).save_pretrained(model)
     best = learning.task_optimum(TASK_B, 0)
-    settings = {"num_rollouts": 30}
-    local = learning.learn(learning.make_trainer(TASK_B, 0, tmp_path / "local", **settings))
+    settings = {"num_rollouts": 25}
     server = Serving(model, tmp_path / "serve.log")
+    # Fewer positions than the check of the base would like to use.
     server.words[server.words.index("128")] = "16"
     server.start()
     try:
+        local = learning.learn(learning.make_trainer(TASK_B, 0, tmp_path / "local", **settings))
         backend = backend_of(server, tmp_path / "adapters")
         trainer = learning.make_trainer(TASK_B, 0, tmp_path / "served", rollout_backend=backend, **settings)
         served = learning.learn(trainer)
@@ -258,7 +259,7 @@ def test_ppo_with_a_server_learns_as_with_the_local_sampler(tmp_path, monkeypatc
         f"start {best.start:.3f}, J* {best.objective:.3f}: local {local.objective:.3f}, served {served.objective:.3f}"
     )
     assert all(min(ids) >= FIRST for ids in learning.task_prompts(TASK_B, 0).tolist())
-    # Both have come most of the way after 30 rollouts of 80; the draws differ.
+    # Both have come most of the way after 25 rollouts of 80; the draws differ.
     assert local.objective > best.start + 0.6 * (best.objective - best.start)
     assert served.objective == pytest.approx(local.objective, rel=0.08)
     assert max(gaps) < 1e-4

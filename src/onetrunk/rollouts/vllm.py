@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -177,10 +178,7 @@ class VLLMBackend:
                 if owner is None:
                     self._retired |= {left: False for left in self._files.left_by_another(name, folder)}
                 else:
-                    raise RuntimeError(
-                        f"{server} is in use: {owner}; start a server of its own for this training (onetrunk serve"
-                        " MODEL --port ...), or wait for the other one"
-                    )
+                    raise RuntimeError(f"{server} is in use: {owner}; {_remedy(owner)}")
         self._sweep()
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
@@ -228,11 +226,11 @@ class VLLMBackend:
     def _prove_base(self, model: nn.Module) -> None:
         """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
         vocab_size = model.config.get_text_config().vocab_size
-        prompts = [
-            [derived_seed(row, place) % vocab_size for place in range(PROBE_PROMPT_LENGTH)]
-            for row in range(PROBE_PROMPTS)
-        ]
-        params = SamplingParams(PROBE_TOKENS, PROBE_TEMPERATURE)
+        # vLLM ends a completion at its last position without an error.
+        positions = min(server.base.max_length or 2**31 for server in self.pool.servers)
+        length = min(PROBE_PROMPT_LENGTH, positions // 2)
+        prompts = [[derived_seed(row, place) % vocab_size for place in range(length)] for row in range(PROBE_PROMPTS)]
+        params = SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE)
         probes = on_first_process(lambda: [self._probe(server, prompts, params) for server in self.pool.servers])
         quantised = getattr(model.config, "quantization_config", None) is not None
         limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
@@ -244,7 +242,7 @@ class VLLMBackend:
                     f" {vocab_size}; it loaded {server.base.root}"
                 )
             theirs = torch.tensor([c.logprobs for c in completed])
-            processed, raw = (_base_logprobs(model, ids, t) for t in (PROBE_TEMPERATURE, 1.0))
+            processed, raw = (_base_logprobs(model, ids, length, t) for t in (PROBE_TEMPERATURE, 1.0))
             gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
             if raw_gap < gap and raw_gap <= limit:
                 raise RuntimeError(
@@ -487,6 +485,12 @@ class VLLMBackend:
         return [rows[index] for index in range(len(requests))]
 
 
+def _remedy(owner: str) -> str:
+    if f"process {os.getpid()} " in owner:
+        return "that is this process: call close() on the earlier VLLMBackend first"
+    return "start a server of its own for this training (onetrunk serve MODEL --port ...), or wait for the other one"
+
+
 async def _named(connection: Connection, call: Callable[[Connection], Awaitable[T]]) -> T:
     """Return the result of a call; its error names the server."""
     try:
@@ -502,12 +506,12 @@ def _require_rows(prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> No
         raise ValueError("a prompt has no tokens; give it at least one, such as the beginning-of-sequence token")
 
 
-def _base_logprobs(model: nn.Module, ids: Tensor, temperature: float) -> Tensor:
-    """Return the float32 logprobs of the tokens after the probe's prompts under the bare base, on the CPU."""
+def _base_logprobs(model: nn.Module, ids: Tensor, length: int, temperature: float) -> Tensor:
+    """Return the float32 logprobs of the tokens after prompts of `length` tokens under the bare base, on the CPU."""
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     with gathered(model), in_role(model, None), torch.no_grad():
-        logits = model(input_ids=ids.to(device), use_cache=False).logits[:, PROBE_PROMPT_LENGTH - 1 : -1]
+        logits = model(input_ids=ids.to(device), use_cache=False).logits[:, length - 1 : -1]
     model.train(was_training)
     logprobs = (logits.float() / temperature).log_softmax(-1).cpu()
-    return logprobs.gather(2, ids[:, PROBE_PROMPT_LENGTH:, None])[:, :, 0]
+    return logprobs.gather(2, ids[:, length:, None])[:, :, 0]
