@@ -13,28 +13,30 @@ from onetrunk.models.tensor_parallel import divide_frozen
 from tests.models import tensor_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.tensor_worker import CASES
+from tests.places import places
 from tests.tiny import tiny_model
 
 FLOAT32 = [case for case in CASES if case not in ("float64", "bfloat16")]
 pytestmark = pytest.mark.multi_process
 
 
-def launch(folder, world_size, layout, cases):
+def launch(folder, world_size, layout, cases, place):
     tensor_worker.prepare(folder)
-    arguments = (str(folder), world_size, layout, list(cases))
+    arguments = (str(folder), world_size, layout, list(cases), place)
     torch.multiprocessing.spawn(tensor_worker.work, args=arguments, nprocs=world_size)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("tp"), 2, Layout(1, 1, tensor=2), CASES)
+@pytest.fixture(scope="module", params=places(2))
+def two(request, tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("tp"), 2, Layout(1, 1, tensor=2), CASES, request.param)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
+@pytest.fixture(scope="module", params=places(4))
+def four(request, tmp_path_factory):
     # Four processes cannot divide two key-value heads: two groups of two.
-    return launch(tmp_path_factory.mktemp("tp2dp2"), 4, Layout(1, 2, tensor=2), ["float64", "adapter, top-2"])
+    cases = ["float64", "adapter, top-2"]
+    return launch(tmp_path_factory.mktemp("tp2dp2"), 4, Layout(1, 2, tensor=2), cases, request.param)
 
 
 def test_in_float64_a_divided_base_computes_what_a_whole_one_does(two):
