@@ -119,8 +119,10 @@ def all_parts(machine: Machine) -> list[Part]:
 
 def tests_with_a_gpu() -> list[str]:
     """Return the files of the tests that need a GPU; to collect all others would take half a minute."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    # Those of several processes take their mark from tests/places.py.
+    marked = [path for path, text in texts.items() if "pytest.mark.gpu" in text or "from tests.places import" in text]
+    return [str(path.relative_to(ROOT)) for path in marked]
 
 
 def pytest_command(*options: str) -> tuple[str, ...]:
