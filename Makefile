@@ -62,7 +62,7 @@ check: setup ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-check-gpu: setup ## on a machine with a GPU: its tests, kernels, speeds and memory, in at most 9 minutes (see CHECK_GPU_ARGS)
+check-gpu: setup ## on a machine with a GPU: test and measure what only it can show (at most 9 minutes)
 	$(QUIET_ENV) $(BIN)/python scripts/check_gpu.py $(CHECK_GPU_ARGS)
 
 bench: setup ## time the parts against their naive twins, and iterations against TRL 1.12 (an hour; see BENCH_ARGS)
