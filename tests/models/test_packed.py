@@ -2,138 +2,135 @@
 
 import pytest
 import torch
-from torch import nn
 
 from onetrunk.models.speedups import packed
-from onetrunk.models.speedups.packed import packable_layers, packed_weights
+from onetrunk.models.speedups.merged import merged_policy
+from onetrunk.models.speedups.packed import packed_weights
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend
-from tests.models.branches import a_trunk
-from tests.rollouts.small import KEYS, PROMPTS, generate, mixed_params, tiny
+from tests.models.branches import a_trunk, lora, move
+from tests.rollouts.small import KEYS, PROMPTS, mixed_params, tiny
 from tests.tiny import FAMILIES
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def packs_small_weights(monkeypatch):
     monkeypatch.setattr(packed, "LEAST_NUMBERS", 1)
 
 
-def layer(inputs=64, outputs=96, bias=True):
-    torch.manual_seed(0)
-    return nn.Linear(inputs, outputs, bias=bias)
+def packed_layers(model):
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), packed._PackedForward)]
 
 
-@needs_onednn
+def trunk_of(family="llama", **settings):
+    trunk = TrunkModel(tiny(family), lora(), **settings)
+    move(trunk)
+    return trunk
+
+
+def sample(model, monkeypatch, packs=True, **settings):
+    with monkeypatch.context() as patch:
+        if not packs:
+            patch.setattr(packed, "LEAST_NUMBERS", 10**9)
+        return LocalBackend(model).generate(PROMPTS, mixed_params(**settings), KEYS, keeps_states=True)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (3, 64), (16, 1, 64), (4, 50, 64), (64,)])
-def test_a_packed_product_is_the_usual_one(shape, bias, packs_small_weights):
-    linear, x = layer(bias=bias), torch.randn(shape)
+def test_a_packed_product_is_the_usual_one(shape, bias):
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(64, 96, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = linear(x)
-        with packed_weights(linear):
-            found = linear(x)
-            assert linear.forward.packed is not None
+        found = packed._PackedForward(linear, is_copy=False)(x)
     assert found.shape == expected.shape
     # Sums of 64 float32 products in another order.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@needs_onednn
 @pytest.mark.parametrize("family", FAMILIES)
-def test_completions_and_logprobs_are_those_of_the_usual_products(family, packs_small_weights, monkeypatch):
-    model, params = tiny(family), mixed_params()
-    layers = packable_layers(model)
-    calls = []
-    original = packed._packed_linear
-    monkeypatch.setattr(packed, "_packed_linear", lambda *args: calls.append(1) or original(*args))
-    rollout = generate(model, params)
-    # GPT-2's blocks are no linear layers; its head is one.
-    assert len(layers) == (1 if family == "gpt2" else len(layers)) and len(calls) >= len(layers)
-    monkeypatch.setattr(packed, "HOST_SHARE", 0.0)
-    assert not packable_layers(model)
-    expected = generate(model, params)
-    assert rollout.completion_ids == expected.completion_ids
-    for found, usual in zip(rollout.sampler_logprobs, expected.sampler_logprobs, strict=True):
-        torch.testing.assert_close(found, usual, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("layers", ["all", "top-2"])
+def test_completions_logprobs_and_states_are_those_of_the_usual_products(layers, family, monkeypatch):
+    trunk = trunk_of(family, adapter_layers=layers)
+    with merged_policy(trunk), packed_weights(trunk):
+        # GPT-2's blocks are no linear layers, so nothing in them is packed, and the head neither.
+        assert bool(packed_layers(trunk)) == (family != "gpt2")
+    found, usual = (sample(trunk, monkeypatch, packs) for packs in (True, False))
+    assert found.completion_ids == usual.completion_ids
+    for pair in zip(found.sampler_logprobs, usual.sampler_logprobs, strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
+    if layers == "top-2":
+        # The frozen layers are not packed: what training starts from has the same bits.
+        assert torch.equal(found.states[:, : max(map(len, PROMPTS))], usual.states[:, : max(map(len, PROMPTS))])
 
 
-@needs_onednn
-def test_the_merged_policy_is_packed_and_everything_is_restored(packs_small_weights, monkeypatch):
-    trunk, params = a_trunk(adapter_layers="top-2"), mixed_params()
+def test_the_merged_layers_and_the_head_are_packed_in_place_of_the_merged_copies_and_all_is_restored():
+    trunk = trunk_of(adapter_layers="top-2")
     before = {name: (p.data_ptr(), p.clone()) for name, p in trunk.named_parameters()}
-    rollout = LocalBackend(trunk).generate(PROMPTS, params, KEYS, keeps_states=True)
-    assert not any(isinstance(vars(m).get("forward"), packed._PackedForward) for m in trunk.modules())
+    with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
+        layers = packed_layers(trunk)
+        # Seven matrices in each of two layers.
+        assert len(layers) == 2 * 7 + 1
+        trunk(input_ids=torch.tensor([[5, 6, 7]]))
+        empty = [layer for layer in layers if layer.weight.numel() == 0]
+        assert len(empty) == 2 * 7 and all(layer.forward.packed is not None for layer in layers)
+    assert not packed_layers(trunk)
     for name, parameter in trunk.named_parameters():
         pointer, value = before[name]
         assert parameter.data_ptr() == pointer and torch.equal(parameter, value)
-    monkeypatch.setattr(packed, "HOST_SHARE", 0.0)
-    expected = LocalBackend(trunk).generate(PROMPTS, params, KEYS, keeps_states=True)
-    assert rollout.completion_ids == expected.completion_ids
-    # States at the cut are used in training: float32 sums in another order, through two layers.
-    torch.testing.assert_close(rollout.states, expected.states, rtol=1e-5, atol=1e-5)
 
 
-@needs_onednn
-def test_weights_that_changed_between_rollouts_are_packed_again(packs_small_weights):
-    model, params = tiny(), mixed_params(temperature=0)
-    first = generate(model, params)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-1.0)
-    changed = generate(model, params)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-1.0)
-    assert generate(model, params).completion_ids == first.completion_ids != changed.completion_ids
+def test_a_policy_that_has_changed_is_packed_again(monkeypatch):
+    trunk = trunk_of()
+    first = sample(trunk, monkeypatch, temperature=0)
+    move(trunk, seed=7)
+    changed = sample(trunk, monkeypatch, temperature=0)
+    assert changed.completion_ids == sample(trunk, monkeypatch, packs=False, temperature=0).completion_ids
+    move(trunk)
+    assert sample(trunk, monkeypatch, temperature=0).completion_ids == first.completion_ids != changed.completion_ids
 
 
-def test_an_exception_inside_leaves_no_packed_layer(packs_small_weights):
-    linear = layer()
-    with pytest.raises(KeyError), packed_weights(linear):
+def test_an_exception_inside_leaves_no_packed_layer():
+    trunk = a_trunk()
+    before = {name: p.clone() for name, p in trunk.named_parameters()}
+    with pytest.raises(KeyError), torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
+        trunk(input_ids=torch.tensor([[5, 6, 7]]))
         raise KeyError
-    assert "forward" not in vars(linear)
+    assert not packed_layers(trunk)
+    assert all(torch.equal(p, before[name]) for name, p in trunk.named_parameters())
 
 
-@pytest.mark.parametrize("how", ["gradients", "autocast", "half input"])
-def test_products_that_packing_does_not_compute_take_the_usual_way(how, packs_small_weights):
-    linear, x = layer(), torch.randn(3, 64)
-    if how == "half input":
-        linear, x = linear.bfloat16(), x.bfloat16()
-    is_autocast = how == "autocast"
-    with torch.set_grad_enabled(how == "gradients"), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        expected = linear(x)
-        with packed_weights(linear):
-            found = linear(x)
-    assert torch.equal(found, expected) and found.dtype == expected.dtype
-    assert found.requires_grad == (how == "gradients")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_nothing_is_packed_where_nothing_is_merged(dtype):
+    for model in (a_trunk(dtype=dtype), tiny()):
+        with torch.no_grad(), merged_policy(model), packed_weights(model):
+            assert not packed_layers(model)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.bfloat16(), lambda x: x.double(), lambda x: x.to("meta")])
-def test_other_dtypes_and_devices_are_not_packed(change, packs_small_weights):
-    assert packable_layers(change(layer())) == []
+def test_small_matrices_and_a_large_head_are_not_packed(monkeypatch):
+    trunk = a_trunk()
+    monkeypatch.setattr(packed, "HOST_SHARE", 0.0)
+    with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
+        assert len(packed_layers(trunk)) == 4 * 7
+    monkeypatch.setattr(packed, "LEAST_NUMBERS", 10**6)
+    with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
+        assert not packed_layers(trunk)
 
 
-def test_small_matrices_and_copies_that_do_not_fit_are_not_packed(monkeypatch):
-    assert packable_layers(layer(64, 96)) == []
-    large = layer(256, 256)
-    expected = [large] if torch.backends.mkldnn.is_available() else []
-    assert packable_layers(large) == expected
-    monkeypatch.setattr(packed, "HOST_SHARE", large.weight.nbytes / packed.host_memory_bytes() * 0.99)
-    assert packable_layers(large) == []
-
-
-@needs_onednn
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_a_build_whose_packed_products_are_wrong_or_fail_takes_the_usual_way(fault, packs_small_weights, monkeypatch):
+def test_a_build_whose_packed_products_are_wrong_or_fail_takes_the_usual_way(fault, monkeypatch):
     def faulty(x, weight, bias):
         if fault == "raises":
             raise RuntimeError("not supported")
         return torch.full((*x.shape[:-1], len(bias)), torch.nan)
 
+    trunk = a_trunk()
     monkeypatch.setattr(packed, "_packed_linear", faulty)
     packed._is_right.cache_clear()
     try:
-        assert packable_layers(layer()) == []
+        with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
+            assert not packed_layers(trunk)
     finally:
         packed._is_right.cache_clear()

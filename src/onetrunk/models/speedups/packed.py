@@ -1,8 +1,11 @@
-"""Keep float32 weights in the layout that oneDNN reads fastest, while a model samples on a CPU.
+"""Keep merged float32 weights in the layout that oneDNN reads fastest, while a model samples on a CPU.
 
 A decoded token multiplies a handful of rows by every matrix. The usual product (MKL) reorders the matrix in each call,
 which for few rows costs more than the product itself. oneDNN keeps a reordered copy, which the product only reads. It
 also uses AVX-512 on processors where MKL does not, so that the forward over the prompts gains as well.
+
+Merged weights (merged.py) are copies already: packed ones take their place, and no memory. Of the frozen weights only
+the output head is packed; a second copy of all others would raise the peak of a run by a third.
 
 Both products sum in another order (1e-6 in float32), as products of different shapes do. So they are used for sampling
 alone: scoring and training must compute the same bits as each other.
@@ -16,15 +19,17 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from peft.tuners import lora
 from torch import Tensor, nn
 
 from onetrunk.costs import host_memory_bytes
+from onetrunk.models.trunk import TrunkModel
 
 # A smaller matrix stays in the cache of the processor either way.
 LEAST_NUMBERS = 2**16
-# Copies larger than this share of the machine's memory are not made. The total decides, not what is free: a run that
+# A head larger than this share of the machine's memory is not copied. The total decides, not what is free: a run that
 # is resumed must make the same choice again.
-HOST_SHARE = 0.25
+HOST_SHARE = 0.05
 # Rows that the layout is made for; it serves any number of them.
 ROWS = 16
 # Relative to the largest output. Float32 sums in another order differ by 1e-6.
@@ -33,14 +38,17 @@ TOLERANCE = 1e-5
 
 @contextlib.contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """Let the linear layers of `model` compute from packed copies of their weights inside the block.
+    """Let merged layers and the output head compute from packed weights inside the block, without gradients.
 
-    Weights must not change inside it. A copy is made when its layer is called first. Changes nothing for layers that
-    are not float32 or not on the CPU, under autocast, with gradients, and where torch was built without oneDNN.
+    Use it inside `merged_policy`, which restores the weights. Changes nothing where nothing is merged: there the
+    precision, the device or the model allows neither.
     """
-    layers = packable_layers(model)
-    for layer in layers:
-        layer.forward = _PackedForward(layer)
+    copies = _merged_layers(model)
+    layers: dict[nn.Linear, bool] = dict.fromkeys(copies, True)
+    if copies:
+        layers |= dict.fromkeys(_heads(model), False)
+    for layer, is_copy in layers.items():
+        layer.forward = _PackedForward(layer, is_copy)
     try:
         yield
     finally:
@@ -48,35 +56,44 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def packable_layers(model: nn.Module) -> list[nn.Linear]:
-    """Return the linear layers that are computed from packed copies; none if the copies would take too much memory."""
-    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and _is_packable(layer)]
-    num_bytes = sum(layer.weight.nbytes for layer in layers)
-    return layers if num_bytes <= HOST_SHARE * host_memory_bytes() else []
+def _merged_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers whose weights are copies that `merged_policy` has made, and that can be packed."""
+    if not isinstance(model, TrunkModel):
+        return []
+    merged = [x.get_base_layer() for x in model.tuner_layers if type(x) is lora.Linear and x.merged_adapters]
+    return [layer for layer in merged if _is_packable(layer)]
 
 
-def _is_packable(layer: nn.Linear) -> bool:
-    weight = layer.weight
-    # A layer with a forward of its own is somebody else's, such as another block's.
-    if type(weight) is not nn.Parameter or "forward" in vars(layer) or weight.numel() < LEAST_NUMBERS:
+def _heads(model: nn.Module) -> list[nn.Linear]:
+    head = model.get_base_model().get_output_embeddings()
+    fits = _is_packable(head) and head.weight.nbytes <= HOST_SHARE * host_memory_bytes()
+    return [head] if fits else []
+
+
+def _is_packable(layer: nn.Module) -> bool:
+    # A layer with a forward of its own is somebody else's.
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
         return False
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and _is_right(*weight.shape)
+    weight = layer.weight
+    is_plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return is_plain and weight.numel() >= LEAST_NUMBERS and _is_right(*weight.shape)
 
 
 class _PackedForward:
-    """The forward of one layer inside the block. It has no packed copy before its first call."""
+    """The forward of one layer inside the block. Its weight is packed at its first call; a copy is freed then."""
 
-    def __init__(self, layer: nn.Linear):
+    def __init__(self, layer: nn.Linear, is_copy: bool):
         self.layer = layer
+        self.is_copy = is_copy
         self.packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.layer.weight, self.layer.bias
-        if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return F.linear(x, weight, bias)
+        layer = self.layer
         if self.packed is None:
-            self.packed = _pack(weight)
-        return _packed_linear(x, self.packed, bias)
+            self.packed = _pack(layer.weight)
+            if self.is_copy:
+                layer.weight.data = layer.weight.data.new_empty(0)
+        return _packed_linear(x, self.packed, layer.bias)
 
 
 def _pack(weight: Tensor) -> Tensor:
