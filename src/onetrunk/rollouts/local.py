@@ -31,7 +31,6 @@ from onetrunk.models.speedups.narrow import Positions
 from onetrunk.models.speedups.packed import packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.kv_cache import roomy_cache
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 
@@ -391,7 +390,7 @@ def left_padded(
         position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
         uniforms=torch.from_numpy(uniforms).to(device),
         logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
-        cache=roomy_cache(model.config),
+        cache=DynamicCache(config=model.config),
         seen=0,
         width=prompt_width,
     )
