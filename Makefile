@@ -9,6 +9,8 @@ TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 # What scripts/bench.py is given (python scripts/bench.py --help).
 BENCH_ARGS ?= --make_baseline
+# What scripts/check_gpu.py is given (python scripts/check_gpu.py --help).
+CHECK_GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 # An environment keeps the torch it was made with, unless TORCH_VERSION is given anew.
@@ -21,7 +23,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_
 PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-soak check bench format
+.PHONY: help setup demo test test-slow test-soak check check-gpu bench format
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +61,9 @@ NONE_IS_FINE = || { code=$$?; [ $$code -eq 5 ] && echo "$@: there are no such te
 check: setup ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-gpu: setup ## on a machine with a GPU: test and measure what only it can show (at most 9 minutes)
+	$(QUIET_ENV) $(BIN)/python scripts/check_gpu.py $(CHECK_GPU_ARGS)
 
 bench: setup ## time the parts against their naive twins, and iterations against TRL 1.12 (an hour; see BENCH_ARGS)
 	$(BIN)/python scripts/bench_ops.py

@@ -1,4 +1,4 @@
-"""Settings of every test run: offline, quiet, one thread, and `gpu` tests skipped where there is no GPU."""
+"""Settings of every test run: offline, quiet, one thread, and `gpu` tests skipped where there are too few GPUs."""
 
 import os
 
@@ -15,11 +15,12 @@ import torch
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     spread_sampled_cases(items)
-    if torch.cuda.is_available():
-        return
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        marker = item.get_closest_marker("gpu")
+        needed = (marker.args or (1,))[0] if marker else 0
+        if needed > number:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs" if needed > 1 else "needs a GPU"))
 
 
 def spread_sampled_cases(items: list[pytest.Item]) -> None:

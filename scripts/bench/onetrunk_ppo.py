@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,8 +28,9 @@ if "cuda" not in sys.argv and "--nf4" not in sys.argv:
 import torch
 import transformers
 from datasets import Dataset
+from decode_profile import decode_profile
 from peft import LoraConfig, get_peft_model
-from roofline import Iteration, least_seconds, measure_ceilings
+from roofline import Ceilings, Iteration, decode_seconds, least_seconds, measure_ceilings
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, LogitsProcessor, TrainerCallback
 from workload import LORA, PAD, ForceLength, Meter, Workload
@@ -166,7 +167,7 @@ def build_trainer(work: Workload, folder: str, given: argparse.Namespace, marks:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, work.dtype)
         )
-        work.policy().save_pretrained(f"{folder}/base")
+        model.save_pretrained(f"{folder}/base")
         model = f"{folder}/base"
     trainer = PPOTrainer(
         model=model,
@@ -193,6 +194,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--trunk_cache", default="auto")
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
+    parser.add_argument("--profile_tokens", type=int, default=0, help="measure one decoded token over so many; 0: not")
     return parser
 
 
@@ -201,12 +203,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser(__doc__).parse_args(arguments)
 
 
-def roofline(work: Workload, given: argparse.Namespace, marks: Marks) -> dict[str, float]:
+def itemsize(work: Workload, given: argparse.Namespace) -> float:
+    """Return the bytes of a weight of the base's layers."""
+    return 0.5 if given.nf4 else getattr(torch, work.dtype).itemsize
+
+
+def roofline(work: Workload, given: argparse.Namespace, marks: Marks, ceilings: Ceilings) -> dict[str, float]:
     """Return the ceilings of this machine and each phase's least seconds over its median."""
-    dtype = getattr(torch, work.dtype)
     layers = work.config().num_hidden_layers
     counted = marks.rollouts[1:]
-    ceilings = measure_ceilings(work.device, dtype, marks.meter.now)
     least = [
         least_seconds(
             Iteration(
@@ -216,7 +221,7 @@ def roofline(work: Workload, given: argparse.Namespace, marks: Marks) -> dict[st
                 epochs=work.epochs,
                 prompts=[len(ids) for ids in rollout.prompt_ids],
                 completions=[len(ids) for ids in rollout.completion_ids],
-                itemsize=0.5 if given.nf4 else dtype.itemsize,
+                itemsize=itemsize(work, given),
                 value_adapter=given.value_head == "adapter",
             ),
             ceilings,
@@ -236,6 +241,19 @@ def roofline(work: Workload, given: argparse.Namespace, marks: Marks) -> dict[st
     }
 
 
+def one_token(
+    work: Workload, given: argparse.Namespace, trainer: PPOTrainer, now: Callable[[], float], ceilings: Ceilings
+) -> dict[str, Any]:
+    """Return what one decoded token of a whole rollout costs after training, and its share of the roofline."""
+    backend, prompts = trainer.sampler.backend, work.prompts()[: work.rollout]
+    backend.logits_processor = None
+    costs = decode_profile(backend, prompts, given.profile_tokens, now)
+    least = decode_seconds(work.config(), len(prompts), itemsize(work, given), ceilings)
+    seconds = costs["seconds"]
+    speed = {"tokens_per_s": round(len(prompts) / seconds), "roofline": round(least / seconds, 3)} if seconds else {}
+    return {"rows": len(prompts), **costs, **speed}
+
+
 def main() -> None:
     given = parse()
     work = Workload.from_options(given)
@@ -250,8 +268,13 @@ def main() -> None:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     result = {"implementation": f"onetrunk {__version__}", **meter.results(), "trained": trained, **versions}
     tokens = [sum(map(len, r.prompt_ids)) + sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
-    result |= {"tokens": tokens, "update_packs": marks.update_packs}
-    print(json.dumps({**result, "roofline": roofline(work, given, marks)}))
+    sampled = [sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
+    result |= {"tokens": tokens, "sampled_tokens": sampled, "update_packs": marks.update_packs}
+    ceilings = measure_ceilings(work.device, getattr(torch, work.dtype), meter.now)
+    result["roofline"] = roofline(work, given, marks, ceilings)
+    if given.profile_tokens:
+        result["decode"] = one_token(work, given, trainer, meter.now, ceilings)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import distributed_report
+from bench import distributed_report, gpu_report
 from bench.processes import BASELINE, OURS, shown
 from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 
@@ -100,12 +100,13 @@ def commands(row: Row) -> list[str]:
 
 def write_readme(folder: Path) -> None:
     """Write the README of a folder of results from the JSON files in it."""
-    writers = "`scripts/bench.py` and `scripts/bench_distributed.py`"
+    writers = "`scripts/bench.py`, `scripts/bench_distributed.py` and `scripts/check_gpu.py`"
     parts = ["# Results\n", f"Written by {writers}; the JSON files next to this page hold all values.\n"]
     chapters = {
         "results.json": _results_chapter,
         "growth.json": _growth_chapter,
         "distributed.json": _several_processes,
+        "check.json": _gpu_check,
     }
     for name, chapter in chapters.items():
         if (folder / name).exists():
@@ -149,6 +150,10 @@ def _growth_chapter(results: dict[str, Any]) -> str:
 
 def _several_processes(results: dict[str, Any]) -> str:
     return distributed_report.chapter(results, markdown, _machine_line)
+
+
+def _gpu_check(results: dict[str, Any]) -> str:
+    return gpu_report.chapter(results, markdown, _machine_line)
 
 
 def _machine_line(results: dict[str, Any]) -> str:

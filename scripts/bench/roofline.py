@@ -92,9 +92,19 @@ def _sampling_seconds(shape: ModelShape, work: Iteration, ceilings: Ceilings) ->
     prompts = sum(work.prompts)
     flops = forward_flops(shape, prompts, shape.num_layers, prompts / len(work.prompts) / 2)
     seconds = flops / ceilings.flops
-    weights = shape.num_layers * shape.layer_parameters * work.itemsize + shape.head_parameters * 2
     for t in range(1, max(work.completions)):
         running = sum(length > t for length in work.completions)
-        one = forward_flops(shape, running, shape.num_layers) + head_flops(shape, running)
-        seconds += max(one / ceilings.flops, weights / ceilings.bandwidth)
+        seconds += _decode_seconds(shape, running, work.itemsize, ceilings)
     return seconds
+
+
+def decode_seconds(config: Any, rows: int, itemsize: float, ceilings: Ceilings) -> float:
+    """Return the least seconds of one decoded token of `rows` rows; the cache, which is read too, is left out."""
+    return _decode_seconds(ModelShape.from_config(config), rows, itemsize, ceilings)
+
+
+def _decode_seconds(shape: ModelShape, rows: int, itemsize: float, ceilings: Ceilings) -> float:
+    # The head is never quantised.
+    weights = shape.num_layers * shape.layer_parameters * itemsize + shape.head_parameters * max(itemsize, 2)
+    flops = forward_flops(shape, rows, shape.num_layers) + head_flops(shape, rows)
+    return max(flops / ceilings.flops, weights / ceilings.bandwidth)

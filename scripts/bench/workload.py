@@ -199,8 +199,10 @@ class ForceLength(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.t += 1
         scores[:, EOS] = FORBIDDEN
-        ends = ((self.lengths == self.t) & (self.lengths < self.longest)).to(scores.device)
-        if ends.any():
+        # On the CPU, so that a GPU is not waited for at every token.
+        ends = ((self.lengths == self.t) & (self.lengths < self.longest)).nonzero()[:, 0]
+        if len(ends):
+            ends = ends.to(scores.device)
             scores[ends] = FORBIDDEN
             scores[ends, EOS] = 0.0
         return scores

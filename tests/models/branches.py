@@ -53,7 +53,7 @@ def loss_of(output: PackOutput) -> Tensor:
     loss = torch.zeros(())
     for tensor in (output.logprobs, output.values):
         if tensor is not None:
-            weights = torch.linspace(-1, 1.5, tensor.numel()).reshape(tensor.shape)
+            weights = torch.linspace(-1, 1.5, tensor.numel(), device=tensor.device).reshape(tensor.shape)
             loss = loss + (weights * tensor).sum() + 0.05 * (tensor**2).sum()
     return loss
 

@@ -27,9 +27,12 @@ from onetrunk.models.sources import base_fingerprint, base_marks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import to_device
 from tests.models.branches import a_pack, a_trunk, gradients, lora, loss_of, move
+from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 
+CPU_DEVICE = torch.device("cpu")
 ROLES = ("policy", "value", "reference")
 PROMPTS = [[4, 5, 6, 7], [20, 21], [30, 31, 32]]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
@@ -46,12 +49,13 @@ def continued() -> TrunkModel:
     return TrunkModel.from_adapter(model, adapter_layers="top-2")
 
 
-def quantized(folder: Path, **config: Any) -> TrunkModel:
+def quantized(folder: Path, device: torch.device = CPU_DEVICE, **config: Any) -> TrunkModel:
     trunk = build_trunk(
         folder / "base",
         lora(),
         quantization_config=BitsAndBytesConfig(**config),
-        model_init_kwargs={"device_map": "cpu", "dtype": torch.float32},
+        # bitsandbytes quantises where the base is loaded.
+        model_init_kwargs={"device_map": {"": device}, "dtype": torch.float32},
         adapter_layers="top-2",
     )
     move(trunk)
@@ -74,8 +78,8 @@ CASES = (
 )
 
 
-def cases(folder: Path) -> dict[str, Any]:
-    """Return what builds the trunk of each case."""
+def cases(folder: Path, device: torch.device) -> dict[str, Any]:
+    """Return what builds the trunk of each case; a quantised one on `device`, the others on the CPU."""
     return {
         "shared": a_trunk,
         "detached, top-2": partial(a_trunk, value_head="detached", adapter_layers="top-2"),
@@ -86,8 +90,8 @@ def cases(folder: Path) -> dict[str, Any]:
         "gpt2": partial(a_trunk, "gpt2"),
         "DoRA": partial(a_trunk, config=lora(use_dora=True)),
         "continued adapter": continued,
-        "nf4": partial(quantized, folder, **NF4),
-        "nf4, double quantisation": partial(quantized, folder, **NF4_DOUBLE),
+        "nf4": partial(quantized, folder, device, **NF4),
+        "nf4, double quantisation": partial(quantized, folder, device, **NF4_DOUBLE),
         "bfloat16": partial(a_trunk, dtype=torch.bfloat16),
     }
 
@@ -99,11 +103,12 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs if b.numel())
 
 
-def step(model, trunk: TrunkModel, rank: int) -> tuple[dict, dict]:
+def step(model, trunk: TrunkModel, rank: int, device: torch.device) -> tuple[dict, dict]:
     """Return outputs and gradients of a step on this process's rows."""
+    pack = to_device(a_pack(rows=slice(rank % 2, None, 2)), device)
     for _ in range(2):  # The second step needs the first one's reduction to have ended.
         trunk.zero_grad(set_to_none=True)
-        output = model(pack=a_pack(rows=slice(rank % 2, None, 2)), roles=ROLES)
+        output = model(pack=pack, roles=ROLES)
         loss_of(output).backward()
     return {k: v.detach() for k, v in output._asdict().items() if v is not None}, gradients(trunk)
 
@@ -114,18 +119,21 @@ def samples(trunk: TrunkModel, rank: int) -> list[list[int]]:
     return LocalBackend(trunk).generate(PROMPTS, params, [(0, 0, row) for row in range(3)]).completion_ids
 
 
-def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: bool) -> dict[str, Any]:
+def compare(
+    build: Any, layout: Layout, rank: int, device: torch.device, folder: Path, checkpointing: bool
+) -> dict[str, Any]:
     """Return what differs between a whole and a sharded base."""
-    whole, sharded = build().train(), build().train()
+    # Sharding moves its base to the device, unit by unit.
+    whole, sharded = build().to(device).train(), build().train()
     if checkpointing:
         whole.activation_checkpointing_enable()
         sharded.activation_checkpointing_enable()
     wrap = partial(DistributedDataParallel, find_unused_parameters=True, broadcast_buffers=False)
-    expected, expected_gradients = step(wrap(whole), whole, rank)
+    expected, expected_gradients = step(wrap(whole), whole, rank, device)
     before = (base_marks(whole.get_base_model()), base_fingerprint(whole.get_base_model()))
     frozen = sum(p.nbytes for p in sharded.parameters() if not p.requires_grad)
     adapters = sum(p.nbytes for n, p in sharded.named_parameters() if p.requires_grad or ".lora_" in n)
-    line = shard_frozen(sharded, layout, torch.device("cpu"))
+    line = shard_frozen(sharded, layout, device)
     counts = {"gathers": 0}
     original = torch.distributed.all_gather_single
 
@@ -135,7 +143,7 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
 
     torch.distributed.all_gather_single = counting
     try:
-        output, found = step(wrap(sharded), sharded, rank)
+        output, found = step(wrap(sharded), sharded, rank, device)
         in_step, counts["gathers"] = counts["gathers"], 0
         completions = samples(sharded, rank)
         in_rollout = counts["gathers"]
@@ -170,14 +178,13 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
     }
 
 
-def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU) -> None:
+    device = join_group(place, folder, rank, world_size)
     results = {}
-    builders = cases(Path(folder))
+    builders = cases(Path(folder), device)
     for name in names:
-        place = Path(folder) / name.replace(",", "").replace(" ", "-")
-        place.mkdir(exist_ok=True)
-        results[name] = compare(builders[name], layout, rank, place, name == "checkpointing")
+        own = Path(folder) / name.replace(",", "").replace(" ", "-")
+        own.mkdir(exist_ok=True)
+        results[name] = compare(builders[name], layout, rank, device, own, name == "checkpointing")
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

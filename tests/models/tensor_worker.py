@@ -21,9 +21,11 @@ from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapt
 from onetrunk.models.sources import base_fingerprint, base_marks
 from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.types import to_device
 from tests.models.branches import a_pack, a_trunk, gradients, loss_of
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.models.sharding_worker import ROLES, continued, samples
+from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 
 
@@ -86,12 +88,13 @@ def mean_error(one: dict[str, Any], truth: dict[str, Any]) -> float:
     return (one["logprobs"] - truth["logprobs"]).abs().mean().item()
 
 
-def step(model: Any, trunk: TrunkModel, row: int) -> tuple[dict, dict]:
+def step(model: Any, trunk: TrunkModel, row: int, device: torch.device) -> tuple[dict, dict]:
     """Return outputs and gradients of a step on this group's rows."""
+    pack = to_device(a_pack(rows=slice(row % 2, None, 2)), device)
     roles = ROLES if trunk.reward_branch is None else (*ROLES, "reward")
     for _ in range(2):  # The second step needs the first one's reduction to have ended.
         trunk.zero_grad(set_to_none=True)
-        output = model(pack=a_pack(rows=slice(row % 2, None, 2)), roles=roles)
+        output = model(pack=pack, roles=roles)
         loss_of(output).backward()
     return {k: v.detach() for k, v in output._asdict().items() if v is not None}, gradients(trunk)
 
@@ -134,27 +137,30 @@ def stored_bytes(model: torch.nn.Module) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: bool) -> dict[str, Any]:
+def compare(
+    build: Any, layout: Layout, rank: int, device: torch.device, folder: Path, checkpointing: bool
+) -> dict[str, Any]:
     """Return what differs between a whole and a divided base."""
-    whole, divided = build().train(), build().train()
+    # Dividing moves its base to the device.
+    whole, divided = build().to(device).train(), build().train()
     if checkpointing:
         whole.activation_checkpointing_enable()
         divided.activation_checkpointing_enable()
     wrap = partial(DistributedDataParallel, find_unused_parameters=True, broadcast_buffers=False)
     row = rank // layout.tensor
-    expected, expected_gradients = step(wrap(whole), whole, row)
+    expected, expected_gradients = step(wrap(whole), whole, row, device)
     before = (base_marks(whole.get_base_model()), base_fingerprint(whole.get_base_model()))
     # Norms, adapters, the value head and the reward head stay whole.
     kept = [p for n, p in divided.named_parameters() if p.dim() < 2 or ".lora_" in n or "head.linear" in n]
     whole_matrices = sum(p.nbytes for p in kept)
     matrices = local_bytes(divided) - whole_matrices
-    line = divide_frozen(divided, layout, torch.device("cpu"))
+    line = divide_frozen(divided, layout, device)
     with counted_collectives() as traffic:
-        output, found = step(wrap(divided), divided, row)
+        output, found = step(wrap(divided), divided, row, device)
     errors = []
     if divided.get_base_model().dtype == torch.bfloat16:
-        exact = build().float()
-        truth, _ = step(exact, exact, row)
+        exact = build().to(device).float()
+        truth, _ = step(exact, exact, row, device)
         errors = [mean_error(given, truth) for given in (output, expected)]
     completions = samples(divided, row)
     divided.save_pretrained(folder / f"divided-{rank}")
@@ -182,15 +188,14 @@ def compare(build: Any, layout: Layout, rank: int, folder: Path, checkpointing: 
     }
 
 
-def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str]) -> None:
+def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU) -> None:
     """Write the facts of every case into `folder`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    device = join_group(place, folder, rank, world_size)
     results = {}
     builders = cases(Path(folder))
     for name in names:
-        place = Path(folder) / name.replace(",", "").replace(" ", "-")
-        place.mkdir(exist_ok=True)
-        results[name] = compare(builders[name], layout, rank, place, name == "checkpointing")
+        own = Path(folder) / name.replace(",", "").replace(" ", "-")
+        own.mkdir(exist_ok=True)
+        results[name] = compare(builders[name], layout, rank, device, own, name == "checkpointing")
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -21,6 +21,7 @@ from onetrunk.models.tensor_parallel import num_data_processes
 from tests.models import sharding_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.sharding_worker import CASES
+from tests.places import CPU, GPU, places
 from tests.tiny import tiny_model
 
 LAYERS = 4
@@ -28,10 +29,10 @@ LAYERS = 4
 GATHERS = {"shared": 14, "detached, top-2": 10, "adapter, top-2": 12, "checkpointing": 22}
 
 
-def launch(folder, world_size, layout, cases):
+def launch(folder, world_size, layout, cases, place):
     # Hidden 64: bitsandbytes quantises in blocks of 64.
     tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(folder / "base")
-    arguments = (str(folder), world_size, layout, cases)
+    arguments = (str(folder), world_size, layout, cases, place)
     torch.multiprocessing.spawn(sharding_worker.work, args=arguments, nprocs=world_size)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -45,33 +46,39 @@ def marked(cases):
 
 
 @cache
-def launched(cases):
-    return launch(Path(mkdtemp()), 2, Layout(), list(cases))
+def launched(cases, place):
+    return launch(Path(mkdtemp()), 2, Layout(), list(cases), place)
 
 
-def two(case):
+def two(case, place):
     """Return what each of two processes found in a case; the fast cases share a launch, and so do the slow ones."""
     cases = FAST if case in FAST else tuple(name for name in CASES if name not in FAST)
-    return [rank[case] for rank in launched(cases)]
+    return [rank[case] for rank in launched(CASES if place == GPU else cases, place)]
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("hsdp"), 4, Layout(shards=2, replicas=2), ["shared", "adapter, top-2"])
+def tolerance(case, place):
+    """Return the largest relative difference: 0 on CPUs, where the gathered weights give the same bits.
 
-
-@pytest.mark.multi_process
-@pytest.mark.parametrize("case", marked(CASES))
-def test_outputs_and_gradients_are_those_of_a_whole_base(case):
-    for found in two(case):
-        # Bitwise: the gathered weights are the same, and DDP reduces the same gradients.
-        assert (found["output"], found["gradients"]) == (0.0, 0.0)
+    cuBLAS may choose another kernel for a weight at another address.
+    """
+    if place == CPU:
+        return 0.0
+    return 2e-2 if case == "bfloat16" else 1e-5
 
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("case", marked(CASES))
-def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(case):
-    for found in two(case):
+@pytest.mark.parametrize("place", places(2))
+def test_outputs_and_gradients_are_those_of_a_whole_base(place, case):
+    for found in two(case, place):
+        assert max(found["output"], found["gradients"]) <= tolerance(case, place)
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("place", places(2))
+def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(place, case):
+    for found in two(case, place):
         assert found["is_sharded"]
         assert ["DTensor", True] not in found["kinds"] and ["Parameter", True] in found["kinds"]
         # A continued adapter's frozen part stays whole, like its trained part.
@@ -82,40 +89,46 @@ def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(cas
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("case", marked(CASES))
-def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(case):
-    for found in two(case):
+@pytest.mark.parametrize("place", places(2))
+def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(place, case):
+    for found in two(case, place):
         assert found["gathers_in_rollout"] == LAYERS + 1
         assert found["completions"] and found["kinds_inside"] == ["Parameter"]
 
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("case", marked(CASES))
-def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case):
-    for found in two(case):
+@pytest.mark.parametrize("place", places(2))
+def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(place, case):
+    for found in two(case, place):
         assert found["saved"] and found["identity"]
         assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(found["files"])
 
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("case", marked(GATHERS))
-def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(case):
-    assert two(case)[0]["gathers_in_two_steps"] == 2 * GATHERS[case]
+@pytest.mark.parametrize("place", places(2))
+def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(place, case):
+    assert two(case, place)[0]["gathers_in_two_steps"] == 2 * GATHERS[case]
 
 
 @pytest.mark.multi_process
-def test_accelerate_wraps_a_sharded_model_on_several_gpus():
+@pytest.mark.parametrize("place", places(2))
+def test_accelerate_wraps_a_sharded_model_on_several_gpus(place):
     """On a CPU accelerate wraps every model; on GPUs it rejects those with a DTensor, unless its test says no."""
     assert "if model_has_dtensor(model):" in inspect.getsource(Accelerator.prepare_model)
-    assert [found["accepted"] for found in two("shared")] == [True, True]
+    assert [found["accepted"] for found in two("shared", place)] == [True, True]
 
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_two_copies_of_two_shards_give_what_a_whole_base_gives(hybrid):
-    for rank in hybrid:
-        for found in rank.values():
-            assert "over 2 processes, 2 copies" in found["line"]
-            assert (found["output"], found["gradients"], found["completions"]) == (0.0, 0.0, True)
+@pytest.mark.parametrize("place", places(4))
+def test_two_copies_of_two_shards_give_what_a_whole_base_gives(place, tmp_path):
+    cases = ["shared", "adapter, top-2"]
+    for rank in launch(tmp_path, 4, Layout(shards=2, replicas=2), cases, place):
+        for case, found in rank.items():
+            assert "over 2 processes, 2 copies" in found["line"] and found["completions"]
+            assert max(found["output"], found["gradients"]) <= tolerance(case, place)
             assert found["local"] * 2 == found["frozen"]
 
 

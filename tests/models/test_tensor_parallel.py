@@ -16,15 +16,16 @@ from onetrunk.models.tensor_parallel import divide_frozen
 from tests.models import tensor_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.tensor_worker import CASES
+from tests.places import GPU, places
 from tests.tiny import tiny_model
 
 FLOAT32 = [case for case in CASES if case not in ("float64", "bfloat16")]
 pytestmark = pytest.mark.multi_process
 
 
-def launch(folder, world_size, layout, cases):
+def launch(folder, world_size, layout, cases, place):
     tensor_worker.prepare(folder)
-    arguments = (str(folder), world_size, layout, list(cases))
+    arguments = (str(folder), world_size, layout, list(cases), place)
     torch.multiprocessing.spawn(tensor_worker.work, args=arguments, nprocs=world_size)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -38,48 +39,53 @@ def marked(cases):
 
 
 @cache
-def launched(cases):
-    return launch(Path(mkdtemp()), 2, Layout(1, 1, tensor=2), cases)
+def launched(cases, place):
+    return launch(Path(mkdtemp()), 2, Layout(1, 1, tensor=2), cases, place)
 
 
-def two(case):
+def two(case, place):
     """Return what each of two processes found in a case; the fast cases share a launch, and so do the slow ones."""
     cases = FAST if case in FAST else tuple(name for name in CASES if name not in FAST)
-    return [rank[case] for rank in launched(cases)]
+    return [rank[case] for rank in launched(CASES if place == GPU else cases, place)]
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
+@pytest.fixture(scope="module", params=places(4))
+def four(request, tmp_path_factory):
     # Four processes cannot divide two key-value heads: two groups of two.
-    return launch(tmp_path_factory.mktemp("tp2dp2"), 4, Layout(1, 2, tensor=2), ["float64", "adapter, top-2"])
+    cases = ["float64", "adapter, top-2"]
+    return launch(tmp_path_factory.mktemp("tp2dp2"), 4, Layout(1, 2, tensor=2), cases, request.param)
 
 
 @pytest.mark.slow
-def test_in_float64_a_divided_base_computes_what_a_whole_one_does():
-    for found in two("float64"):
+@pytest.mark.parametrize("place", places(2))
+def test_in_float64_a_divided_base_computes_what_a_whole_one_does(place):
+    for found in two("float64", place):
         assert found["output"] < 1e-12
         # The value head and its gradient are float32.
         assert found["gradients"] < 1e-6
 
 
 @pytest.mark.parametrize("case", marked(FLOAT32))
-def test_outputs_and_gradients_are_those_of_a_whole_base(case):
-    for found in two(case):
+@pytest.mark.parametrize("place", places(2))
+def test_outputs_and_gradients_are_those_of_a_whole_base(case, place):
+    for found in two(case, place):
         # Sums in another order, relative to the largest entry of each tensor.
         assert found["output"] < 5e-5
         assert found["gradients"] < 1e-4
 
 
 @pytest.mark.slow
-def test_in_bfloat16_a_divided_base_is_as_close_to_float32_as_a_whole_one():
-    for found in two("bfloat16"):
+@pytest.mark.parametrize("place", places(2))
+def test_in_bfloat16_a_divided_base_is_as_close_to_float32_as_a_whole_one(place):
+    for found in two("bfloat16", place):
         divided, whole = found["errors"]
         assert divided < 1.5 * whole
 
 
 @pytest.mark.parametrize("case", marked(CASES))
-def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(case):
-    for found in two(case):
+@pytest.mark.parametrize("place", places(2))
+def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(case, place):
+    for found in two(case, place):
         assert found["is_divided"] and ["DTensor", True] not in found["kinds"]
         assert ["DTensor", False] in found["kinds"] and ["Parameter", True] in found["kinds"]
         assert found["local"] - found["whole_matrices"] == pytest.approx(found["matrices"] / 2, rel=0.02)
@@ -88,25 +94,29 @@ def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(case):
 
 
 @pytest.mark.parametrize("case", marked(CASES))
-def test_all_processes_of_a_group_sample_what_a_whole_base_samples(case):
-    assert all(found["completions"] for found in two(case))
+@pytest.mark.parametrize("place", places(2))
+def test_all_processes_of_a_group_sample_what_a_whole_base_samples(case, place):
+    assert all(found["completions"] for found in two(case, place))
 
 
 @pytest.mark.parametrize("case", marked(CASES))
-def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case):
-    for found in two(case):
+@pytest.mark.parametrize("place", places(2))
+def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case, place):
+    for found in two(case, place):
         assert found["saved"] and found["identity"]
         assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(found["files"])
 
 
-def test_no_forward_or_backward_gathers_a_matrix():
+@pytest.mark.parametrize("place", places(2))
+def test_no_forward_or_backward_gathers_a_matrix(place):
     """Two forwards with three roles."""
-    assert not any(name.startswith("all_gather") for name in two("shared")[0]["collectives"])
+    assert not any(name.startswith("all_gather") for name in two("shared", place)[0]["collectives"])
 
 
 @pytest.mark.slow
-def test_projections_that_a_layer_splits_inside_are_gathered():
-    assert two("gathered projections")[0]["collectives"]["all_gather_single"] > 0
+@pytest.mark.parametrize("place", places(2))
+def test_projections_that_a_layer_splits_inside_are_gathered(place):
+    assert two("gathered projections", place)[0]["collectives"]["all_gather_single"] > 0
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ Two processes form one group, which trains on all rows; four form two groups, wh
 """
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +13,7 @@ from tempfile import mkdtemp
 import pytest
 from safetensors.torch import load_file
 
+from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus, places
 from tests.ppo.support import assert_same, differ, make_trainer
 from tests.ppo.two_processes import CASES, SHAPE
 
@@ -22,16 +22,16 @@ SCRIPT = str(Path(__file__).with_name("two_processes.py"))
 CONFIG = str(ROOT / "accelerate_configs/tensor_parallel.yaml")
 # Which cases a launch runs; no names: all of them, and resuming.
 LAUNCHED = {2: (), 4: ("shared", "kept", "judged")}
-RUNS = [(processes, name) for processes, names in LAUNCHED.items() for name in names or CASES]
+NAMES = [(processes, name) for processes, names in LAUNCHED.items() for name in names or CASES]
+RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
 @cache
-def launched(processes: int) -> Path:
+def launched(place: str, processes: int) -> Path:
     """Run the cases in one launch; return the folder of the results."""
     folder = Path(mkdtemp())
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    env = launch_environment(place, processes)
     config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
     launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
     command = [sys.executable, *launcher, SCRIPT, str(folder), *LAUNCHED.get(processes, ())]
@@ -40,20 +40,22 @@ def launched(processes: int) -> Path:
     return folder
 
 
-def facts(processes, name, rank=0):
-    return json.loads((launched(processes) / f"{name}-{rank}.json").read_text())
+def facts(place, processes, name, rank=0):
+    return json.loads((launched(place, processes) / f"{name}-{rank}.json").read_text())
 
 
-def weights(processes, name, rank=0, part=""):
-    return load_file(launched(processes) / f"{name}-{rank}{part}.safetensors")
+def weights(place, processes, name, rank=0, part=""):
+    return load_file(launched(place, processes) / f"{name}-{rank}{part}.safetensors")
 
 
-@pytest.mark.parametrize(("processes", "name"), RUNS)
-def test_the_base_is_really_divided_over_pairs_of_processes(processes, name):
-    whole = facts(1, name)
+@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
+def test_the_base_is_really_divided_over_pairs_of_processes(place, processes, name):
+    whole = facts(place, 1, name)
     for rank in range(processes):
-        found = facts(processes, name, rank)
-        assert (found["world_size"], found["is_multi_cpu"], found["backend"]) == (processes, True, "gloo")
+        found = facts(place, processes, name, rank)
+        kind = f"MULTI_{'CPU' if place == CPU else 'GPU'}"
+        assert (found["world_size"], found["distributed_type"], found["device"]) == (processes, kind, place)
+        assert found["backend"] == BACKENDS[place]
         assert found["is_wrapped"] == "DistributedDataParallel"
         # Norms and a reward adapter are frozen and whole; nothing that trains is divided.
         assert found["kinds"] == [["DTensor", False], ["Parameter", False], ["Parameter", True]]
@@ -62,10 +64,10 @@ def test_the_base_is_really_divided_over_pairs_of_processes(processes, name):
         assert divided > 0.4 * (whole["local_bytes"] - whole["trained_bytes"])
 
 
-@pytest.mark.parametrize(("processes", "name"), RUNS)
-def test_a_group_samples_the_same_rows_and_all_groups_together_those_of_one_process(processes, name):
-    alone = facts(1, name)["completions"]
-    ranks = [facts(processes, name, rank)["completions"] for rank in range(processes)]
+@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
+def test_a_group_samples_the_same_rows_and_all_groups_together_those_of_one_process(place, processes, name):
+    alone = facts(place, 1, name)["completions"]
+    ranks = [facts(place, processes, name, rank)["completions"] for rank in range(processes)]
     firsts = ranks[::2]
     # Rewards are computed on the first process of a group only.
     assert all(len(own) * len(firsts) == 16 for own in firsts) and not any(ranks[1::2])
@@ -75,10 +77,10 @@ def test_a_group_samples_the_same_rows_and_all_groups_together_those_of_one_proc
         assert sorted(together) == sorted(alone[8 * i : 8 * i + 8])
 
 
-@pytest.mark.parametrize(("processes", "name"), RUNS)
-def test_all_processes_end_with_the_weights_of_one(processes, name):
-    alone, before = weights(1, name), weights(1, name, part="-before")
-    ranks = [weights(processes, name, rank) for rank in range(processes)]
+@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
+def test_all_processes_end_with_the_weights_of_one(place, processes, name):
+    alone, before = weights(place, 1, name), weights(place, 1, name, part="-before")
+    ranks = [weights(place, processes, name, rank) for rank in range(processes)]
     for other in ranks[1:]:
         assert_same(other, ranks[0])
     assert len(differ(alone, before)) > len(alone) / 2
@@ -86,9 +88,9 @@ def test_all_processes_end_with_the_weights_of_one(processes, name):
     assert_same(ranks[0], alone, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("processes", "name"), RUNS)
-def test_the_log_is_that_of_one_process(processes, name):
-    alone, several = facts(1, name), facts(processes, name)
+@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
+def test_the_log_is_that_of_one_process(place, processes, name):
+    alone, several = facts(place, 1, name), facts(place, processes, name)
     assert len(several["history"]) == len(alone["history"])
     for found, one in zip(several["history"], alone["history"], strict=True):
         assert found.keys() == one.keys()
@@ -102,20 +104,21 @@ def test_the_log_is_that_of_one_process(processes, name):
     for rank in range(processes):
         # What float rounding makes of 0 (sampling/logprob_gap_*) is absolute.
         expected = pytest.approx(alone["evaluation"], rel=1e-3, abs=1e-5)
-        assert facts(processes, name, rank)["evaluation"] == expected
+        assert facts(place, processes, name, rank)["evaluation"] == expected
 
 
-def test_a_group_resumes_in_the_middle_of_a_rollout():
-    whole = weights(2, "whole")
+@pytest.mark.parametrize("place", places(2))
+def test_a_group_resumes_in_the_middle_of_a_rollout(place):
+    whole = weights(place, 2, "whole")
     for rank in (0, 1):
-        assert_same(weights(2, "resumed", rank), whole)
+        assert_same(weights(place, 2, "resumed", rank), whole, **REPEATED[place])
     # One process writes the adapters and the value head, as one normal PEFT folder.
-    saved = launched(2) / "stopped" / "checkpoint-6"
+    saved = launched(place, 2) / "stopped" / "checkpoint-6"
     assert {"adapter_model.safetensors", "value_head.safetensors", "value"} <= {p.name for p in saved.iterdir()}
 
 
 def test_a_run_without_tensor_parallelism_does_not_resume_its_checkpoint(tmp_path):
     case = {**SHAPE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
-    checkpoint = launched(2) / "stopped" / "checkpoint-6"
+    checkpoint = launched(CPU, 2) / "stopped" / "checkpoint-6"
     with pytest.raises(ValueError, match="was written with tensor_parallel 2 .here 1."):
         make_trainer(tmp_path, **case).train(resume_from_checkpoint=str(checkpoint))

@@ -1,10 +1,10 @@
 """One process and two give the same run: the same completions, the same metrics, the same weights.
 
-Two processes run twice: under DDP, and through the shipped fsdp2.yaml with a sharded base.
+Two processes run twice: under DDP, and through the shipped fsdp2.yaml with a sharded base. Where there are two GPUs,
+they run there too, with nccl.
 """
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +14,7 @@ from tempfile import mkdtemp
 import pytest
 from safetensors.torch import load_file
 
+from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus, places
 from tests.ppo.support import assert_same, differ
 from tests.ppo.two_processes import CASES
 
@@ -22,15 +23,15 @@ SCRIPT = [str(Path(__file__).with_name("two_processes.py"))]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
-LAUNCHES = ["ddp", "fsdp2"]
+CONFIGS = ["ddp", "fsdp2"]
+LAUNCHES = [(CPU, how) for how in CONFIGS] + [on_gpus(GPU, how) for how in CONFIGS]
 
 
 @cache
-def launched(how: str) -> Path:
+def launched(place: str, how: str) -> Path:
     """Run all cases in one launch ("alone", or with an accelerate config); return the folder of the results."""
     folder = Path(mkdtemp())
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    env = launch_environment(place, 1 if how == "alone" else 2)
     config = ["--config_file", str(ROOT / f"accelerate_configs/{how}.yaml"), "--num_processes", "2"]
     launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
     command = [sys.executable, *(launcher if how != "alone" else []), *SCRIPT, str(folder)]
@@ -39,28 +40,30 @@ def launched(how: str) -> Path:
     return folder
 
 
-def facts(how, name, rank=0):
-    return json.loads((launched(how) / f"{name}-{rank}.json").read_text())
+def facts(place, how, name, rank=0):
+    return json.loads((launched(place, how) / f"{name}-{rank}.json").read_text())
 
 
-def weights(how, name, rank=0, part=""):
-    return load_file(launched(how) / f"{name}-{rank}{part}.safetensors")
+def weights(place, how, name, rank=0, part=""):
+    return load_file(launched(place, how) / f"{name}-{rank}{part}.safetensors")
 
 
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_there_really_are_two_processes(how):
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_there_really_are_two_processes(place, how):
     for rank in (0, 1):
-        found = facts(how, "shared", rank)
-        assert (found["world_size"], found["is_multi_cpu"], found["backend"]) == (2, True, "gloo")
+        found = facts(place, how, "shared", rank)
+        kind = f"MULTI_{'CPU' if place == CPU else 'GPU'}"
+        assert (found["world_size"], found["distributed_type"], found["device"]) == (2, kind, place)
+        assert found["backend"] == BACKENDS[place]
         assert found["is_wrapped"] == "DistributedDataParallel"
-    assert (facts("alone", "shared")["world_size"], facts("alone", "shared")["backend"]) == (1, None)
+    assert (facts(place, "alone", "shared")["world_size"], facts(place, "alone", "shared")["backend"]) == (1, None)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_two_processes_sample_the_completions_of_one(how, name):
-    alone = facts("alone", name)["completions"]
-    ranks = [facts(how, name, rank)["completions"] for rank in (0, 1)]
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_two_processes_sample_the_completions_of_one(place, how, name):
+    alone = facts(place, "alone", name)["completions"]
+    ranks = [facts(place, how, name, rank)["completions"] for rank in (0, 1)]
     assert len(alone) == 16 and all(len(own) == 8 for own in ranks)
     for i in (0, 1):
         both = ranks[0][4 * i : 4 * i + 4] + ranks[1][4 * i : 4 * i + 4]
@@ -68,10 +71,10 @@ def test_two_processes_sample_the_completions_of_one(how, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_two_processes_end_with_the_weights_of_one(how, name):
-    alone, before = weights("alone", name), weights("alone", name, part="-before")
-    ranks = [weights(how, name, rank) for rank in (0, 1)]
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_two_processes_end_with_the_weights_of_one(place, how, name):
+    alone, before = weights(place, "alone", name), weights(place, "alone", name, part="-before")
+    ranks = [weights(place, how, name, rank) for rank in (0, 1)]
     assert_same(ranks[0], ranks[1])
     assert len(differ(alone, before)) > len(alone) / 2
     # Other packs and another order of the sums, over 4 or 6 steps of float32.
@@ -79,9 +82,9 @@ def test_two_processes_end_with_the_weights_of_one(how, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_two_processes_log_what_one_logs(how, name):
-    alone, both = facts("alone", name)["history"], facts(how, name)["history"]
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_two_processes_log_what_one_logs(place, how, name):
+    alone, both = facts(place, "alone", name)["history"], facts(place, how, name)["history"]
     assert len(both) == len(alone)
     for two, one in zip(both, alone, strict=True):
         assert two.keys() == one.keys()
@@ -89,43 +92,44 @@ def test_two_processes_log_what_one_logs(how, name):
             # A token at the edge of the clip range may fall on either side: one of 40.
             tolerance = 0.03 if key.endswith("clip_fraction") else 2e-4
             assert two[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
-    assert facts(how, name)["beta"] == pytest.approx(facts("alone", name)["beta"])
-    assert facts(how, name)["moments"] == pytest.approx(facts("alone", name)["moments"], rel=1e-5)
-    assert facts(how, name)["mine"] == [4.0, 4.0] and facts("alone", name)["mine"] == [8.0, 8.0]
+    assert facts(place, how, name)["beta"] == pytest.approx(facts(place, "alone", name)["beta"])
+    assert facts(place, how, name)["moments"] == pytest.approx(facts(place, "alone", name)["moments"], rel=1e-5)
+    assert facts(place, how, name)["mine"] == [4.0, 4.0] and facts(place, "alone", name)["mine"] == [8.0, 8.0]
 
 
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_value_pretraining_leaves_the_policy_alone_with_two_processes(how):
-    history = facts(how, "adapter")["history"]
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_value_pretraining_leaves_the_policy_alone_with_two_processes(place, how):
+    history = facts(place, how, "adapter")["history"]
     assert ["policy/loss" in entry for entry in history if "loss" in entry] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_after_target_kl_all_processes_skip_the_same_steps(how):
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_after_target_kl_all_processes_skip_the_same_steps(place, how):
     for launch in ("alone", how):
-        history = [e for e in facts(launch, "stopped")["history"] if "loss" in e]
+        history = [e for e in facts(place, launch, "stopped")["history"] if "loss" in e]
         assert [e.get("policy/skipped_steps", 0) for e in history] == [0, 1, 1] * 2
-    assert facts(how, "stopped")["steps"] == 6
+    assert facts(place, how, "stopped")["steps"] == 6
 
 
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_two_processes_resume_in_the_middle_of_a_rollout(how):
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_two_processes_resume_in_the_middle_of_a_rollout(place, how):
     for rank in (0, 1):
-        assert_same(weights(how, "resumed", rank), weights(how, "whole", rank))
+        assert_same(weights(place, how, "resumed", rank), weights(place, how, "whole", rank), **REPEATED[place])
 
 
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_held_out_prompts_are_evaluated_by_both(how):
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_held_out_prompts_are_evaluated_by_both(place, how):
     # Three prompts on two processes: one is sampled twice and counts once.
     for rank in (0, 1):
         # What float rounding makes of 0 (sampling/logprob_gap_*) is absolute.
-        alone = pytest.approx(facts("alone", "shared")["evaluation"], rel=1e-3, abs=1e-5)
-        assert facts(how, "shared", rank)["evaluation"] == alone
+        alone = pytest.approx(facts(place, "alone", "shared")["evaluation"], rel=1e-3, abs=1e-5)
+        assert facts(place, how, "shared", rank)["evaluation"] == alone
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fsdp2_shards_what_is_frozen_and_nothing_else(name):
-    whole, sharded = facts("ddp", name), facts("fsdp2", name)
+@pytest.mark.parametrize("place", places(2))
+def test_fsdp2_shards_what_is_frozen_and_nothing_else(place, name):
+    whole, sharded = facts(place, "ddp", name), facts(place, "fsdp2", name)
     assert whole["kinds"] == [["Parameter", False], ["Parameter", True]]
     reward_adapter = [["Parameter", False]] if name == "judged" else []
     assert sharded["kinds"] == [["DTensor", False], *reward_adapter, ["Parameter", True]]
@@ -133,6 +137,7 @@ def test_fsdp2_shards_what_is_frozen_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fsdp2_ends_with_the_weights_of_ddp(name):
+@pytest.mark.parametrize("place", places(2))
+def test_fsdp2_ends_with_the_weights_of_ddp(place, name):
     # Bitwise where both form the same packs; a process with fewer packs splits one, which changes the order of sums.
-    assert_same(weights("fsdp2", name), weights("ddp", name), atol=2e-5, rtol=1e-4)
+    assert_same(weights(place, "fsdp2", name), weights(place, "ddp", name), atol=2e-5, rtol=1e-4)

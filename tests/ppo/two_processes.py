@@ -1,6 +1,7 @@
 """What the processes of test_two_processes run: `python two_processes.py FOLDER [CASE ...]`, alone or launched.
 
-Every case is trained and written down as tensors and JSON, so that one launch serves all comparisons.
+Every case is trained and written down as tensors and JSON, so that one launch serves all comparisons. It runs on CPUs
+if ACCELERATE_USE_CPU is true, otherwise on GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 
 torch.set_num_threads(1)
 
-from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -31,6 +31,8 @@ from tests.ppo.support import (  # noqa: E402
 )
 
 SHAPE = {"num_rollouts": 2, "num_ppo_epochs": 2, "rollout_batch_size": 8, "lr_scheduler_type": "constant"}
+# On GPUs in float32 too: two processes are compared with one.
+PLACE = {} if os.environ.get("ACCELERATE_USE_CPU") == "true" else {"use_cpu": False, "bf16": False}
 # SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
 SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 CASES = {
@@ -68,7 +70,7 @@ def run(name: str, folder: Path) -> None:
         place = judge_folder(folder)
         base = AutoModelForCausalLM.from_pretrained(place / "base")
         parts = {"reward": [keeping, str(place / "judge")], "model": base}
-    trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **CASES[name]})
+    trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **PLACE, **CASES[name]})
     before = trained_weights(trainer.model)
     trainer.train()
     metrics = trainer.evaluate(prompts(3))
@@ -76,7 +78,8 @@ def run(name: str, folder: Path) -> None:
     rank = state.process_index
     facts = {
         "world_size": state.num_processes,
-        "is_multi_cpu": state.distributed_type == DistributedType.MULTI_CPU,
+        "distributed_type": state.distributed_type.value,
+        "device": trainer.accelerator.device.type,
         "is_wrapped": type(trainer.model_wrapped).__name__,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "kinds": sorted({(type(p).__name__, p.requires_grad) for p in trainer.model.parameters()}),
@@ -97,7 +100,7 @@ def run(name: str, folder: Path) -> None:
 
 def resume(folder: Path) -> None:
     """Stop in the middle of the second rollout, go on in a new trainer, and keep the weights."""
-    case = {**SHAPE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
+    case = {**SHAPE, **PLACE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
     whole = make_trainer(folder / "whole", **case)
     whole.train()
     make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()

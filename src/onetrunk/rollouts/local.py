@@ -28,6 +28,7 @@ from onetrunk.models.parallel import gathered, is_divided
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.narrow import Positions
+from onetrunk.models.speedups.packed import packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.types import Rollout, RowKey
@@ -111,12 +112,13 @@ class LocalBackend:
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
         # Merged first: its proof is a forward, which must not be captured.
         # A sharded base is whole in here, so rows may end at different steps on different processes.
-        with gathered(model), torch.no_grad(), _eval_mode(model), merged_policy(model), _capturing(capture, model):
-            for finished in self._sample(model, prompt_ids, params, keys, capture):
-                done.update(finished)
-                num_tokens += sum(len(completion.token_ids) for completion in finished.values())
-                if self.progress is not None:
-                    self.progress(len(done), len(prompt_ids), num_tokens)
+        with gathered(model), torch.no_grad(), _eval_mode(model), merged_policy(model):
+            with packed_weights(model), _capturing(capture, model):
+                for finished in self._sample(model, prompt_ids, params, keys, capture):
+                    done.update(finished)
+                    num_tokens += sum(len(completion.token_ids) for completion in finished.values())
+                    if self.progress is not None:
+                        self.progress(len(done), len(prompt_ids), num_tokens)
         completions = [done[row] for row in range(len(prompt_ids))]
         return Rollout(
             prompt_ids=[list(ids) for ids in prompt_ids],

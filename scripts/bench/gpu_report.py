@@ -1,0 +1,141 @@
+"""The speeds that the processes of `scripts/check_gpu.py` measured, and their chapter of the README of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.gpu_parts import AGAINST_TRL, FAILED, NOT_STARTED, PASSED, TIMED_OUT
+
+Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+PHASES = ("generate", "score", "update")
+BAD = (FAILED, TIMED_OUT, NOT_STARTED)
+
+
+def speeds(result: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
+    """Return tokens per second, share of the roofline and peak of each phase, and the cost of a decoded token.
+
+    `generate` counts completion tokens, `score` and `update` those of prompts and completions; an update counts a
+    token once for every epoch.
+    """
+    # The medians of the iterations that count: their first is left out on both sides.
+    sampled, tokens = (sum(result[name]) / len(result[name]) for name in ("sampled_tokens", "tokens"))
+    counted = {"generate": sampled, "score": tokens, "update": tokens * epochs}
+    found: dict[str, Any] = {
+        phase: {
+            "tokens_per_s": round(counted[phase] / max(result["seconds"][phase], 1e-3)),
+            "roofline": result["roofline"].get(phase),
+            "peak_mb": result["phase_peak_mb"].get(phase),
+        }
+        for phase in PHASES
+    }
+    return {**found, "seconds": result["seconds"], "peak_mb": result["peak_mb"], "decode": result["decode"]}
+
+
+def measurements(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the speeds of all iterations that ran, and the ratio to TRL's where that ran too."""
+    ran = {name: part["result"] for name, part in parts.items() if part["status"] == PASSED}
+    found: dict[str, Any] = {"iterations": {n: speeds(r) for n, r in ran.items() if "decode" in r}}
+    ours = ran.get(f"{AGAINST_TRL}-bf16")
+    if ours and "trl" in ran:
+        pairs = {phase: (ran["trl"]["seconds"][phase], ours["seconds"][phase]) for phase in (*PHASES, "total")}
+        found["trl"] = {
+            "ratio": {phase: round(theirs / max(own, 1e-3), 2) for phase, (theirs, own) in pairs.items()},
+            "memory_share": round(ours["peak_mb"] / ran["trl"]["peak_mb"], 3),
+        }
+    return found
+
+
+def verdict(parts: dict[str, dict[str, Any]]) -> tuple[int, str]:
+    """Return the exit code, and one line: 0 only if every part that can run here passed."""
+    counts: dict[str, int] = {}
+    for part in parts.values():
+        counts[part["status"]] = counts.get(part["status"], 0) + 1
+    bad = [name for name, part in parts.items() if part["status"] in BAD]
+    line = ", ".join(f"{count} {status}" for status, count in counts.items())
+    if not counts.get(PASSED):
+        return 1, f"{line}; nothing has been checked"
+    return (1 if bad else 0), line + (f"; look at {', '.join(bad)}" if bad else "")
+
+
+def chapter(results: dict[str, Any], markdown: Markdown, machine_line: Callable[[dict[str, Any]], str]) -> str:
+    """Return the chapter of the README."""
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in results["gpus"]) or "no GPU"
+    kind = "A dry run on a CPU with tiny shapes: it shows that every part runs, and measures nothing. "
+    parts = results["parts"]
+    lines = [(n, p["status"], f"{p['seconds']:.0f}" if "seconds" in p else "", _about(p)) for n, p in parts.items()]
+    commands = "\n".join(part["command"] for part in parts.values() if "seconds" in part)
+    text = [
+        f"## GPU check\n\n{kind if results['is_dry'] else ''}{gpus}, CUDA {results['cuda']}; {machine_line(results)}"
+        f" {results['verdict']}; {results['seconds']:.0f} s.\n",
+        markdown(("part", "status", "s", ""), lines),
+        *_iterations(results["measurements"], markdown),
+    ]
+    if parts.get("twins", {}).get("status") == PASSED:
+        text.append(_twins(parts["twins"]["result"], markdown))
+    return "\n".join([*text, f"`{results['command']}` runs:\n\n```\n{commands}\n```\n"])
+
+
+def _about(part: dict[str, Any]) -> str:
+    what = f"{part['what']}; {part['reason']}" if "reason" in part else part["what"]
+    if "passed" not in part.get("result", {}):
+        return what
+    result = part["result"]
+    names = f": {', '.join(result['failures'])}" if result["failures"] else ""
+    return f"{what}; {result['passed']} passed, {result['skipped']} skipped, {result['failed']} failed{names}"
+
+
+def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
+    if not found["iterations"]:
+        return []
+    columns = ("model", *(f"{phase}, tokens/s" for phase in PHASES), "peak MB", "one token, ms", "tokens/s", "kernels")
+    lines = []
+    for name, row in found["iterations"].items():
+        cells = [f"{row[phase]['tokens_per_s']:,} ({_share(row[phase]['roofline'])})" for phase in PHASES]
+        one = row["decode"]
+        speed = f"{one.get('tokens_per_s', 0):,} ({_share(one.get('roofline'))})"
+        # Kernels are counted on a GPU only, operations of torch everywhere.
+        number = f"{one['kernels']:.0f}" if "kernels" in one else f"{one['operations']:.0f} operations"
+        lines.append((name, *cells, f"{row['peak_mb']:,}", f"{one['seconds'] * 1e3:.1f}", speed, number))
+    text = [
+        "Tokens per second of each phase, in brackets the share of the roofline: the fewest seconds that the"
+        " arithmetic allows, at the measured speed of matrix products and copies on this machine, over the measured"
+        " seconds. The last three columns are one decoded token of all rows together.\n",
+        markdown(columns, lines),
+    ]
+    if "trl" in found:
+        ratios = ", ".join(f"{phase} {ratio}x" for phase, ratio in found["trl"]["ratio"].items())
+        text.append(
+            f"Seconds of TRL 1.12 over ours, {AGAINST_TRL}-bf16: {ratios}; our peak memory is"
+            f" {found['trl']['memory_share']:.0%} of its.\n"
+        )
+    return text
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _twins(result: dict[str, Any], markdown: Markdown) -> str:
+    cases = {f"logprobs, {name}": case for name, case in result["logprobs"].items()} | {"PPO loss": result["loss"]}
+
+    def cell(case: dict[str, Any], variant: str) -> str:
+        if variant not in case:
+            return ""
+        memory = f", {case[variant]['extra_mib']:,.0f} MiB" if "extra_mib" in case[variant] else ""
+        return f"{case[variant]['seconds'] * 1e3:.2f} ms{memory}"
+
+    lines = [
+        (
+            name,
+            *(cell(case, variant) for variant in ("naive", "torch", "kernel")),
+            "; ".join(f"{case[key]:.1e}" for key in ("logprobs_difference", "gradients_difference") if key in case),
+        )
+        for name, case in cases.items()
+    ]
+    shape = result["shape"]
+    return (
+        f"The kernels against their twins: {shape['tokens']} tokens, vocabulary {shape['vocab']}, {shape['dtype']};"
+        f" the loss of {shape['rows']} rows of {shape['length']} tokens. The difference is that of kernel and twin,"
+        " relative to the norm.\n\n" + markdown(("part", "naive", "torch", "kernel", "difference"), lines)
+    )

@@ -1,0 +1,144 @@
+"""Check everything that only a GPU can show, in one command of at most 9 minutes, with nothing downloaded.
+
+    python scripts/check_gpu.py                                   # or: make check-gpu
+    python scripts/check_gpu.py --parts kernels tests             # some parts
+    python scripts/check_gpu.py --dry_run --output_dir out/check  # every part on a CPU, with tiny shapes
+
+Each part is a process of its own: the Triton kernels against their twins, the tests marked gpu, PPO iterations of 0.5B
+and 7B models with random weights (bf16 and NF4), TRL 1.12 where it is installed, several GPUs where there are several.
+A part that fails or hangs does not end the others. Results go into --output_dir as check.json, and into its README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_parts import QUIET, Machine, Part, all_parts, run_parts
+from bench.gpu_report import measurements, verdict
+from bench.processes import CONSOLE, HERE, ROOT, commit, find_baseline, machine, say
+from bench.report import write_readme
+
+DEFAULT_OUTPUT = HERE / "results" / "gpu"
+FILE = "check.json"
+MINUTES, MINUTES_WITH_SEVERAL_GPUS = 9.0, 29.0
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    summary, _, details = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="the parts that run; all by default")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"when the last part is ended (default {MINUTES:.0f}, with several GPUs {MINUTES_WITH_SEVERAL_GPUS:.0f})",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="run every part on a CPU, with tiny shapes")
+    parser.add_argument("--baseline_python", type=Path, help="interpreter of an environment with TRL 1.12.0")
+    parser.add_argument("--output_dir", type=Path, help="default scripts/bench/results/gpu; a dry run: a new folder")
+    args = parser.parse_args(arguments)
+    if args.minutes is not None and not 0 < args.minutes <= 24 * 60:
+        parser.error(f"--minutes is {args.minutes}; set it to a number above 0, at most {24 * 60}")
+    return args
+
+
+def probe(args: argparse.Namespace) -> Machine:
+    """Return what this machine has.
+
+    Raises:
+        RuntimeError: it has no GPU and this is no dry run, or the given interpreter has no TRL 1.12.
+    """
+    done = subprocess.run(
+        [sys.executable, str(HERE / "gpu_probe.py")], capture_output=True, text=True, env={**os.environ, **QUIET}
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"torch does not run here ({last}); run make setup")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    if not found["gpus"] and not args.dry_run:
+        raise RuntimeError(
+            f"torch {found['versions']['torch']} sees no GPU. On a machine with one, install a CUDA build"
+            " (make setup TORCH_VERSION=); --dry_run runs every part on a CPU, with tiny shapes"
+        )
+    gpus = [] if args.dry_run else found["gpus"]
+    baseline = find_baseline(args.baseline_python, False, say)
+    return Machine(gpus, found["versions"], found["cuda"], baseline, args.dry_run)
+
+
+def choose(parts: list[Part], names: list[str] | None) -> list[Part]:
+    """Return the parts of these names, in their own order; None: all.
+
+    Raises:
+        ValueError: a name that is no part.
+    """
+    known = {part.name: part for part in parts}
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        raise ValueError(f"there is no part {', '.join(unknown)}; the parts are {', '.join(known)}")
+    return [part for part in parts if names is None or part.name in names]
+
+
+def command(args: argparse.Namespace) -> str:
+    """Return the command that measures this again."""
+    options = ["--dry_run"] if args.dry_run else []
+    options += ["--parts", *args.parts] if args.parts else []
+    options += ["--minutes", f"{args.minutes:g}"] if args.minutes else []
+    return " ".join(["python scripts/check_gpu.py", *options])
+
+
+def check(args: argparse.Namespace, here: Machine, parts: list[Part], folder: Path) -> dict[str, Any]:
+    """Run the parts, and return everything that is written down."""
+    start, load = time.monotonic(), f"{os.getloadavg()[0]:.1f}"
+    minutes = args.minutes or (MINUTES_WITH_SEVERAL_GPUS if len(here.gpus) > 1 else MINUTES)
+    with tempfile.TemporaryDirectory() as logs:
+        found = run_parts(parts, 60 * minutes, Path(logs), here.is_dry, say)
+    code, line = verdict(found)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+        "versions": here.versions,
+        "load": load,
+        "gpus": here.gpus,
+        "cuda": here.cuda,
+        "is_dry": here.is_dry,
+        "command": command(args),
+        "seconds": round(time.monotonic() - start, 1),
+        "exit_code": code,
+        "verdict": line,
+        "measurements": measurements(found),
+        "parts": found,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        here = probe(args)
+        parts = choose(all_parts(here), args.parts)
+        folder = args.output_dir or (Path(tempfile.mkdtemp()) if args.dry_run else DEFAULT_OUTPUT)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = check(args, here, parts, folder)
+    except (RuntimeError, ValueError) as error:
+        CONSOLE.print(f"check_gpu: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    (folder / FILE).write_text(json.dumps(results, indent=1))
+    write_readme(folder)
+    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    say(f"{results['verdict']}; results are in {shown}")
+    return results["exit_code"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Where a test of several processes runs: on CPUs with gloo, or on as many GPUs with nccl, where there are enough."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+CPU, GPU = "cpu", "cuda"
+ROOT = Path(__file__).parents[1]
+# Of a run that is repeated: the same bits on CPUs; on GPUs some sums have no fixed order.
+REPEATED: dict[str, dict[str, float]] = {CPU: {}, GPU: {"atol": 2e-5, "rtol": 1e-4}}
+BACKENDS = {CPU: "gloo", GPU: "nccl"}
+
+
+def places(processes: int) -> list[Any]:
+    """Return the two places as parameters of a test; that of the GPUs is skipped where there are fewer."""
+    return [CPU, on_gpus(GPU, processes=processes)]
+
+
+def on_gpus(*values: Any, processes: int = 2) -> Any:
+    """Return a parameter set of a test that needs a GPU for each process."""
+    return pytest.param(*values, marks=pytest.mark.gpu(processes))
+
+
+def join_group(place: str, folder: str, rank: int, world_size: int) -> torch.device:
+    """Make this process one of a group that meets in a file of `folder`; return its device."""
+    torch.set_num_threads(1)
+    device = torch.device(place, rank) if place == GPU else torch.device(place)
+    if place == GPU:
+        torch.cuda.set_device(device)
+    store = f"file://{folder}/store"
+    # With a device the group of NCCL is made at once, not in the first operation.
+    bound = {"device_id": device} if place == GPU else {}
+    dist.init_process_group(BACKENDS[place], init_method=store, rank=rank, world_size=world_size, **bound)
+    return device
+
+
+def launch_environment(place: str, processes: int) -> dict[str, str]:
+    """Return the environment of a launch, in which as many GPUs are visible: one process rejects several."""
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    if place == CPU:
+        return {**os.environ, **own, "ACCELERATE_USE_CPU": "true"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(processes)))
+    own["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:processes])
+    return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"} | own

@@ -1,0 +1,270 @@
+"""scripts/check_gpu.py: a dry run of every part on a CPU, and what it says of parts that fail, hang or cannot run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = {"torch": "2", "triton": "3", "bitsandbytes": "0"}
+H100 = {"name": "H100", "memory_gib": 79.2}
+STUB_OF_TRL = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+echo '{"implementation": "trl", "seconds": {"generate": 2, "score": 2, "update": 4, "total": 8}, "peak_mb": 9000}'
+"""
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from bench import gpu_parts
+
+    return gpu_parts
+
+
+@pytest.fixture
+def report(parts):
+    from bench import gpu_report
+
+    return gpu_report
+
+
+def check_gpu(*options: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/check_gpu.py", *options]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3100)
+def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text(STUB_OF_TRL)
+    stub.chmod(0o755)
+    options = ("--dry_run", "--minutes", "45", "--baseline_python", str(stub), "--output_dir", str(tmp_path / "out"))
+    done = check_gpu(*options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert results["is_dry"] and results["verdict"] == f"{len(results['parts'])} passed"
+    found = results["parts"]
+    assert [*found] == ["kernels", "tests", "twins", *ITERATIONS, "trl", "several"]
+    assert found["kernels"]["result"]["passed"] > 50 and found["kernels"]["result"]["skipped"] == 0
+    # What only a GPU can show is skipped, but collected.
+    for name, fewest in (("tests", 6), ("several", 100)):
+        assert found[name]["result"]["passed"] == 0 and found[name]["result"]["skipped"] >= fewest
+    speeds = results["measurements"]["iterations"]
+    assert [*speeds] == ITERATIONS
+    for row in speeds.values():
+        assert all(row[phase]["tokens_per_s"] > 0 for phase in ("generate", "score", "update"))
+        assert row["decode"]["operations"] > 100
+    assert results["measurements"]["trl"]["ratio"]["total"] > 0
+    assert all("torch" in case and "kernel" in case for case in found["twins"]["result"]["logprobs"].values())
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "A dry run on a CPU" in readme and "| 7b-nf4 | passed |" in readme and "Seconds of TRL 1.12 over" in readme
+    assert str(ROOT) not in readme + json.dumps(results)
+
+
+ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "sees no GPU. On a machine with one, install a CUDA build"),
+        (["--dry_run", "--parts", "tests", "speed"], "there is no part speed; the parts are kernels, tests, twins"),
+        (["--dry_run", "--baseline_python", "/nowhere/python"], "is no interpreter that runs"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(options, message, tmp_path):
+    done = check_gpu(*options, "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 1 and message in done.stdout, done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def a_machine(parts, **changes):
+    facts = {"gpus": [H100], "versions": VERSIONS, "cuda": "13.0", "baseline": Path("/trl/python"), "is_dry": False}
+    return parts.Machine(**{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "skipped"),
+    [
+        ({}, {"several": "there is one GPU; it needs 2 or more"}),
+        ({"gpus": [H100, H100]}, {}),
+        (
+            {
+                "gpus": [{"name": "L4", "memory_gib": 22.0}],
+                "versions": {"torch": "2", "triton": "3"},
+                "baseline": None,
+            },
+            {
+                "7b-bf16": "the GPU has 22.0 GiB; this needs 40",
+                "0.5b-nf4": "bitsandbytes is not installed (pip install -e '.[quant]')",
+                "7b-nf4": "bitsandbytes is not installed (pip install -e '.[quant]')",
+                "trl": "no environment with TRL 1.12.0; scripts/bench.py --make_baseline makes one",
+                "several": "there is one GPU; it needs 2 or more",
+            },
+        ),
+    ],
+)
+def test_a_part_is_skipped_with_its_reason_where_the_machine_cannot_run_it(parts, changes, skipped):
+    found = {part.name: part.skip for part in parts.all_parts(a_machine(parts, **changes)) if part.skip}
+    assert found == skipped
+
+
+def test_the_options_of_every_process_on_a_gpu_are_those_that_it_takes(parts):
+    """Only a dry run runs here, so a word that a parser would reject on a GPU must show here."""
+    commands = {part.name: part.command[1:] for part in parts.all_parts(a_machine(parts)) if not part.is_test}
+    program = f"""
+import argparse, sys
+sys.path.insert(0, "scripts/bench")
+import gpu_twins, onetrunk_ppo, workload
+for name, (script, *options) in {commands!r}.items():
+    sys.argv = [script, *options]
+    if script.endswith("onetrunk_ppo.py"):
+        given = onetrunk_ppo.parse(options)
+        work = workload.Workload.from_options(given)
+        kept, trained = work.config().num_hidden_layers, int(given.adapter_layers[4:])
+        assert trained == kept // 4 and given.profile_tokens and given.nf4 == name.endswith("nf4"), name
+    elif script.endswith("trl_baseline.py"):
+        parser = argparse.ArgumentParser()
+        workload.Workload.add_options(parser)
+        work = workload.Workload.from_options(parser.parse_args(options))
+    else:
+        assert gpu_twins.parse().hidden == [workload.SHAPES[name]["hidden_size"] for name in ("0.5b", "7b")]
+        continue
+    assert (work.device, work.dtype, work.shape) == ("cuda", "bfloat16", "7b" if name.startswith("7b") else "0.5b")
+    print(name, vars(work))
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    # TRL does the work of the part that it is compared with.
+    assert printed["trl"] == printed["0.5b-bf16"] and len(printed) == 5
+
+
+def run(parts, folder, *command, limit_s=120.0, **settings):
+    return parts.run_part(parts.Part("a", "what", tuple(command), 120, **settings), limit_s, folder, True)
+
+
+def test_a_part_gives_the_json_of_its_last_line(parts, tmp_path):
+    found = run(parts, tmp_path, "sh", "-c", 'echo noise; echo "{\\"seconds\\": 3}"')
+    assert found["status"] == "passed" and found["result"] == {"seconds": 3} and "log" not in found
+
+
+@pytest.mark.parametrize(
+    ("command", "reason", "log"),
+    [
+        (("sh", "-c", "echo out; echo the cause >&2; exit 3"), "exit code 3", "out\nthe cause"),
+        (("sh", "-c", "echo no number"), "it ended without a result", "no number"),
+        (("sh", "-c", "kill -9 $$"), "exit code -9", ""),
+        (("/nowhere/python",), "exit code 1", "/nowhere/python does not run: No such file or directory"),
+    ],
+)
+def test_a_part_that_fails_says_how_and_keeps_its_last_lines(parts, tmp_path, command, reason, log):
+    found = run(parts, tmp_path, *command)
+    assert (found["status"], found["reason"], found["log"]) == ("failed", reason, log)
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(parts, tmp_path):
+    found = run(parts, tmp_path, "sh", "-c", "sleep 600 & echo $!; wait", limit_s=3.0)
+    assert (found["status"], found["reason"]) == ("timed out", "ended after 3 s")
+    assert not psutil.pid_exists(int(found["log"])) or psutil.Process(int(found["log"])).status() == "zombie"
+
+
+def test_tests_count_as_failed_if_one_fails_or_none_runs(parts, tmp_path):
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.mark.skip(reason='no')\ndef test_skipped(): pass\n"
+    )
+    file = str(tmp_path / "test_some.py")
+    found = run(parts, tmp_path, *parts.pytest_command(file), is_test=True)
+    assert (found["status"], found["reason"]) == ("failed", "exit code 1")
+    assert {key: found["result"][key] for key in ("passed", "failed", "skipped")} == dict.fromkeys(
+        ("passed", "failed", "skipped"), 1
+    )
+    assert [name.endswith("test_some.py::test_bad") for name in found["result"]["failures"]] == [True]
+    found = run(parts, tmp_path, *parts.pytest_command(file, "-k", "test_skipped"), is_test=True)
+    assert (found["status"], found["reason"]) == ("failed", "no test ran")
+
+
+def test_a_part_for_which_no_time_is_left_is_reported(parts, report, tmp_path):
+    good = parts.Part("good", "what", ("sh", "-c", "echo {}"), 60)
+    skipped = parts.Part("skipped", "what", ("false",), 60, skip="no GPU")
+    said = []
+    found = parts.run_parts([good, skipped], parts.LEAST_S / 2, tmp_path, False, said.append)
+    assert [part["status"] for part in found.values()] == ["not started", "skipped"]
+    assert report.verdict(found) == (1, "1 not started, 1 skipped; nothing has been checked")
+    assert said[0].startswith("good: not started: the time was used up; raise --minutes")
+
+
+def test_the_exit_code_is_0_only_if_something_passed_and_nothing_failed(report):
+    def code(*statuses):
+        return report.verdict({str(i): {"status": status} for i, status in enumerate(statuses)})
+
+    assert code("passed", "skipped") == (0, "1 passed, 1 skipped")
+    assert code("skipped") == (1, "1 skipped; nothing has been checked")
+    for status in ("failed", "timed out", "not started"):
+        assert code("passed", status) == (1, f"1 passed, 1 {status}; look at 1")
+
+
+def test_speeds_are_tokens_over_seconds_and_an_update_counts_each_epoch(report):
+    result = {
+        "sampled_tokens": [90, 110],
+        "tokens": [300, 500],
+        "seconds": {"generate": 2.0, "score": 0.5, "update": 4.0, "total": 6.5},
+        "roofline": {"generate": 0.1, "score": 0.2, "update": 0.3},
+        "phase_peak_mb": {"generate": 1, "score": 2, "update": 3},
+        "peak_mb": 3,
+        "decode": {"seconds": 0.01, "operations": 300},
+    }
+    found = report.speeds(result, epochs=2)
+    assert [found[phase]["tokens_per_s"] for phase in ("generate", "score", "update")] == [50, 800, 200]
+    trl = {"seconds": {"generate": 3.0, "score": 1.0, "update": 16.0, "total": 20.0}, "peak_mb": 12}
+    ran = {name: {"status": "passed", "result": r} for name, r in (("0.5b-bf16", result), ("trl", trl))}
+    compared = report.measurements(ran)["trl"]
+    assert compared["ratio"] == {"generate": 1.5, "score": 2.0, "update": 4.0, "total": 3.08}
+    assert compared["memory_share"] == 0.25
+    assert "trl" not in report.measurements({"trl": ran["trl"]})
+
+
+def test_operations_are_counted_without_views_and_a_token_costs_the_same_in_a_longer_completion(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    import torch
+    from decode_profile import count_operations, decode_profile
+
+    from onetrunk.rollouts.local import LocalBackend
+    from tests.tiny import tiny_model
+
+    x = torch.ones(4)
+    assert count_operations(lambda: (x + x).view(2, 2).T * 2).total() == 2
+    backend = LocalBackend(tiny_model("llama"))
+    costs = [decode_profile(backend, [[5, 6], [7]], tokens, now=lambda: 0.0) for tokens in (2, 5)]
+    assert costs[0] == costs[1] and costs[0]["seconds"] == 0.0
+    # Seven products in each of four layers, and the head.
+    assert costs[0]["operations"] > 4 * 7 + 1
+
+
+def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from roofline import Ceilings, decode_seconds
+    from transformers import Qwen2Config
+
+    # As in test_scripts_bench: a layer has 576 weights, the head 80.
+    config = Qwen2Config(
+        vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    slow_memory, slow_products = Ceilings(flops=1e9, bandwidth=1.0), Ceilings(flops=1.0, bandwidth=1e9)
+    assert decode_seconds(config, 3, 2, slow_memory) == 2 * (2 * 576 + 80)
+    # In 4 bit the head keeps 16; in float32 it has 32.
+    assert decode_seconds(config, 3, 0.5, slow_memory) == 0.5 * 2 * 576 + 2 * 80
+    assert decode_seconds(config, 3, 4, slow_memory) == 4 * (2 * 576 + 80)
+    assert decode_seconds(config, 3, 2, slow_products) == 3 * 2 * (2 * 576 + 80)
