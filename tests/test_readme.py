@@ -90,9 +90,16 @@ def continued(settings, tmp_path):
     return trunk
 
 
+def packed(settings, tmp_path):
+    trunk = a_trunk(**settings)
+    trunk.use_padding_free()
+    return trunk
+
+
 BUILDERS = {
     "NF4 / 8-bit base": quantised,
     "activation checkpointing": checkpointing,
+    "padding-free packing": packed,
     "continued SFT adapter": continued,
     "DoRA": lambda settings, tmp_path: a_trunk(config=lora(use_dora=True), **settings),
     "tied head": lambda settings, tmp_path: a_trunk("qwen2", **settings),
@@ -179,6 +186,7 @@ SPLIT_CASES = {
 SPLIT_COLUMNS = {
     "NF4 / 8-bit base": "nf4",
     "activation checkpointing": "checkpointing",
+    "padding-free packing": "padding-free",
     "continued SFT adapter": "continued adapter",
     "DoRA": "DoRA",
     "tied head": "tied head",
@@ -217,7 +225,6 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("column", "settings", "message"),
     [
-        ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
         ("vLLM rollouts", {"use_vllm": True}, "use_vllm: "),
     ],
 )

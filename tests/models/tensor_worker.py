@@ -23,7 +23,7 @@ from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import a_pack, a_trunk, gradients, loss_of
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.models.sharding_worker import ROLES, continued, samples
+from tests.models.sharding_worker import ROLES, continued, packed, samples
 from tests.tiny import tiny_model
 
 
@@ -48,6 +48,7 @@ CASES = (
     "detached, top-2",
     "adapter, top-2",
     "checkpointing",
+    "padding-free",
     "tied head",
     "soft-capping",
     "gathered projections",
@@ -68,6 +69,7 @@ def cases(folder: Path) -> dict[str, Any]:
         "detached, top-2": partial(a_trunk, value_head="detached", adapter_layers="top-2"),
         "adapter, top-2": partial(a_trunk, value_head="adapter", adapter_layers="top-2"),
         "checkpointing": partial(a_trunk, value_head="adapter"),
+        "padding-free": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2"),
         "tied head": partial(a_trunk, "qwen2"),
         "soft-capping": partial(a_trunk, "gemma2", adapter_layers="top-2"),
         "gathered projections": partial(a_trunk, "phi3"),
