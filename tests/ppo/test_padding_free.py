@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.models.base import backbone
@@ -13,6 +14,7 @@ from onetrunk.ppo.memory import largest_pack, split_rows
 from onetrunk.ppo.state import load_buffer, save_buffer
 from onetrunk.types import Experience
 from tests.ppo.support import StopAt, assert_same, logged, make_config, make_trainer, trained_weights
+from tests.tiny import WORDS
 
 SHAPE = {"rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2, "num_minibatches": 2}
 BUDGET = {"per_device_train_batch_size": 8, "microbatch_tokens": 23}
@@ -42,13 +44,17 @@ def run(folder, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {**TOP, "trunk_cache": "disk", "activation_checkpointing": True}])
 def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, settings):
-    padded, packed = (run(tmp_path / str(free), padding_free=free, **settings) for free in (False, True))
+    # Prompts of 1 and 24 words: a long row and a short one fit 40 tokens, padded ones do not.
+    texts = [" ".join(WORDS[i : i + (24 if i % 2 else 1)]) for i in range(16)]
+    shape = {"dataset": Dataset.from_dict({"prompt": texts}), "rollout_batch_size": 16, "num_minibatches": 1}
+    shape |= {"per_device_train_batch_size": 16, "microbatch_tokens": 40}
+    padded, packed = (run(tmp_path / str(free), padding_free=free, **shape, **settings) for free in (False, True))
     assert_same(trained_weights(packed.model), trained_weights(padded.model), atol=1e-6, rtol=1e-5)
     for name in ("score/mean", "policy/loss", "value/loss", "kl/ref", "completion/length"):
         assert logged(packed, name) == pytest.approx(logged(padded, name), abs=1e-5), name
-    assert logged(packed, "policy/ratio_max")[::4] == [1.0, 1.0]  # The first pass over each rollout.
+    assert logged(packed, "policy/ratio_max")[::2] == [1.0, 1.0]  # The first pass over each rollout.
     # microbatch_tokens bounds real tokens: one sequence in each forward, and fewer of them.
-    assert all(rows == 1 and width <= 23 for rows, width in packed.update_forwards)
+    assert all(rows == 1 and width <= 40 for rows, width in packed.update_forwards)
     assert max(rows for rows, _ in padded.update_forwards) > 1
     assert len(packed.update_forwards) < len(padded.update_forwards)
 
