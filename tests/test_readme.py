@@ -17,6 +17,7 @@ import torch
 import yaml
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig
+from trl import ModelConfig
 
 from onetrunk.models.build import build_trunk
 from onetrunk.models.parallel import launch_layout
@@ -297,6 +298,18 @@ def test_the_python_of_every_folder_runs(block):
 def test_the_folders_have_the_examples_of_a_stream_a_backend_and_a_reward():
     assert len(code_blocks(PPO_README, "python")) == 2
     assert len(FOLDER_EXAMPLES) >= 3
+
+
+def test_the_yaml_of_padding_free_is_read_by_the_command(tmp_path):
+    (block,) = code_blocks(MODELS_README, "yaml")
+    path = tmp_path / "packed.yaml"
+    needed = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": str(tmp_path), "use_cpu": True}
+    path.write_text(yaml.safe_dump({**needed, "reward_funcs": ["rewards.py:score"], **yaml.safe_load(block)}))
+    parts = parse_ppo(["--config", str(path)])
+    args, model_args = (next(part for part in parts if isinstance(part, kind)) for kind in (PPOConfig, ModelConfig))
+    assert args.padding_free and args.microbatch_tokens == 16384 and args.per_device_train_batch_size == 256
+    loads = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}
+    assert loads.items() <= model_args.init_kwargs().items()
 
 
 def test_the_yaml_of_the_readme_is_a_ppo_config(tmp_path):

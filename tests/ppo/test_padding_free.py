@@ -118,6 +118,12 @@ def test_a_model_that_mixes_rows_is_rejected_before_training_starts(tmp_path):
         make_trainer(tmp_path, model=model, padding_free=True)
 
 
+def test_a_trunk_that_is_given_again_pads_again(tmp_path):
+    trunk = make_trainer(tmp_path, padding_free=True).model
+    assert trunk.padding_free
+    assert not make_trainer(tmp_path, model=trunk).model.padding_free
+
+
 def test_a_value_that_is_not_true_or_false_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="padding_free is 'no'; it must be true or false"):
         make_config(tmp_path, padding_free="no")

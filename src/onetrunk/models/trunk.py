@@ -152,20 +152,22 @@ class TrunkModel(PeftModelForCausalLM):
             self.set_requires_grad(VALUE)
         freeze_below(self, list_name(self, decoder_layers(self.get_base_model())), first_layer)
 
-    def use_padding_free(self) -> None:
-        """Run the rows of a pack in one sequence without padding, from now on; before the base is sharded or divided.
+    def use_padding_free(self, is_on: bool = True) -> None:
+        """Run the rows of a pack in one sequence without padding from now on, or padded again.
+
+        Call it on all processes, and before the base is sharded.
 
         Raises:
             ValueError: a proof shows that rows would not stay apart in this model.
         """
         base = self.get_base_model()
-        obstacle = packing_obstacle(base)
+        obstacle = packing_obstacle(base) if is_on else None
         if obstacle is not None:
             raise ValueError(
                 f"padding_free is not possible with {type(base).__name__} and the attention"
                 f" {base.config.get_text_config()._attn_implementation!r}: {obstacle}. Leave padding_free out"
             )
-        self.padding_free = True
+        self.padding_free = is_on
 
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:

@@ -150,9 +150,9 @@ class PPOConfig(AlarmConfig, CheckpointConfig, SecretFreeArguments, TrainingArgu
     )
     padding_free: bool = option(
         False,
-        "Run the rows of a forward in one sequence, without padding. Faster on a GPU with attn_implementation:"
-        " flash_attention_2 (not yet run on hardware); on a CPU only if microbatch_tokens is small. Rejected for"
-        " models in which rows would not stay apart.",
+        "Run the rows of a forward in one sequence, without padding: for a GPU with attn_implementation:"
+        " flash_attention_2 (not yet run on hardware). Slower on a CPU, where a mask keeps the rows apart. Rejected"
+        " for models in which they would not stay apart.",
     )
     epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
