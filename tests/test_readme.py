@@ -17,6 +17,7 @@ import torch
 import yaml
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import ModelConfig
 
 from onetrunk.models.build import build_trunk
 from onetrunk.models.parallel import launch_layout
@@ -91,9 +92,16 @@ def continued(settings, tmp_path):
     return trunk
 
 
+def packed(settings, tmp_path):
+    trunk = a_trunk(**settings)
+    trunk.use_padding_free()
+    return trunk
+
+
 BUILDERS = {
     "NF4 / 8-bit base": quantised,
     "activation checkpointing": checkpointing,
+    "padding-free packing": packed,
     "continued SFT adapter": continued,
     "DoRA": lambda settings, tmp_path: a_trunk(config=lora(use_dora=True), **settings),
     "tied head": lambda settings, tmp_path: a_trunk("qwen2", **settings),
@@ -180,6 +188,7 @@ SPLIT_CASES = {
 SPLIT_COLUMNS = {
     "NF4 / 8-bit base": "nf4",
     "activation checkpointing": "checkpointing",
+    "padding-free packing": "padding-free",
     "continued SFT adapter": "continued adapter",
     "DoRA": "DoRA",
     "tied head": "tied head",
@@ -213,18 +222,6 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
     launch_layout.cache_clear()
     with pytest.raises(ValueError, match="is not supported.*accelerate_configs/fsdp2.yaml"):
         check_launch(config)
-
-
-@pytest.mark.parametrize(
-    ("column", "settings", "message"),
-    [
-        ("padding-free packing", {"padding_free": True}, "padding_free: rows of a pack stay apart"),
-    ],
-)
-def test_what_is_not_built_is_rejected_by_its_name(column, settings, message, tmp_path):
-    assert all(cell == "rejected" for (_, named), cell in CELLS.items() if named == column)
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("row", [row for row, column in YES if column == "vLLM rollouts"])
@@ -310,6 +307,18 @@ def test_the_python_of_every_folder_runs(block):
 def test_the_folders_have_the_examples_of_a_stream_a_backend_and_a_reward():
     assert len(code_blocks(PPO_README, "python")) == 3
     assert len(FOLDER_EXAMPLES) >= 3
+
+
+def test_the_yaml_of_padding_free_is_read_by_the_command(tmp_path):
+    (block,) = code_blocks(MODELS_README, "yaml")
+    path = tmp_path / "packed.yaml"
+    needed = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": str(tmp_path), "use_cpu": True}
+    path.write_text(yaml.safe_dump({**needed, "reward_funcs": ["rewards.py:score"], **yaml.safe_load(block)}))
+    parts = parse_ppo(["--config", str(path)])
+    args, model_args = (next(part for part in parts if isinstance(part, kind)) for kind in (PPOConfig, ModelConfig))
+    assert args.padding_free and args.microbatch_tokens == 16384 and args.per_device_train_batch_size == 256
+    loads = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}
+    assert loads.items() <= model_args.init_kwargs().items()
 
 
 def test_the_yaml_of_the_readme_is_a_ppo_config(tmp_path):

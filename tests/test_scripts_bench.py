@@ -71,6 +71,20 @@ assert len(texts) == 4
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_forwards_without_padding_are_timed(tmp_path):
+    sizes = (
+        "--shape tiny --prompt 16 --completion 16 --rollout 8 --iterations 2 --microbatch_tokens 64 --mixed".split()
+    )
+    packs = []
+    for options in (sizes, [*sizes, "--padding_free"]):
+        done = run("bench/onetrunk_ppo.py", *options, cache=tmp_path)
+        assert done.returncode == 0, done.stderr
+        packs.append(json.loads(done.stdout)["update_packs"])
+    assert packs[0]["padding"] > 0 and packs[1]["padding"] == 0
+    assert packs[1]["forwards"] <= packs[0]["forwards"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -74,10 +74,12 @@ class Marks(TrainerCallback):
         self.meter = meter
         self.rollouts: list[Rollout] = []
         self.tokens = self.padded_tokens = self.forwards = 0
+        self.padding_free = False
 
     def attach(self, trainer: PPOTrainer) -> None:
         """Wrap the sampler and the training step of a trainer."""
         sample, step, sampler = trainer.sampler.generate, trainer.training_step, trainer.sampler
+        self.padding_free = trainer.args.padding_free
 
         def generate(batch: Any, **kwargs: Any) -> Rollout:
             self.meter.enter("generate")
@@ -103,7 +105,7 @@ class Marks(TrainerCallback):
         for experience in experiences:
             mask = experience.pack.attention_mask
             self.tokens += int(mask.sum())
-            self.padded_tokens += mask.numel()
+            self.padded_tokens += int(mask.sum()) if self.padding_free else mask.numel()
 
     @property
     def update_packs(self) -> dict[str, float]:
@@ -116,12 +118,16 @@ class Marks(TrainerCallback):
 
 
 def ppo_config(work: Workload, folder: str, given: argparse.Namespace) -> PPOConfig:
-    """Return our settings of the same iteration; a forward holds as many padded tokens as TRL's, or fewer."""
+    """Return our settings of the same iteration; a forward holds as many padded tokens as TRL's, or fewer.
+
+    `microbatch_tokens` sets another number.
+    """
     rows = {"per_device_train_batch_size": work.microbatch}
-    if work.mixed:
-        budget = work.microbatch * (work.prompt + work.completion)
+    if work.mixed or given.microbatch_tokens:
+        budget = given.microbatch_tokens or work.microbatch * (work.prompt + work.completion)
         rows = {"per_device_train_batch_size": work.rollout, "microbatch_tokens": budget}
-    settings = {f.name: getattr(given, f.name) for f in fields(PPOConfig) if f.name in ("trunk_cache", "value_head")}
+    names = ("trunk_cache", "value_head", "padding_free")
+    settings = {f.name: getattr(given, f.name) for f in fields(PPOConfig) if f.name in names}
     return PPOConfig(
         output_dir=folder,
         rollout_batch_size=work.rollout,
@@ -192,6 +198,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--value_head", default="shared")
     parser.add_argument("--num_minibatches", type=int, default=1, help="optimizer steps per epoch")
     parser.add_argument("--trunk_cache", default="auto")
+    parser.add_argument("--microbatch_tokens", type=int, default=0, help="of a forward; 0: as many as TRL's have")
+    parser.add_argument("--padding_free", action="store_true", help="the rows of a forward in one sequence")
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
     parser.add_argument("--profile_tokens", type=int, default=0, help="measure one decoded token over so many; 0: not")

@@ -93,7 +93,8 @@ class SampledText:
 class Pack:
     """The rows of one forward pass: the unit of scoring, of the trunk cache and of training.
 
-    Packs are formed once per rollout and keep their width, so that old and new logprobs come from equal shapes.
+    Packs are formed once per rollout and keep their rows and width, so that old and new logprobs come from equal
+    shapes. With `padding_free` the model takes the rows out of the padding and runs them in one sequence.
 
     Args:
         input_ids: [R, T] int64, prompt then completion, padded on the right.
@@ -129,8 +130,8 @@ class Experience:
         returns: targets of the value head.
         ref_logprobs: logprobs of the reference; None if no KL is used.
         weights: importance weights of the policy loss, or None.
-        states: [R, T, H] output of the frozen layers below the first adapted layer, in the trunk's dtype, on any
-            device; None if it is not kept.
+        states: [N, H] output of the frozen layers below the first adapted layer at the N tokens of the rows, row
+            after row without padding; in the trunk's dtype, on any device; None if it is not kept.
     """
 
     pack: Pack
@@ -156,7 +157,8 @@ class PackOutput(NamedTuple):
         next_values: [R] value of the state after the last completion token.
         ref_logprobs: of the completion tokens under the reference.
         scores: [R] of prompt and completion under the reward adapter.
-        states: [R, T, H] output of the layers below the cut, in the trunk's dtype.
+        states: [N, H] output of the layers below the cut at the N tokens of the rows, row after row without padding;
+            in the trunk's dtype.
     """
 
     logprobs: Tensor | None = None

@@ -62,11 +62,19 @@ def quantized(folder: Path, device: torch.device = CPU_DEVICE, **config: Any) ->
     return trunk
 
 
+def packed(*args: Any, **settings: Any) -> TrunkModel:
+    """Return a trunk that runs rows in one sequence; the proof of it precedes sharding."""
+    trunk = a_trunk(*args, **settings)
+    trunk.use_padding_free()
+    return trunk
+
+
 CASES = (
     "shared",
     "detached, top-2",
     "adapter, top-2",
     "checkpointing",
+    "padding-free",
     "tied head",
     "soft-capping",
     "gpt2",
@@ -85,6 +93,7 @@ def cases(folder: Path, device: torch.device) -> dict[str, Any]:
         "detached, top-2": partial(a_trunk, value_head="detached", adapter_layers="top-2"),
         "adapter, top-2": partial(a_trunk, value_head="adapter", adapter_layers="top-2"),
         "checkpointing": partial(a_trunk, value_head="adapter"),
+        "padding-free": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2"),
         "tied head": partial(a_trunk, "qwen2"),
         "soft-capping": partial(a_trunk, "gemma2", adapter_layers="top-2"),
         "gpt2": partial(a_trunk, "gpt2"),

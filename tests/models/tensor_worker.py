@@ -24,7 +24,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.types import to_device
 from tests.models.branches import a_pack, a_trunk, gradients, loss_of
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.models.sharding_worker import ROLES, continued, samples
+from tests.models.sharding_worker import ROLES, continued, packed, samples
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 
@@ -50,6 +50,7 @@ CASES = (
     "detached, top-2",
     "adapter, top-2",
     "checkpointing",
+    "padding-free",
     "tied head",
     "soft-capping",
     "gathered projections",
@@ -70,6 +71,7 @@ def cases(folder: Path) -> dict[str, Any]:
         "detached, top-2": partial(a_trunk, value_head="detached", adapter_layers="top-2"),
         "adapter, top-2": partial(a_trunk, value_head="adapter", adapter_layers="top-2"),
         "checkpointing": partial(a_trunk, value_head="adapter"),
+        "padding-free": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2"),
         "tied head": partial(a_trunk, "qwen2"),
         "soft-capping": partial(a_trunk, "gemma2", adapter_layers="top-2"),
         "gathered projections": partial(a_trunk, "phi3"),

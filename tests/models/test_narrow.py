@@ -8,7 +8,8 @@ from torch import nn
 
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
-from onetrunk.models.speedups.narrow import Positions, narrow_blocks
+from onetrunk.models.speedups.narrow import narrow_blocks
+from onetrunk.models.speedups.padding_free import TokenGrid
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, step_gradients
 from tests.rollouts.small import KEYS, assert_same, tiny
@@ -80,7 +81,7 @@ def test_prefill_runs_the_prompts_alone_and_samples_the_same(family):
 
 
 def test_positions_by_hand():
-    positions = Positions.of(a_pack(rows=slice(1, 3)))
+    positions = TokenGrid.padded(a_pack(rows=slice(1, 3))).positions()
     # Rows of 3 + 2 and 1 + 7 tokens, 8 wide; read from the last prompt token on.
     assert positions.shape == (2, 8)
     assert positions.real.tolist() == [0, 1, 2, 3, 4, *range(8, 16)]

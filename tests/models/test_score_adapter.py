@@ -216,7 +216,7 @@ def test_a_saved_policy_holds_no_reward_adapter_and_loads_into_a_trunk_with_one(
 
 
 def test_a_trunk_without_one_has_no_such_role(places):
-    for arguments in ({}, {"states": torch.zeros(4, 16, 32)}):
+    for arguments in ({}, {"states": torch.zeros(35, 32)}):
         with pytest.raises(ValueError, match="role 'reward' is none of policy, value, reference"):
             scores(a_trunk(adapter_layers="top-2"), **arguments)
 

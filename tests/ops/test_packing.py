@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.ops.packing import deal_rows, make_pack, plan_packs
+from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs
 
 many = settings(max_examples=200, deadline=None)
 
@@ -14,16 +14,41 @@ def generator(seed=0):
 
 def test_packs_are_cut_by_rows_and_by_padded_tokens():
     # Sorted: 9 (row 1), 5 (row 0), 5 (row 3), 4 (row 4), 1 (row 2). Budget 10: 9 alone; 5 + 5; then 4 and 1.
-    assert plan_packs([5, 9, 1, 5, 4], max_rows=4, max_tokens=10) == [[1], [0, 3], [4, 2]]
-    assert plan_packs([5, 9, 1, 5, 4], max_rows=2, max_tokens=None) == [[1, 0], [3, 4], [2]]
-    assert plan_packs([], max_rows=2, max_tokens=10) == []
+    assert plan_packs([5, 9, 1, 5, 4], PackLimits(4, 10)) == [[1], [0, 3], [4, 2]]
+    assert plan_packs([5, 9, 1, 5, 4], PackLimits(2)) == [[1, 0], [3, 4], [2]]
+    assert plan_packs([], PackLimits(2, 10)) == []
+
+
+def test_without_padding_rows_of_any_lengths_fill_a_pack():
+    # Sorted: 9 (row 1), 5 (row 0), 5 (row 3), 4 (row 4), 1 (row 2). Budget 10: 9; 5 + 5; 4; then 1 beside 9.
+    assert plan_packs([5, 9, 1, 5, 4], PackLimits(4, 10, padding_free=True)) == [[1, 2], [0, 3], [4]]
+    # With two rows each, the 1 has no place beside 5 + 5.
+    assert plan_packs([5, 5, 1], PackLimits(2, 12, padding_free=True)) == [[0, 1], [2]]
+    assert plan_packs([5, 5, 1], PackLimits(3, 12, padding_free=True)) == [[0, 1, 2]]
+    # Without a budget the number of rows decides, as with padding.
+    assert plan_packs([5, 9, 1, 5, 4], PackLimits(2, padding_free=True)) == [[1, 0], [3, 4], [2]]
+
+
+@many
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), max_rows=st.integers(1, 9), spare=st.integers(0, 100))
+def test_packs_without_padding_hold_every_row_once_and_open_only_when_needed(lengths, max_rows, spare):
+    max_tokens = max(lengths, default=1) + spare
+    packs = plan_packs(lengths, PackLimits(max_rows, max_tokens, padding_free=True))
+    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    sizes = [sum(lengths[row] for row in pack) for pack in packs]
+    assert all(1 <= len(pack) <= max_rows and size <= max_tokens for pack, size in zip(packs, sizes, strict=True))
+    for i, pack in enumerate(packs):
+        assert [lengths[row] for row in pack] == sorted((lengths[row] for row in pack), reverse=True)
+        # A row opens a pack only if none before has room for it.
+        for other, size in zip(packs[:i], sizes, strict=False):
+            assert len(other) == max_rows or size + lengths[pack[0]] > max_tokens
 
 
 @many
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), max_rows=st.integers(1, 9), spare=st.integers(0, 100))
 def test_packs_hold_every_row_once_within_both_budgets(lengths, max_rows, spare):
     max_tokens = max(lengths, default=1) + spare
-    packs = plan_packs(lengths, max_rows, max_tokens)
+    packs = plan_packs(lengths, PackLimits(max_rows, max_tokens))
     flat = [row for pack in packs for row in pack]
     assert flat == sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     for pack, following in zip(packs, [*packs, None][1:], strict=True):
@@ -36,9 +61,9 @@ def test_packs_hold_every_row_once_within_both_budgets(lengths, max_rows, spare)
 
 def test_a_row_that_no_pack_can_hold_is_rejected_with_the_fix():
     with pytest.raises(ValueError, match="row of 12 tokens does not fit into microbatch_tokens 10; raise"):
-        plan_packs([3, 12], max_rows=4, max_tokens=10)
+        plan_packs([3, 12], PackLimits(4, 10))
     with pytest.raises(ValueError, match="per_device_train_batch_size"):
-        plan_packs([3], max_rows=0, max_tokens=None)
+        plan_packs([3], PackLimits(0))
 
 
 def test_a_pack_by_hand_with_pad_equal_to_the_stop_token():

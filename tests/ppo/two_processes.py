@@ -41,6 +41,14 @@ CASES = {
     "tokens": {"microbatch_tokens": 23, "per_device_train_batch_size": 8, "activation_checkpointing": True},
     "kept": {"adapter_layers": "top-1", "trunk_cache": "disk", "value_head": "adapter"},
     "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
+    "packed": {
+        "padding_free": True,
+        "microbatch_tokens": 23,
+        "per_device_train_batch_size": 8,
+        "adapter_layers": "top-1",
+        "trunk_cache": "disk",
+        "value_head": "adapter",
+    },
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
     "dealt": {"num_minibatches": 4, "per_device_train_batch_size": 8},
 }

@@ -23,7 +23,7 @@ def test_captured_states_are_those_of_a_pass_of_the_lower_layers(family, max_row
     for row, length in enumerate(lengths):
         pack = make_pack([rollout.prompt_ids[row]], [rollout.completion_ids[row]], 0)
         end = length if keeps_last else length - 1
-        expected = trunk(pack=pack, roles=("trunk",)).states[0, :end]
+        expected = trunk(pack=pack, roles=("trunk",)).states[:end]
         torch.testing.assert_close(rollout.states[row, :end], expected, atol=2e-5, rtol=1e-5)
         assert not rollout.states[row, end:].any()
 

@@ -66,6 +66,10 @@ def load_base(
     if config.is_encoder_decoder:
         raise ValueError(f"{name_or_path} is an encoder-decoder ({config.model_type}); give a decoder-only model")
     check_supported(config)
+    is_flash = "flash" in (attn_implementation or "")
+    if is_flash and device_map is None and torch.cuda.is_available():
+        # Its kernels run on a GPU only, and the proofs of this room run before a trainer moves the model.
+        device_map = {"": torch.cuda.current_device()}
     model, report = load_weights(
         AutoModelForCausalLM,
         "model",
@@ -82,6 +86,11 @@ def load_base(
             f"the checkpoint {name_or_path!r} lacks {len(report['missing_keys'])} weights of "
             f"{type(model).__name__}, among them {min(report['missing_keys'])}; they would be random. Give a causal "
             "language model's checkpoint"
+        )
+    if is_flash and model.dtype == torch.float32:
+        raise ValueError(
+            f"attn_implementation {attn_implementation!r} computes in half precision, and {name_or_path} was loaded in"
+            " float32; set dtype to bfloat16 (model_init_kwargs: {dtype: bfloat16}), or take sdpa"
         )
     return model
 

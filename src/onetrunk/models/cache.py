@@ -53,7 +53,7 @@ class TrunkCache:
     folder: str | Path = "."
 
     def keep(self, states: Tensor) -> Tensor:
-        """Return the states [R, T, H] at the cache's place; they stay there as long as the returned tensor.
+        """Return the states [N, H] at the cache's place; they stay there as long as the returned tensor.
 
         Raises:
             RuntimeError: the disk has no room for them.

@@ -7,7 +7,6 @@ trunk it needs no second base model; `load_adapter_scorer` loads it with a base 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +37,6 @@ from onetrunk.models.loading import (
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
 from onetrunk.models.sources import adapter_base, check_base_marks
-from onetrunk.models.speedups.narrow import Positions
 from onetrunk.types import Pack
 
 # The modules that PEFT trains whole in a sequence-classification model; a decoder has only `score`.
@@ -182,17 +180,9 @@ class ScoreBranch(nn.Module):
             counts = counts & (pack.input_ids != self.pad_token_id)
         return (torch.arange(counts.shape[1], device=counts.device) * counts).argmax(dim=1)
 
-    def forward(self, pack: Pack, run: Callable[[Positions], Tensor]) -> Tensor:
-        """Return the scores [R] of a pack, float32.
-
-        Args:
-            pack: the rows.
-            run: returns the last hidden states [R, T, H] under this adapter, valid at the positions that are read.
-        """
-        last = self.last_tokens(pack)
-        rows = torch.arange(pack.num_rows, device=last.device)
-        hidden = run(Positions.at(pack.attention_mask.bool(), rows * pack.input_ids.shape[1] + last))
-        return self.head(hidden[rows, last])
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the scores [R], float32, of the rows' states [R, H] at `last_tokens` under this adapter."""
+        return self.head(states)
 
 
 def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:

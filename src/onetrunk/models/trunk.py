@@ -54,6 +54,7 @@ from onetrunk.models.score_adapter import ScoreBranch
 from onetrunk.models.sources import write_base_marks
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
+from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle, token_grid
 from onetrunk.models.tensor_parallel import vocab_shard
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs
@@ -122,6 +123,7 @@ class TrunkModel(PeftModelForCausalLM):
         if self.cut:
             verify_cut(base, self.cut)
         self.narrow = narrow_blocks(base)
+        self.padding_free = False
         if base.is_activation_checkpointing:
             self.activation_checkpointing_enable()
 
@@ -149,6 +151,23 @@ class TrunkModel(PeftModelForCausalLM):
             self.add_adapter(VALUE, copy.deepcopy(self.peft_config[POLICY]))
             self.set_requires_grad(VALUE)
         freeze_below(self, list_name(self, decoder_layers(self.get_base_model())), first_layer)
+
+    def use_padding_free(self, is_on: bool = True) -> None:
+        """Run the rows of a pack in one sequence without padding from now on, or padded again.
+
+        Call it on all processes, and before the base is sharded.
+
+        Raises:
+            ValueError: a proof shows that rows would not stay apart in this model.
+        """
+        base = self.get_base_model()
+        obstacle = packing_obstacle(base) if is_on else None
+        if obstacle is not None:
+            raise ValueError(
+                f"padding_free is not possible with {type(base).__name__} and the attention"
+                f" {base.config.get_text_config()._attn_implementation!r}: {obstacle}. Leave padding_free out"
+            )
+        self.padding_free = is_on
 
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
@@ -185,7 +204,7 @@ class TrunkModel(PeftModelForCausalLM):
             pack: the rows, on the model's device.
             roles: some of "policy", "value", "reference", "reward" and "trunk". "value" without "policy" gives the
                 policy's adapter no gradient (value pretraining).
-            states: [R, T, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
+            states: [N, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
             temperature: divides the logits of policy and reference.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
         """
@@ -194,56 +213,60 @@ class TrunkModel(PeftModelForCausalLM):
         unknown = set(roles) - set(ROLES)
         if unknown:
             raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
+        grid = token_grid(self.get_base_model(), pack, self.padding_free)
         needs_states = set(roles) != {"reward"} or (self.reward_branch is not None and self.reward_branch.from_states)
         if states is None and self.cut and needs_states:
-            states = self._trunk_states(pack)
+            states = self._trunk_states(grid)
             self.states_dtype = states.dtype
-        if states is not None and states.shape[:2] != pack.input_ids.shape:
-            raise ValueError(f"states {list(states.shape)} are not of this pack, {list(pack.input_ids.shape)}")
+        if states is not None and len(states) != grid.num_tokens:
+            raise ValueError(f"states {list(states.shape)} are not of this pack, which has {grid.num_tokens} tokens")
         out: dict[str, Tensor | None] = {"states": states if "trunk" in roles else None}
         shares = "value" in roles and self.value_head_kind != "adapter"
         hidden = None
         if "policy" in roles or shares:
             with self.as_role("policy"), torch.set_grad_enabled(torch.is_grad_enabled() and "policy" in roles):
-                hidden = self._hidden(pack, states)
+                hidden = self._hidden(grid, states)
         if "policy" in roles:
-            out["logprobs"], out["entropy"] = self._token_logprobs(hidden, pack, temperature, entropy_grad)
+            out["logprobs"], out["entropy"] = self._token_logprobs(hidden, grid, temperature, entropy_grad)
         if "value" in roles:
-            out["values"], out["next_values"] = self._values(hidden, pack, states)
+            out["values"], out["next_values"] = self._values(hidden, grid, states)
         if "reference" in roles:
             with torch.no_grad(), self.as_role("reference"):
-                out["ref_logprobs"], _ = self._token_logprobs(self._hidden(pack, states), pack, temperature, False)
+                out["ref_logprobs"], _ = self._token_logprobs(self._hidden(grid, states), grid, temperature, False)
         if "reward" in roles:
             with torch.no_grad(), self.as_role("reward"):
-                kept = states if self.reward_branch.from_states else None
-                out["scores"] = self.reward_branch(pack, lambda positions: self._hidden(pack, kept, positions))
+                out["scores"] = self._scores(grid, states)
         return PackOutput(**out)
 
-    def _run(self, pack: Pack, read: Positions | None = None) -> Tensor:
-        """Return the last hidden states [R, T, H] of the decoder, under the active adapter and cut."""
-        # No attention mask: rows are padded on the right, so a token never attends to padding, and purely causal
-        # attention runs in half the time of attention with a mask. Positions count from 0.
-        with self.narrow.at(read or Positions.of(pack)):
-            return backbone(self.get_base_model())(input_ids=pack.input_ids, use_cache=False).last_hidden_state
+    def _run(self, grid: TokenGrid, read: Tensor | None = None) -> Tensor:
+        """Return the decoder's last hidden states [B * L, H] of all tokens, under the active adapter and cut.
+
+        They are valid at the indices `read`; None: at those of `grid.read`.
+        """
+        body = backbone(self.get_base_model())
+        with self.narrow.at(grid.positions(read)):
+            output = body(input_ids=grid.input_ids, use_cache=False, **grid.arguments)
+        return output.last_hidden_state.flatten(0, 1)
 
     @torch.no_grad()
-    def _trunk_states(self, pack: Pack) -> Tensor:
+    def _trunk_states(self, grid: TokenGrid) -> Tensor:
         with only_below(decoder_layers(self.get_base_model()), self.cut) as kept:
-            self._run(pack)
-        return kept[0]
+            self._run(grid)
+        return grid.without_padding(kept[0])
 
-    def _hidden(self, pack: Pack, states: Tensor | None, read: Positions | None = None) -> Tensor:
+    def _hidden(self, grid: TokenGrid, states: Tensor | None, read: Tensor | None = None) -> Tensor:
         if not self.cut or states is None:
-            return self._run(pack, read)
-        with only_above(decoder_layers(self.get_base_model()), self.cut, states):
-            return self._run(pack, read)
+            return self._run(grid, read)
+        with only_above(decoder_layers(self.get_base_model()), self.cut, grid.with_padding(states)):
+            return self._run(grid, read)
 
     def _token_logprobs(
-        self, hidden: Tensor, pack: Pack, temperature: float, entropy_grad: bool
+        self, hidden: Tensor, grid: TokenGrid, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
+        pack = grid.pack
         rows, columns = pack.completion_mask.nonzero(as_tuple=True)
         head = output_head(self.get_base_model())
-        predicting = hidden[rows, pack.prompt_lengths[rows] - 1 + columns]
+        predicting = hidden[grid.first[rows] + pack.prompt_lengths[rows] - 1 + columns]
         weight, bias, fused, shard = head.weight, head.bias, fused_token_logprobs, vocab_shard(head.weight)
         if shard is not None:
             weight, bias = (None if tensor is None else tensor.to_local() for tensor in (weight, bias))
@@ -261,18 +284,23 @@ class TrunkModel(PeftModelForCausalLM):
             )
         return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
 
-    def _values(self, hidden: Tensor | None, pack: Pack, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _values(self, hidden: Tensor | None, grid: TokenGrid, states: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.value_head_kind == "adapter":
             with self.as_role("value"):
-                hidden = self._hidden(pack, states)
+                hidden = self._hidden(grid, states)
         elif self.value_head_kind == "detached":
             hidden = hidden.detach()
-        rows, columns = pack.completion_mask.nonzero(as_tuple=True)
-        first = pack.prompt_lengths - 1
-        values = self.value_head(hidden[rows, first[rows] + columns])
-        every_row = torch.arange(pack.num_rows, device=hidden.device)
-        next_values = self.value_head(hidden[every_row, first + pack.completion_mask.sum(dim=1)])
-        return _spread(values, rows, columns, pack.completion_mask), next_values
+        mask = grid.pack.completion_mask
+        rows, columns = mask.nonzero(as_tuple=True)
+        predicting = grid.first + grid.pack.prompt_lengths - 1
+        values = self.value_head(hidden[predicting[rows] + columns])
+        next_values = self.value_head(hidden[predicting + mask.sum(dim=1)])
+        return _spread(values, rows, columns, mask), next_values
+
+    def _scores(self, grid: TokenGrid, states: Tensor | None) -> Tensor:
+        branch = self.reward_branch
+        last = grid.first + branch.last_tokens(grid.pack)
+        return branch(self._hidden(grid, states if branch.from_states else None, last)[last])
 
     def train(self, mode: bool = True) -> TrunkModel:
         """Set train or eval mode; a quantised base computes the same in both."""

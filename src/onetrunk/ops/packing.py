@@ -1,12 +1,14 @@
 """Deal the rows of a rollout to minibatches, and cut the rows of a minibatch into packs.
 
 Rows are dealt to minibatches at random, whatever their length; inside a minibatch they are sorted by length and cut
-into packs. A pack keeps its rows and its width for the whole rollout (types.py).
+into packs. A pack keeps its rows and its width for the whole rollout (types.py). Without padding in the forward
+(`padding_free`) rows of any lengths fill a pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,20 +51,38 @@ def deal_rows(
     return rows.tolist(), positions.tolist()
 
 
-def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[list[int]]:
+@dataclass(frozen=True)
+class PackLimits:
+    """What a pack may hold.
+
+    Args:
+        rows: most rows, at least 1.
+        tokens: most tokens; None: no limit.
+        padding_free: whether the tokens of a pack are those of its rows; False: padding counts too (rows x longest).
+    """
+
+    rows: int
+    tokens: int | None = None
+    padding_free: bool = False
+
+
+def plan_packs(lengths: Sequence[int], limits: PackLimits) -> list[list[int]]:
     """Return the rows of every pack: sorted by length, and cut to the limits on rows and tokens.
+
+    With padding a pack takes the next rows in that order, which are of similar length. Without padding a row goes to
+    the first pack that has room for it (first fit decreasing).
 
     Args:
         lengths: tokens of every row, prompt and completion.
-        max_rows: most rows of a pack, at least 1.
-        max_tokens: most tokens of a pack, padding included (rows x longest); None: no limit.
+        limits: of a pack.
 
     Returns:
         Indices into lengths, the longest rows first; rows of equal length keep their order.
 
     Raises:
-        ValueError: max_rows is below 1, or one row alone is longer than max_tokens.
+        ValueError: the limit on rows is below 1, or one row alone is longer than the limit on tokens.
     """
+    max_rows, max_tokens = limits.rows, limits.tokens
     if max_rows < 1:
         raise ValueError(f"a pack may hold {max_rows} rows; set per_device_train_batch_size to at least 1")
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
@@ -72,12 +92,29 @@ def plan_packs(lengths: Sequence[int], max_rows: int, max_tokens: int | None) ->
             f"a row of {longest} tokens does not fit into microbatch_tokens {max_tokens}; "
             f"raise microbatch_tokens to at least {longest}, or lower max_completion_length or the prompt length"
         )
+    if limits.padding_free and max_tokens is not None:
+        return _first_fit(lengths, order, max_rows, max_tokens)
     packs: list[list[int]] = []
     while order:
         longest = max(1, lengths[order[0]])
         rows = max_rows if max_tokens is None else min(max_rows, max_tokens // longest)
         packs.append(order[:rows])
         order = order[rows:]
+    return packs
+
+
+def _first_fit(lengths: Sequence[int], order: Sequence[int], max_rows: int, max_tokens: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for row in order:
+        fitting = (i for i, room in enumerate(rooms) if lengths[row] <= room and len(packs[i]) < max_rows)
+        place = next(fitting, None)
+        if place is None:
+            place = len(packs)
+            packs.append([])
+            rooms.append(max_tokens)
+        packs[place].append(row)
+        rooms[place] -= lengths[row]
     return packs
 
 

@@ -76,8 +76,8 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
     32 completions per process and rollout, 8 per optimizer step and process, and 8 optimizer steps per rollout. A
-    forward holds at most per_device_train_batch_size rows and, if set, microbatch_tokens padded tokens; neither
-    changes the gradient.
+    forward holds at most per_device_train_batch_size rows and, if set, microbatch_tokens tokens; neither changes the
+    gradient.
 
     Raises:
         ValueError: a value out of range, settings that contradict each other, or a key of another trainer.
@@ -147,7 +147,15 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     # Loss
     num_ppo_epochs: int = option(4, "Passes over a rollout.")
     num_minibatches: int = option(1, "Optimizer steps per pass.")
-    microbatch_tokens: int | None = option(None, "Most padded tokens in one forward; None: no bound.")
+    microbatch_tokens: int | None = option(
+        None, "Most tokens in one forward, padding included unless padding_free is set; None: no bound."
+    )
+    padding_free: bool = option(
+        False,
+        "Run the rows of a forward in one sequence, without padding: for a GPU with attn_implementation:"
+        " flash_attention_2 (not yet run on hardware). Slower on a CPU, where a mask keeps the rows apart. Rejected"
+        " for models in which they would not stay apart.",
+    )
     epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
     dual_clip: float | None = option(None, "Upper bound (above 1) of the ratio for negative advantages; None: off.")
@@ -301,6 +309,8 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
+        if not isinstance(self.padding_free, bool):
+            raise ValueError(f"padding_free is {self.padding_free!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
         for name, words in (
             ("kl_estimator", KL_ESTIMATORS),

@@ -32,6 +32,7 @@ from onetrunk.models.parallel import gathered, reshard
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, equal_counts, prompt_batch, rollout_packs
 from onetrunk.rewards.judge import COLUMN
@@ -95,8 +96,9 @@ def evaluate_prompts(
     roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
     packs, everything, pad_id = [], [range(len(rollout))], sampler.params.pad_token_id
     if roles:
-        limits, agree = (args.per_device_eval_batch_size, args.microbatch_tokens), equal_counts(model, accelerator)
-        packs = rollout_packs(rollout, everything, *limits, pad_id, accelerator.device, agree)
+        limits = PackLimits(args.per_device_eval_batch_size, args.microbatch_tokens, args.padding_free)
+        agree = equal_counts(model, accelerator)
+        packs = rollout_packs(rollout, everything, limits, pad_id, accelerator.device, agree)
     temperature = sampler.params.temperature or 1.0
     was_training = model.training
     model.eval()

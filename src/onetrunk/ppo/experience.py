@@ -30,10 +30,11 @@ from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
+from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.ahead import RolloutsAhead
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.memory import PackSize, join_rows
+from onetrunk.ppo.memory import PackSize, join_rows, split_states
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.sampling import (
     PromptBatch,
@@ -265,9 +266,9 @@ class ExperienceStream:
 
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
-        limits, pad_id = (self.plan.rows_per_pack, self.config.microbatch_tokens), self.sampler.params.pad_token_id
-        agree = equal_counts(self.model(), self.accelerator)
-        return rollout_packs(rollout, minibatches, *limits, pad_id, self.accelerator.device, agree)
+        limits = PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
+        agree, pad_id = equal_counts(self.model(), self.accelerator), self.sampler.params.pad_token_id
+        return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)
 
     def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
@@ -523,7 +524,7 @@ class PackScorer:
 
         def run() -> PackOutput:
             parts = self.pack_size.parts(pack)
-            shares = [None] * len(parts) if states is None else states.split([p.num_rows for p in parts])
+            shares = [None] * len(parts) if states is None else split_states(states, parts)
             return join_rows(
                 [
                     self.model()(pack=part, states=share, roles=roles, temperature=self.temperature)

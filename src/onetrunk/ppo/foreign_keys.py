@@ -44,7 +44,6 @@ FOREIGN_KEYS: dict[str, str] = {
     "multi_objective_aggregation": "scores are summed with reward_weights",
     "cast_lm_head_to_fp32": "load the model in float32 for a float32 head: model_init_kwargs: {dtype: float32}",
     "disable_dropout": "dropout is always 0 here",
-    "padding_free": "rows of a pack stay apart; sorted by length they waste little padding",
     "log_completions_hub_repo": "the sample tables are in output_dir/completions",
     "trust_remote_code": "pass model_init_kwargs: {trust_remote_code: true, revision: <commit>}",
     # TRL's PPOConfig

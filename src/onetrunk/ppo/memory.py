@@ -61,12 +61,17 @@ class MemoryForecast:
 
 
 def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
-    """Return the pack with the most padded tokens that a rollout can have on this process."""
-    width = longest_prompt + args.max_completion_length
-    rows = plan_batches(args, args.world_size).rows_per_pack
-    if args.microbatch_tokens is not None:
-        rows = max(1, min(rows, args.microbatch_tokens // width))
-    return make_pack([[0] * longest_prompt] * rows, [[0] * args.max_completion_length] * rows, 0)
+    """Return the pack with the most tokens that a rollout can have on this process."""
+    lengths = (longest_prompt, args.max_completion_length)
+    most_rows, budget = plan_batches(args, args.world_size).rows_per_pack, args.microbatch_tokens
+    num_rows = most_rows if budget is None else max(1, min(most_rows, budget // sum(lengths)))
+    rows = [lengths] * num_rows
+    rest = 0 if budget is None else budget - num_rows * sum(lengths)
+    if args.padding_free and num_rows < most_rows and rest > 1:
+        # A shorter row, most of it completion, fills the sequence up.
+        completion = min(args.max_completion_length, rest - 1)
+        rows.append((min(longest_prompt, rest - completion), completion))
+    return make_pack([[0] * prompt for prompt, _ in rows], [[0] * completion for _, completion in rows], 0)
 
 
 def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
@@ -190,7 +195,18 @@ def split_rows(item: Rows, most_rows: int | None) -> list[Rows]:
     num_rows = item.num_rows if isinstance(item, Pack) else item.pack.num_rows
     if most_rows is None or num_rows <= most_rows:
         return [item]
-    return [_rows(item, slice(start, start + most_rows)) for start in range(0, num_rows, most_rows)]
+    states = item.states if isinstance(item, Experience) else None
+    whole = item if states is None else replace(item, states=None)
+    parts = [_rows(whole, slice(start, start + most_rows)) for start in range(0, num_rows, most_rows)]
+    if states is None:
+        return parts
+    shares = split_states(states, [part.pack for part in parts])
+    return [replace(part, states=share) for part, share in zip(parts, shares, strict=True)]
+
+
+def split_states(states: Tensor, parts: Sequence[Pack]) -> list[Tensor]:
+    """Split the states [N, H] of a pack into those of its parts."""
+    return list(states.split([int(part.attention_mask.sum()) for part in parts]))
 
 
 def _rows(item: Rows, rows: slice) -> Rows:

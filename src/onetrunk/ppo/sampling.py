@@ -22,7 +22,7 @@ from onetrunk.models.parallel import is_sharded
 from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights
-from onetrunk.ops.packing import deal_rows, make_pack, plan_packs, split_packs
+from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
@@ -149,7 +149,7 @@ class RolloutPack:
     Args:
         pack: the rows as the model takes them.
         rows: their numbers in the rollout of this process.
-        states: [R, T, H] trunk states captured while sampling, or None.
+        states: [N, H] trunk states captured while sampling, without padding, or None.
         output: the model's outputs, None for the roles that have not run.
         loss_mask, rewards: [R, C] the tokens that train, and KL and score per token; None until the rollout is scored.
         importance: importance weights [R, C] of the tokens, or None.
@@ -185,8 +185,7 @@ def prompt_batch(dataset: Dataset | ShardedRows, rows: Sequence[int], keys: Sequ
 def rollout_packs(
     rollout: Rollout,
     minibatches: Sequence[Sequence[int]],
-    rows_per_pack: int,
-    max_tokens: int | None,
+    limits: PackLimits,
     pad_id: int,
     device: torch.device,
     agree: Callable[[list[int]], list[int]] | None = None,
@@ -196,14 +195,14 @@ def rollout_packs(
     Args:
         rollout: n rows.
         minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
-        rows_per_pack, max_tokens: most rows and padded tokens of a pack; None: no bound.
+        limits: of a pack.
         pad_id: fills the padding.
         device: where the packs go.
         agree: maps the number of packs of each minibatch to the number that it must have (`equal_counts`).
     """
     prompts, completions, states = rollout.prompt_ids, rollout.completion_ids, rollout.states
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    plans = [plan_packs([lengths[i] for i in members], rows_per_pack, max_tokens) for members in minibatches]
+    plans = [plan_packs([lengths[i] for i in members], limits) for members in minibatches]
     if agree is not None:
         counts = agree([len(plan) for plan in plans])
         plans = [split_packs(plan, count) for plan, count in zip(plans, counts, strict=True)]
@@ -214,8 +213,8 @@ def rollout_packs(
             pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, minibatch=number)
             pack, captured = to_device(pack, device), None
             if states is not None:
-                width = pack.input_ids.shape[1]
-                captured = states[torch.tensor(rows, device=states.device), :width].contiguous()
+                is_real = pack.attention_mask.bool().to(states.device)
+                captured = states[torch.tensor(rows, device=states.device), : is_real.shape[1]][is_real]
             packs.append(RolloutPack(pack, rows, captured))
     return packs
 

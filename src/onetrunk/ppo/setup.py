@@ -153,6 +153,7 @@ def load_sampled_model(
         attach_score_adapter(trunk, rewards.trunk_reward.adapter)
     if args.value_head_init is not None:
         init_value_head(trunk, args.value_head_init)
+    trunk.use_padding_free(args.padding_free)
     repair_padding(tokenizer, trunk.get_base_model().config)
     layout = launch_layout()
     distribute = shard_frozen if layout is None or layout.tensor == 1 else divide_frozen

@@ -58,7 +58,9 @@ SETTINGS = {
 }
 # Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
 # rollout in use again.
-FREE_IN_PPO = frozenset("per_device_train_batch_size microbatch_tokens max_rollout_rows trunk_cache".split())
+FREE_IN_PPO = frozenset(
+    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache".split()
+)
 
 
 @dataclass
@@ -195,7 +197,10 @@ def _tensors(experience: Experience) -> dict[str, Tensor]:
 def _experience(tensors: dict[str, Tensor]) -> Experience:
     of_pack: dict[str, Any] = {n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")}
     of_pack["minibatch"] = int(of_pack["minibatch"])
-    return Experience(Pack(**of_pack), **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
+    pack, others = Pack(**of_pack), {n: t for n, t in tensors.items() if not n.startswith("pack.")}
+    if "states" in others and others["states"].dim() == 3:  # An earlier version kept the padding.
+        others["states"] = others["states"][pack.attention_mask.bool()]
+    return Experience(pack, **others)
 
 
 def run_settings(

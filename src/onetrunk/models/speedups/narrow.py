@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from onetrunk.models.base import backbone, computes, decoder_layers
-from onetrunk.types import Pack
 
 # Names of a layer's feed-forward block in the decoders of transformers.
 BLOCK_NAMES = ("mlp", "feed_forward")
@@ -37,14 +36,6 @@ class Positions:
     shape: tuple[int, int]
     real: Tensor | None
     read: Tensor
-
-    @classmethod
-    def of(cls, pack: Pack) -> Positions:
-        """Return the positions of a pack."""
-        is_real = pack.attention_mask.bool()
-        columns = torch.arange(is_real.shape[1], device=is_real.device)
-        is_read = is_real & (columns >= pack.prompt_lengths[:, None] - 1)
-        return cls.at(is_real, is_read.flatten().nonzero().squeeze(1))
 
     @classmethod
     def at(cls, is_real: Tensor, read: Tensor) -> Positions:
@@ -111,8 +102,8 @@ def narrow_blocks(model: nn.Module) -> NarrowBlocks:
     ids = torch.linspace(0, embedding.weight.shape[0] - 1, 12, device=embedding.weight.device).long().view(2, 6)
     lengths = torch.tensor([6, 4], device=ids.device)
     mask = torch.arange(6, device=ids.device) < lengths[:, None]
-    prompts = torch.tensor([2, 3], device=ids.device)
-    positions = Positions.of(Pack(ids, mask.long(), prompts, ids, mask))
+    # All but the first token of each row.
+    positions = Positions.at(mask, mask.flatten().nonzero().squeeze(1)[[*range(1, 6), *range(7, 10)]])
     inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
 
     def states_at(at: Positions | None) -> Tensor:

@@ -1,0 +1,328 @@
+"""Rows in one sequence: the outputs and gradients of padded rows, and a proof that finds models that mix rows."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import transformers.modeling_flash_attention_utils as flash_attention
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from onetrunk.models.base import backbone, load_base
+from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
+from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.packing import make_pack
+from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
+from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.tiny import FAMILIES, tiny_model
+
+OUTPUTS = ("logprobs", "entropy", "values", "next_values", "ref_logprobs", "states")
+# Relative norm of a difference: sums in another order. Float32 weights are drawn wide, which enlarges the rounding.
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+NUM_TOKENS = sum(map(len, PROMPTS + COMPLETIONS))
+
+
+def difference(found, expected):
+    """Return the norm of the difference of two sets of tensors, relative to that of the second."""
+    assert found.keys() == expected.keys() and expected
+    squares = [((found[n] - t).double().square().sum(), t.double().square().sum()) for n, t in expected.items()]
+    return (sum(a for a, _ in squares) / sum(b for _, b in squares)).sqrt().item()
+
+
+@contextlib.contextmanager
+def decoder_shapes(trunk):
+    """Collect the shapes of the ids that the decoder is given."""
+    shapes = []
+
+    def note(_module, _args, kwargs):
+        shapes.append(list(kwargs["input_ids"].shape))
+
+    handle = backbone(trunk).register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    handle.remove()
+
+
+def step(trunk, padding_free, pack=None, roles=ALL_ROLES):
+    """Return outputs by name, and gradients, of a step with padding or without."""
+    trunk.train()
+    if padding_free:
+        trunk.use_padding_free()
+    with decoder_shapes(trunk) as shapes:
+        output, gradients = step_gradients(trunk, a_pack() if pack is None else pack, roles=roles)
+    assert all(shape == [1, NUM_TOKENS] for shape in shapes) == padding_free or pack is not None
+    return {n: t.detach() for n, t in output._asdict().items() if t is not None}, gradients
+
+
+def check(build, dtype=torch.float32):
+    padded, padded_gradients = step(build(), padding_free=False)
+    packed, packed_gradients = step(build(), padding_free=True)
+    for name, expected in padded.items():
+        assert packed[name].shape == expected.shape and packed[name].dtype == expected.dtype
+        assert difference({name: packed[name]}, {name: expected}) <= TOLERANCE[dtype], name
+    assert difference(packed_gradients, padded_gradients) <= TOLERANCE[dtype]
+    assert set(OUTPUTS) - set(padded) <= {"states"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_one_sequence_give_the_outputs_and_gradients_of_padded_rows(family, dtype):
+    check(functools.partial(a_trunk, family, value_head="adapter", dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"value_head": "shared"},
+        {"value_head": "detached", "adapter_layers": "top-2"},
+        {"value_head": "adapter", "adapter_layers": "top-3"},
+        {"config": lora(use_dora=True)},
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_heads_cuts_and_variants_of_lora_do_not_see_the_difference(family, settings):
+    check(functools.partial(a_trunk, family, dtype=torch.float64, **settings), torch.float64)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_both_attentions_of_transformers_keep_rows_apart(implementation):
+    def build():
+        base = tiny_model("mistral")
+        base.set_attn_implementation(implementation)
+        return a_trunk(base=base, dtype=torch.float64)
+
+    check(build, torch.float64)
+
+
+def test_activation_checkpointing_recomputes_the_same_sequence():
+    def build(checkpointing=True):
+        trunk = a_trunk("gemma3", value_head="adapter", adapter_layers="top-3").train()
+        if checkpointing:
+            trunk.activation_checkpointing_enable()
+        return trunk
+
+    assert same(step(build(), True), step(build(checkpointing=False), True))
+
+
+def test_kept_states_give_the_bits_of_a_whole_forward():
+    trunk = a_trunk("llama", value_head="adapter", adapter_layers="top-2").train()
+    trunk.use_padding_free()
+    whole, whole_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    states = trunk(pack=a_pack(), roles=("trunk",)).states
+    assert list(states.shape) == [NUM_TOKENS, 32] and same(states, whole.states)
+    kept, gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES, states=states)
+    assert same(kept, whole) and same(gradients, whole_gradients)
+
+
+@pytest.mark.parametrize("layers", [[2, 3], None])
+def test_a_reward_adapter_scores_the_same(tmp_path, layers):
+    base = saved_base(tmp_path / "base")
+    adapter = read_score_adapter(str(saved_reward_adapter(tmp_path / "reward", base, layers=layers)))
+    scores = []
+    for padding_free in (False, True):
+        trunk = a_trunk(base=load_base(base), adapter_layers="top-2").eval()
+        attach_score_adapter(trunk, adapter)
+        assert trunk.reward_branch.from_states == (layers is not None)
+        if padding_free:
+            trunk.use_padding_free()
+        scores.append(trunk(pack=a_pack(), roles=("policy", "reward")).scores)
+    assert scores[0].std() > 0
+    torch.testing.assert_close(scores[1], scores[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_pack_of_one_row_gives_the_same_bits_both_ways():
+    pack = a_pack(rows=slice(0, 1))
+    assert same(step(a_trunk(), True, pack)[0], step(a_trunk(), False, pack)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_the_policy_scores_itself_with_a_ratio_of_exactly_one(family):
+    trunk = a_trunk(family, value_head="adapter", dtype=torch.bfloat16)
+    trunk.use_padding_free()
+    with torch.no_grad():
+        old = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference"))
+    new = trunk.train()(pack=a_pack())
+    assert same(new.logprobs.detach(), old.logprobs) and same(new.values.detach(), old.values)
+
+
+# --- the grid -------------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_by_hand():
+    # Two rows of 2 + 1 and 1 + 4 tokens; padding is 9.
+    pack = make_pack([[1, 2], [3]], [[4], [5, 6, 7, 8]], pad_id=9)
+    padded, packed = TokenGrid.padded(pack), TokenGrid.in_one_sequence(pack, is_flash=True)
+    assert padded.input_ids.tolist() == [[1, 2, 4, 9, 9], [3, 5, 6, 7, 8]] and padded.arguments == {}
+    assert padded.first.tolist() == [0, 5] and padded.real.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert packed.input_ids.tolist() == [[1, 2, 4, 3, 5, 6, 7, 8]]
+    assert packed.first.tolist() == [0, 3] and packed.real is None
+    # Read from the last prompt token on: tokens 2 and 4 of the first row, all of the second.
+    assert padded.read.tolist() == [1, 2, 5, 6, 7, 8, 9] and packed.read.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert padded.num_tokens == packed.num_tokens == 8
+    arguments = {k: v.tolist() if torch.is_tensor(v) else v for k, v in packed.arguments.items()}
+    assert arguments == {
+        "position_ids": [[0, 1, 2, 0, 1, 2, 3, 4]],
+        "cu_seq_lens_q": [0, 3, 8],
+        "cu_seq_lens_k": [0, 3, 8],
+        "max_length_q": 5,
+        "max_length_k": 5,
+    }
+    assert packed.arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert set(TokenGrid.in_one_sequence(pack, is_flash=False).arguments) == {"position_ids"}
+
+
+def test_states_lose_their_padding_and_get_it_back():
+    pack = make_pack([[1, 2], [3]], [[4], [5, 6, 7, 8]], pad_id=9)
+    states = torch.arange(1.0, 17.0).view(8, 2)
+    for grid in (TokenGrid.padded(pack), TokenGrid.in_one_sequence(pack, is_flash=False)):
+        spread = grid.with_padding(states)
+        assert spread.shape == (*grid.input_ids.shape, 2) and torch.equal(grid.without_padding(spread), states)
+    assert TokenGrid.padded(pack).with_padding(states)[0].tolist() == [[1, 2], [3, 4], [5, 6], [0, 0], [0, 0]]
+
+
+# --- flash attention ------------------------------------------------------------------------------------------------
+
+
+class VarlenReference:
+    """flash_attn_varlen_func in plain torch: it computes each sequence alone, and notes the borders that it got."""
+
+    def __init__(self):
+        self.borders = []
+
+    def __call__(self, q, k, v, cu_seqlens_q, cu_seqlens_k, **kwargs):
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k) and kwargs["causal"]
+        self.borders.append(cu_seqlens_q.tolist())
+        lengths = cu_seqlens_q.diff()
+        assert kwargs["max_seqlen_q"] == kwargs["max_seqlen_k"] >= lengths.max()
+        rows = [part.split(lengths.tolist()) for part in (q, k, v)]
+        return torch.cat([self.attend(*row, **kwargs) for row in zip(*rows, strict=True)])
+
+    @staticmethod
+    def attend(q, k, v, softmax_scale=None, window_size=(-1, -1), softcap=None, **kwargs):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        logits = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        ages = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        seen = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else q.shape[1]))
+        return (F.softmax(logits.masked_fill(~seen, -torch.inf), -1) @ v).transpose(0, 1)
+
+
+def unequal_lengths_only(*args, **kwargs):
+    raise AssertionError("rows in one sequence must take the kernel for sequences of various lengths")
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    """Let transformers' own code for flash attention run on the CPU, with a plain kernel."""
+    kernel = VarlenReference()
+    names = "dropout_p window_size deterministic softcap s_aux learnable_sink block_table page_table cache_seqlens"
+    supported = dict.fromkeys((*names.split(), "max_seqlen_q", "max_seqlen_k"), True)
+    arguments = functools.partial(flash_attention._process_flash_attention_kwargs, supports_mapping=supported)
+    functions = (unequal_lengths_only, kernel, None, None, None)
+    monkeypatch.setattr(flash_attention, "lazy_import_flash_attention", lambda *_: (functions, (arguments, None)))
+    return kernel
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flash_attention_gets_the_borders_of_the_rows_in_every_layer(family, varlen):
+    settings = {"value_head": "adapter", "dtype": torch.float64}
+    padded, padded_gradients = step(a_trunk(family, **settings), padding_free=False)
+    trunk = a_trunk(family, **settings)
+    trunk.get_base_model().config._attn_implementation = "flash_attention_2"
+    packed, gradients = step(trunk, padding_free=True)
+    # Rows of 16, 5, 8 and 6 tokens; after the three forwards of the proof, four layers for each of three adapters.
+    assert varlen.borders[12:] == [[0, 16, 21, 29, 35]] * 12
+    assert varlen.borders[:12] == [[0, 11]] * 4 + [[0, 13, 16, 27]] * 8
+    # With soft-capping padded rows run eager attention, whose softmax is in float32.
+    tolerance = 1e-5 if family == "gemma2" else 1e-12
+    assert difference(packed, padded) <= tolerance and difference(gradients, padded_gradients) <= tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_flash_attention_on_a_gpu_gives_what_sdpa_gives_for_padded_rows(family, tmp_path):
+    pytest.importorskip("flash_attn")
+    tiny_model(family, hidden_size=64, head_dim=16, intermediate_size=128).save_pretrained(tmp_path)
+    results = []
+    for attention, padding_free in (("sdpa", False), ("flash_attention_2", True)):
+        base = load_base(tmp_path, dtype="bfloat16", attn_implementation=attention)
+        trunk = a_trunk(base=base, dtype=torch.bfloat16).to("cuda")
+        if padding_free:
+            trunk.use_padding_free()
+        pack = make_pack(PROMPTS, COMPLETIONS, 0)
+        pack = type(pack)(**{n: v.cuda() if torch.is_tensor(v) else v for n, v in vars(pack).items()})
+        results.append(trunk(pack=pack, roles=("policy",)).logprobs)
+    # bfloat16 has 8 bits, and the weights are drawn wide.
+    assert (results[0] - results[1]).abs().mean() < 0.05
+
+
+def test_flash_attention_in_float32_is_rejected_before_any_proof(tmp_path, varlen, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path)
+    # As if the package were installed.
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _self, name, *_, **__: name)
+    with pytest.raises(ValueError, match="computes in half precision, and .* was loaded in float32; set dtype to bf"):
+        load_base(tmp_path, attn_implementation="flash_attention_2")
+
+
+# --- models in which rows do not stay apart -------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+LAYERS = {"num_key_value_heads": 2, "intermediate_size": 64, **SMALL}
+# Decoders that look at no positions (ALiBi, gpt-oss in transformers 5.23), or carry a state from token to token.
+MIXING = {
+    "mpt": {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 4},
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 4, "n_head": 4},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, **SMALL},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, **LAYERS},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, **LAYERS},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_in_which_a_row_sees_others_is_found_out(name, dtype):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MIXING[name])).to(dtype).eval()
+    obstacle = packing_obstacle(model)
+    assert obstacle.startswith("a row sees the rows before it in the sequence (its states change by ")
+    assert ("its layers of the type conv pass a state" in obstacle) == (name == "lfm2")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_keep_their_rows_apart(family, dtype):
+    assert packing_obstacle(tiny_model(family).to(dtype)) is None
+
+
+def test_an_attention_mask_that_a_model_makes_itself_is_found_out():
+    # The silent error: transformers looks at the positions only if there is no mask.
+    trunk = a_trunk()
+
+    def with_mask(_module, args, kwargs):
+        return args, kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])}
+
+    backbone(trunk).register_forward_pre_hook(with_mask, with_kwargs=True)
+    with pytest.raises(ValueError, match="LlamaForCausalLM and the attention 'sdpa': a row sees the rows .* Leave"):
+        trunk.use_padding_free()
+    assert not trunk.padding_free
+
+
+def test_a_model_whose_positions_do_not_restart_is_found_out():
+    model = tiny_model("gpt2")
+    embedding = model.transformer.wpe
+    embedding.register_forward_pre_hook(lambda _module, args: torch.arange(args[0].shape[1])[None])
+    assert "so its positions do not count from 0" in packing_obstacle(model)
+
+
+def test_a_model_that_does_not_take_positions_is_named():
+    trunk = a_trunk()
+    run = backbone(trunk).forward
+    backbone(trunk).forward = lambda input_ids, use_cache: run(input_ids=input_ids, use_cache=use_cache)
+    with pytest.raises(ValueError, match="several rows in one sequence raise TypeError: .*position_ids"):
+        trunk.use_padding_free()
+
+
+def test_a_new_trunk_pads():
+    assert not TrunkModel(tiny_model("llama"), lora()).padding_free

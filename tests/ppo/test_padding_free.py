@@ -1,0 +1,166 @@
+"""padding_free in a run: the same training, fewer forwards, exact resume, and a message where it cannot work."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from onetrunk.models.base import backbone
+from onetrunk.ops.packing import make_pack
+from onetrunk.ppo.memory import largest_pack, split_rows
+from onetrunk.ppo.state import load_buffer, save_buffer
+from onetrunk.types import Experience
+from tests.ppo.support import StopAt, assert_same, logged, make_config, make_trainer, trained_weights
+from tests.tiny import WORDS
+
+SHAPE = {"rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2, "num_minibatches": 2}
+BUDGET = {"per_device_train_batch_size": 8, "microbatch_tokens": 23}
+# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+TOP = {"adapter_layers": "top-1", "value_head": "adapter"}
+
+
+def forwards_of(trainer):
+    """Collect the shapes of the ids of every forward of the update."""
+    shapes = []
+
+    def note(_module, _args, kwargs):
+        if torch.is_grad_enabled() and not kwargs.get("use_cache"):
+            shapes.append(tuple(kwargs["input_ids"].shape))
+
+    backbone(trainer.model).register_forward_pre_hook(note, with_kwargs=True)
+    return shapes
+
+
+def run(folder, **settings):
+    trainer = make_trainer(folder, check_memory=False, **{**SHAPE, **SGD, **BUDGET, **settings})
+    trainer.update_forwards = forwards_of(trainer)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{}, {**TOP, "trunk_cache": "disk", "activation_checkpointing": True}])
+def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, settings):
+    # Prompts of 1 and 24 words: a long row and a short one fit 40 tokens, padded ones do not.
+    texts = [" ".join(WORDS[i : i + (24 if i % 2 else 1)]) for i in range(16)]
+    shape = {"dataset": Dataset.from_dict({"prompt": texts}), "rollout_batch_size": 16, "num_minibatches": 1}
+    shape |= {"per_device_train_batch_size": 16, "microbatch_tokens": 40}
+    padded, packed = (run(tmp_path / str(free), padding_free=free, **shape, **settings) for free in (False, True))
+    assert_same(trained_weights(packed.model), trained_weights(padded.model), atol=1e-6, rtol=1e-5)
+    for name in ("score/mean", "policy/loss", "value/loss", "kl/ref", "completion/length"):
+        assert logged(packed, name) == pytest.approx(logged(padded, name), abs=1e-5), name
+    assert logged(packed, "policy/ratio_max")[::2] == [1.0, 1.0]  # The first pass over each rollout.
+    # microbatch_tokens bounds real tokens: one sequence in each forward, and fewer of them.
+    assert all(rows == 1 and width <= 40 for rows, width in packed.update_forwards)
+    assert max(rows for rows, _ in padded.update_forwards) > 1
+    assert len(packed.update_forwards) < len(padded.update_forwards)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {**TOP, "capture_trunk_states": True}, {**TOP, "capture_trunk_states": False}]
+)
+def test_a_run_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path, settings):
+    settings = {**SHAPE, **BUDGET, "padding_free": True, **settings}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    make_trainer(tmp_path / "stopped", callbacks=[StopAt(6)], **settings).train()
+    resumed = make_trainer(tmp_path / "stopped", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
+def test_it_may_change_in_the_middle_of_a_rollout_because_it_only_rounds(tmp_path):
+    settings = {**SHAPE, **SGD, **BUDGET, **TOP}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    make_trainer(tmp_path / "stopped", callbacks=[StopAt(6)], **settings).train()
+    resumed = make_trainer(tmp_path / "stopped", padding_free=True, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {**TOP, "trunk_cache": "cpu"}])
+@pytest.mark.parametrize("is_update", [True, False])
+def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, is_update):
+    caplog.set_level(logging.WARNING)
+    settings = {"padding_free": True, "microbatch_tokens": None, "num_minibatches": 1, **settings}
+    whole = run(tmp_path / "whole", **settings)
+    trainer = make_trainer(tmp_path / "halved", check_memory=False, **{**SHAPE, **SGD, **BUDGET, **settings})
+
+    def check(_module, _args, kwargs):
+        num_tokens = kwargs["input_ids"].numel()
+        if num_tokens > 40 and torch.is_grad_enabled() == is_update and not kwargs.get("use_cache"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    backbone(trainer.model).register_forward_pre_hook(check, with_kwargs=True)
+    trainer.train()
+    assert_same(trained_weights(trainer.model), trained_weights(whole.model), atol=1e-6, rtol=1e-5)
+    assert "out of memory in the" in caplog.text and "at most 4 rows" in caplog.text
+
+
+def test_an_evaluation_measures_the_same_kl(tmp_path):
+    values = []
+    for free in (False, True):
+        trainer = run(tmp_path / str(free), padding_free=free)
+        values.append(trainer.evaluate(trainer.train_dataset)["eval_kl/ref"])
+    assert values[0] != 0 and values[1] == pytest.approx(values[0], abs=1e-5)
+
+
+def test_a_model_that_mixes_rows_is_rejected_before_training_starts(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", word_embed_proj_dim=32, **sizes))
+    make_trainer(tmp_path, model=model)
+    with pytest.raises(ValueError, match="padding_free is not possible with OPTForCausalLM .* a row sees the rows"):
+        make_trainer(tmp_path, model=model, padding_free=True)
+
+
+def test_a_trunk_that_is_given_again_pads_again(tmp_path):
+    trunk = make_trainer(tmp_path, padding_free=True).model
+    assert trunk.padding_free
+    assert not make_trainer(tmp_path, model=trunk).model.padding_free
+
+
+def test_a_value_that_is_not_true_or_false_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match="padding_free is 'no'; it must be true or false"):
+        make_config(tmp_path, padding_free="no")
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({}, [11, 11]),  # Two rows of 5 + 6 tokens, as many as per_device_train_batch_size allows.
+        ({"microbatch_tokens": 17, "per_device_train_batch_size": 4}, [11, 6]),
+        ({"microbatch_tokens": 30, "per_device_train_batch_size": 4}, [11, 11, 8]),
+        ({"microbatch_tokens": 30}, [11, 11]),
+        ({"microbatch_tokens": 12, "per_device_train_batch_size": 4}, [11]),
+    ],
+)
+def test_the_largest_pack_has_as_many_tokens_as_the_budget_allows(tmp_path, settings, lengths):
+    pack = largest_pack(make_config(tmp_path, padding_free=True, **settings), longest_prompt=5)
+    assert pack.attention_mask.sum(1).tolist() == lengths
+    assert pack.completion_mask.sum(1).tolist() == [min(6, length - 1) for length in lengths]
+
+
+def an_experience(states):
+    pack = make_pack([[3, 4], [5]], [[6], [7, 8, 9]], pad_id=0)
+    tensors = [torch.rand(pack.completion_mask.shape) for _ in range(4)]
+    return Experience(pack, pack.completion_mask, *tensors, states=states)
+
+
+def test_rows_that_are_split_keep_their_states():
+    states = torch.arange(14.0).view(7, 2)  # Rows of 3 and 4 tokens.
+    first, second = split_rows(an_experience(states), 1)
+    assert torch.equal(first.states, states[:3]) and torch.equal(second.states, states[3:])
+    assert split_rows(an_experience(states), 2)[0].states is states
+
+
+def test_states_of_an_earlier_version_lose_their_padding(tmp_path):
+    (tmp_path / "experience_stream.json").write_text('{"settings": {"num_processes": 1}}')
+    padded = torch.arange(16.0).view(2, 4, 2)
+    save_buffer(tmp_path, [replace(an_experience(None), states=padded)], 0)
+    (loaded,) = load_buffer(tmp_path, 0, 1)
+    assert torch.equal(loaded.states, torch.cat([padded[0, :3], padded[1]]))
