@@ -5,7 +5,7 @@ VENV ?= .venv
 # Installed first. Leave it empty (make setup TORCH_VERSION=) for the newest build with CUDA.
 TORCH_VERSION ?= 2.13.0
 # Test processes side by side, and further arguments to pytest: make test PYTEST_ARGS='-k files'
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 # What scripts/bench.py is given (python scripts/bench.py --help).
 BENCH_ARGS ?= --make_baseline
@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
 
-test: setup ## run the tests (7 minutes on 2 cores)
+test: setup ## run the tests (6 minutes on 2 cores)
 	$(PYTEST)
 
 test-slow: setup ## run the slow tests: real servers, kills, fresh environments (under an hour on 2 cores)

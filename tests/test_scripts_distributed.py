@@ -141,6 +141,7 @@ def test_scaling_without_a_second_core_is_an_error_before_anything_is_measured(b
         runs.usable_cores()
 
 
+@pytest.mark.slow
 def test_a_launch_that_fails_names_its_command_and_the_last_lines(bench):
     _, runs = bench
     launch = runs.Launch(None, 1, "facts", ("--shape", "none"))

@@ -71,6 +71,7 @@ def test_a_run_killed_before_any_write_of_a_save_resumes_exactly(tmp_path, kind,
         resumed_equals_uninterrupted(kind, folder)
 
 
+@pytest.mark.slow
 def test_the_failpoints_are_every_kind_of_event():
     events = file_events("ppo")[: of_one_save(file_events("ppo"))]
     kinds = {event.split()[0] for event in events}
@@ -110,8 +111,8 @@ def kill_once(kind: str, folder: Path, seed: int) -> str:
     return phase
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sampled(3)
 def test_a_run_killed_at_a_random_moment_resumes_exactly(tmp_path, seed):
     kind = KINDS[seed % len(KINDS)]
     kill_once(kind, tmp_path, seed)
@@ -153,9 +154,9 @@ PLACES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "place", "count"), PLACES)
 @pytest.mark.parametrize("number", [signal.SIGTERM])
-@pytest.mark.sampled(4)
 def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, kind, place, count, number):
     assert exit_code(crash_runs.signalled, kind, tmp_path, place, count, number) == 0
     assert not (tmp_path / "digest.json").exists(), "the run was not stopped"
@@ -164,6 +165,7 @@ def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, 
     resumed_equals_uninterrupted(kind, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_ctrl_c_the_warning_of_a_scheduler_and_a_closed_terminal_stop_alike(tmp_path, number):
     assert exit_code(crash_runs.signalled, "ppo", tmp_path, "token", 10, number) == 0

@@ -23,9 +23,9 @@ from tests.ppo.support import make_trainer, prompts
 from tests.stages.small_runs import make_material, words_of
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ppo", "reward"])
 @pytest.mark.parametrize("most", [0, 100, 5_000, 40_000])
-@pytest.mark.sampled(2)
 def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path, kind, most):
     step = {"ppo": 9, "reward": 6}[kind]
     assert exit_code(crash_runs.finish_limited, kind, tmp_path, step, most) == 0
@@ -90,6 +90,7 @@ def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):
     make_trainer(tmp_path).train()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 def test_a_run_whose_disk_died_goes_on_from_its_mirror(tmp_path, kind):
     folder, mirror = tmp_path / "run", tmp_path / "mirror"

@@ -71,8 +71,8 @@ def ending(kind: str) -> Ending:
     return Ending(kind)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LAST)
-@pytest.mark.sampled(2)
 def test_a_finished_run_that_is_repeated_stays_as_it_is(kind):
     ending(kind).restore("finished")
     ending(kind).finish_again("repeated")
@@ -85,8 +85,8 @@ def killed_at(kind: str, fatal: int) -> None:
     run.finish_again(f"killed before {run.events[fatal - 1]}, {fatal} of {len(run.events)}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LAST)
-@pytest.mark.sampled(2)
 def test_a_run_killed_while_it_ends_ends_the_same(kind):
     """Right after its last checkpoint has its name, and before the last file of its result."""
     events = ending(kind).events

@@ -41,14 +41,15 @@ pytestmark = pytest.mark.timeout(3600)
 CASES = [(kind, step) for kind, steps in PLACES.items() for step in steps]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "step"), CASES)
-@pytest.mark.sampled(7)
 def test_killed_after_any_step_and_resumed_equals_never_killed(tmp_path, kind, step):
     assert exit_code(crash_runs.killed_after, kind, tmp_path, step) == -signal.SIGKILL
     assert checkpoint_folders(tmp_path)[-1].name == f"checkpoint-{step}"
     resumed_equals_uninterrupted(kind, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_matrix_has_enough_cases_and_its_runs_differ():
     assert len(CASES) >= 24
     weights = {digest_of(uninterrupted(kind))["weights"] for kind in PLACES if kind != "ppo_monitor"}

@@ -64,9 +64,9 @@ def flat_optimizer(trainer):
     return {f"{i}.{name}": torch.as_tensor(value) for i, own in state.items() for name, value in own.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STOPS)
-@pytest.mark.sampled(4)
 def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
     whole = uninterrupted(variant)
     resumed = run(tmp_path, variant, resume=str(checkpoint(variant, step)))

@@ -36,8 +36,8 @@ def launch(folder, world_size, layout, cases):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-# `make test` runs these; the others are slow.
-FAST = ("shared", "adapter, top-2", "nf4")
+# `make test` runs this; the others are slow.
+FAST = ("shared",)
 
 
 def marked(cases):

@@ -1,6 +1,9 @@
 """A base divided by tensor parallelism gives what a whole one gives: outputs, gradients, samples, files."""
 
 import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -26,9 +29,23 @@ def launch(folder, world_size, layout, cases):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("tp"), 2, Layout(1, 1, tensor=2), CASES)
+# `make test` runs this; the others are slow.
+FAST = ("shared",)
+
+
+def marked(cases):
+    return [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@cache
+def launched(cases):
+    return launch(Path(mkdtemp()), 2, Layout(1, 1, tensor=2), cases)
+
+
+def two(case):
+    """Return what each of two processes found in a case; the fast cases share a launch, and so do the slow ones."""
+    cases = FAST if case in FAST else tuple(name for name in CASES if name not in FAST)
+    return [rank[case] for rank in launched(cases)]
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +54,32 @@ def four(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("tp2dp2"), 4, Layout(1, 2, tensor=2), ["float64", "adapter, top-2"])
 
 
-def test_in_float64_a_divided_base_computes_what_a_whole_one_does(two):
-    for rank in two:
-        assert rank["float64"]["output"] < 1e-12
+@pytest.mark.slow
+def test_in_float64_a_divided_base_computes_what_a_whole_one_does():
+    for found in two("float64"):
+        assert found["output"] < 1e-12
         # The value head and its gradient are float32.
-        assert rank["float64"]["gradients"] < 1e-6
+        assert found["gradients"] < 1e-6
 
 
-@pytest.mark.parametrize("case", FLOAT32)
-def test_outputs_and_gradients_are_those_of_a_whole_base(two, case):
-    for rank in two:
+@pytest.mark.parametrize("case", marked(FLOAT32))
+def test_outputs_and_gradients_are_those_of_a_whole_base(case):
+    for found in two(case):
         # Sums in another order, relative to the largest entry of each tensor.
-        assert rank[case]["output"] < 5e-5
-        assert rank[case]["gradients"] < 1e-4
+        assert found["output"] < 5e-5
+        assert found["gradients"] < 1e-4
 
 
-def test_in_bfloat16_a_divided_base_is_as_close_to_float32_as_a_whole_one(two):
-    for rank in two:
-        divided, whole = rank["bfloat16"]["errors"]
+@pytest.mark.slow
+def test_in_bfloat16_a_divided_base_is_as_close_to_float32_as_a_whole_one():
+    for found in two("bfloat16"):
+        divided, whole = found["errors"]
         assert divided < 1.5 * whole
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(two, case):
-    for rank in two:
-        found = rank[case]
+@pytest.mark.parametrize("case", marked(CASES))
+def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(case):
+    for found in two(case):
         assert found["is_divided"] and ["DTensor", True] not in found["kinds"]
         assert ["DTensor", False] in found["kinds"] and ["Parameter", True] in found["kinds"]
         assert found["local"] - found["whole_matrices"] == pytest.approx(found["matrices"] / 2, rel=0.02)
@@ -69,22 +87,26 @@ def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(two, c
         assert found["stored"] == found["local"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_processes_of_a_group_sample_what_a_whole_base_samples(two, case):
-    assert all(rank[case]["completions"] for rank in two)
+@pytest.mark.parametrize("case", marked(CASES))
+def test_all_processes_of_a_group_sample_what_a_whole_base_samples(case):
+    assert all(found["completions"] for found in two(case))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(two, case):
-    for rank in two:
-        assert rank[case]["saved"] and rank[case]["identity"]
-        assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(rank[case]["files"])
+@pytest.mark.parametrize("case", marked(CASES))
+def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case):
+    for found in two(case):
+        assert found["saved"] and found["identity"]
+        assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(found["files"])
 
 
-def test_no_forward_or_backward_gathers_a_matrix(two):
-    """Two forwards with three roles: only the projections of Phi-3, which are split inside a layer, are gathered."""
-    assert not any(name.startswith("all_gather") for name in two[0]["shared"]["collectives"])
-    assert two[0]["gathered projections"]["collectives"]["all_gather_single"] > 0
+def test_no_forward_or_backward_gathers_a_matrix():
+    """Two forwards with three roles."""
+    assert not any(name.startswith("all_gather") for name in two("shared")[0]["collectives"])
+
+
+@pytest.mark.slow
+def test_projections_that_a_layer_splits_inside_are_gathered():
+    assert two("gathered projections")[0]["collectives"]["all_gather_single"] > 0
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def theorems(**environment):
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernels_are_their_naive_twins_in_the_interpreter():
     theorems(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

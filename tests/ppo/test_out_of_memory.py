@@ -45,11 +45,11 @@ def run(folder, most=None, when=None, **settings):
     return trainer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"adapter_layers": "top-1", "trunk_cache": "cpu"}, {"value_head": "adapter"}]
 )
 @pytest.mark.parametrize(("when", "most"), [(in_update, 1), (in_update, 3), (in_scoring, 2)])
-@pytest.mark.sampled(3)
 def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, when, most):
     whole = run(tmp_path / "whole", **settings)
     halved = run(tmp_path / "halved", most, when, **settings)
@@ -93,6 +93,7 @@ def test_rows_that_finished_before_memory_ran_out_stay(tmp_path):
     assert len(calls) > 6 and again.completion_ids == whole.completion_ids
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("when", [in_update, in_scoring, in_sampling])
 def test_one_row_that_does_not_fit_is_one_sentence(tmp_path, when):
     with pytest.raises(

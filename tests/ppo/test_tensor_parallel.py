@@ -14,8 +14,8 @@ from tempfile import mkdtemp
 import pytest
 from safetensors.torch import load_file
 
-from tests.ppo.support import assert_same, differ
-from tests.ppo.two_processes import CASES
+from tests.ppo.support import assert_same, differ, make_trainer
+from tests.ppo.two_processes import CASES, SHAPE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("two_processes.py"))
@@ -112,3 +112,10 @@ def test_a_group_resumes_in_the_middle_of_a_rollout():
     # One process writes the adapters and the value head, as one normal PEFT folder.
     saved = launched(2) / "stopped" / "checkpoint-6"
     assert {"adapter_model.safetensors", "value_head.safetensors", "value"} <= {p.name for p in saved.iterdir()}
+
+
+def test_a_run_without_tensor_parallelism_does_not_resume_its_checkpoint(tmp_path):
+    case = {**SHAPE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
+    checkpoint = launched(2) / "stopped" / "checkpoint-6"
+    with pytest.raises(ValueError, match="was written with tensor_parallel 2 .here 1."):
+        make_trainer(tmp_path, **case).train(resume_from_checkpoint=str(checkpoint))

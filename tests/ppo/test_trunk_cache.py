@@ -41,9 +41,9 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
     return seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
 @pytest.mark.parametrize("place", ["device", "cpu", "disk", "auto"])
-@pytest.mark.sampled(5)
 def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
     runs = []
     for name, trunk_cache in (("kept", place), ("off", "off")):
@@ -58,9 +58,9 @@ def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, p
     assert len(kept_steps.gradients) == 2 * 3 * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2"])
 @pytest.mark.parametrize("precision", [{"bf16": True}, {"activation_checkpointing": True}, {}])
-@pytest.mark.sampled(4)
 def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_path, family, precision):
     ends = [
         trained_weights(
@@ -135,10 +135,10 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
     assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
 @pytest.mark.parametrize("value_head", ["shared", "adapter"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
-@pytest.mark.sampled(6)
 def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, value_head, truncated):
     recorders = []
     for captures in (True, False):

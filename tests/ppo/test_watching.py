@@ -127,6 +127,7 @@ def test_the_heartbeat_names_the_phase_the_rollout_and_the_step(tmp_path, monkey
     assert read_beat(tmp_path, 0) is None
 
 
+@pytest.mark.slow
 def test_times_of_the_log_do_not_count_the_writing_of_a_trace(tmp_path, monkeypatch):
     monkeypatch.setattr("onetrunk.ppo.watching.merge_traces", lambda *args: time.sleep(5))
     trainer = trained(tmp_path, num_rollouts=3, trace_rollouts=1)

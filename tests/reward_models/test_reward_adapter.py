@@ -151,6 +151,7 @@ def test_an_adapter_at_the_cut_scores_captured_states_as_it_scores_those_of_a_pa
     torch.testing.assert_close(captured.scores.total, made.scores.total, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["cpu", "disk", "off"])
 def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
     settings = {**SHAPE, "adapter_layers": "top-1", "value_head": "adapter", "capture_trunk_states": False}

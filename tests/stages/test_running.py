@@ -136,8 +136,8 @@ sys.exit(run_stage("eval", lambda argv: (), work, []))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.sampled(1)
 def test_a_signal_that_arrives_in_a_destructor_ends_a_stage(number, code):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     script = DESTROYED.format(number=int(number))

@@ -149,8 +149,8 @@ sys.exit(run_stage("ppo", lambda argv: (), work, []))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bare", "chained", "context", "group", "deleted"])
-@pytest.mark.sampled(1)
 def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     code = OWN_CLASSES.replace("{name}", name)

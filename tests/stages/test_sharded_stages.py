@@ -19,14 +19,25 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 NOUNS = "cat dog bird fish tree house river stone".split()
 # SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
 OPTIONS = "--report_to none --activation_checkpointing false --optim sgd --learning_rate 0.1 --max_grad_norm 0".split()
-OPTIONS += "--disable_tqdm true --max_steps 4 --save_steps 2 --lr_scheduler_type constant --eval_size 4".split()
-OPTIONS += "--model_name_or_path base --use_peft true --lora_r 4 --dtype float32".split()
+OPTIONS += "--disable_tqdm true --save_steps 2 --lr_scheduler_type constant".split()
+OPTIONS += "--model_name_or_path base --lora_r 4 --dtype float32".split()
+TRAINING = "--max_steps 4 --use_peft true".split()
 VERBS = {
     "sft": ["--dataset_name", "texts.jsonl", "--lora_target_modules", "all-linear"],
     "reward": ["--dataset_name", "pairs.jsonl", "--adapter_layers", "top-2"],
     "distill": ["--dataset_name", "pairs.jsonl"],
 }
 CONFIGS = ["ddp", "fsdp2"]
+HELD_OUT = ["--eval_size", "4"]
+# Files whose rows are read while it trains, for more than a pass; such rows are not held out.
+STREAMED = ["--streaming", "true", "--shuffle_window", "20"]
+STREAMS = {
+    "sft": [*TRAINING, "--max_steps", "12", "--dataset_name", "files-of-texts"],
+    "reward": [*TRAINING, "--max_steps", "12", "--dataset_name", "files-of-pairs"],
+    "distill": [*TRAINING, "--max_steps", "12", "--dataset_name", "files-of-pairs"],
+    "ppo": "--dataset_name files-of-texts --max_prompt_length 8 --max_completion_length 4 --num_ppo_epochs 1"
+    " --reward_funcs reward.py:short --beta 0.1 --num_rollouts 6 --rollout_batch_size 8 --num_minibatches 2".split(),
+}
 
 
 def write(path, rows):
@@ -43,6 +54,14 @@ def there(tmp_path_factory):
     pairs = [{"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
              for n, o, i in rows]  # fmt: skip
     write(folder / "pairs.jsonl", pairs)
+    for name in ("texts", "pairs"):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"files-of-{name}").mkdir()
+        for number, part in enumerate((lines[:15], lines[15:])):
+            (folder / f"files-of-{name}" / f"{number}.jsonl").write_text("".join(part))
+    (folder / "reward.py").write_text(
+        "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
+    )
     return folder
 
 
@@ -51,12 +70,16 @@ def in_folder(there, monkeypatch):
     monkeypatch.chdir(there)
 
 
-def launched(config, verb, *options):
+def trained_on(verb):
+    return [*VERBS[verb], *TRAINING, *HELD_OUT]
+
+
+def launched(config, verb, *options, data=None):
     """Run a stage on two processes; return what it printed."""
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
     files = [str(ROOT / f"accelerate_configs/{config}.yaml"), str(ROOT / f"scripts/{verb}.py")]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", files[0], "--num_processes", "2"]
-    command = [*launch, "--main_process_port", "0", files[1], *VERBS[verb], *OPTIONS, *options]
+    command = [*launch, "--main_process_port", "0", files[1], *OPTIONS, *(data or trained_on(verb)), *options]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
 
 
@@ -64,14 +87,27 @@ def adapter(folder):
     return load_tensors(folder / "adapter_model.safetensors")
 
 
+def run_alone(verb, data, output):
+    """Run a stage in this process, with the rows of two."""
+    options = ["--use_cpu", "true", "--per_device_train_batch_size", "4", "--output_dir", output]
+    assert cli.main([verb, *OPTIONS, *data, *options]) == 0
+
+
+def require_the_adapter_of_one(found, alone):
+    assert found.keys() == alone.keys()
+    for name, expected in alone.items():
+        # The same sums in another order.
+        torch.testing.assert_close(found[name], expected, atol=2e-5, rtol=1e-4)
+    assert all(found[name].any() for name in found if "lora_B" in name), "nothing was trained"
+
+
 @pytest.fixture(scope="module")
 def alone(there):
     """Run every stage in this process, with the rows of both."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(there)
-        for verb, data in VERBS.items():
-            options = ["--use_cpu", "true", "--per_device_train_batch_size", "4", "--output_dir", f"{verb}-alone"]
-            assert cli.main([verb, *data, *OPTIONS, *options]) == 0
+        for verb in VERBS:
+            run_alone(verb, trained_on(verb), f"{verb}-alone")
     return {verb: adapter(there / f"{verb}-alone") for verb in VERBS}
 
 
@@ -83,13 +119,17 @@ def test_two_processes_end_with_the_adapter_of_one(there, alone, verb, config):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(f"{verb}: saved") == 1
     assert ("the frozen base is sharded over 2 processes" in done.stderr) == (config == "fsdp2")
-    found = adapter(there / output)
-    assert found.keys() == alone[verb].keys()
-    for name, expected in alone[verb].items():
-        # The same sums in another order.
-        torch.testing.assert_close(found[name], expected, atol=2e-5, rtol=1e-4)
-    before = {name for name in found if "lora_B" in name and not found[name].any()}
-    assert not before, "nothing was trained"
+    require_the_adapter_of_one(adapter(there / output), alone[verb])
+
+
+@pytest.mark.parametrize("verb", STREAMS)
+def test_two_processes_read_the_rows_of_one_from_a_stream(there, verb):
+    data = [*STREAMS[verb], *STREAMED, "--learning_rate", "0.001"]
+    run_alone(verb, data, f"{verb}-streamed-alone")
+    output = f"{verb}-streamed"
+    done = launched("fsdp2", verb, "--per_device_train_batch_size", "2", "--output_dir", output, data=data)
+    assert done.returncode == 0, done.stderr[-3000:]
+    require_the_adapter_of_one(adapter(there / output), adapter(there / f"{verb}-streamed-alone"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -111,3 +151,12 @@ def test_a_model_whose_weights_all_train_is_rejected_by_name(there):
     assert done.returncode == 1
     assert "set use_peft: true, or launch with accelerate_configs/ddp.yaml" in done.stderr
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]
+
+
+def test_a_base_in_4_bit_is_sharded_through_fsdp2_qlora(there):
+    data = [*STREAMS["ppo"], *STREAMED, "--load_in_4bit", "true", "--dtype", "bfloat16", "--learning_rate", "0.001"]
+    run_alone("ppo", data, "qlora-alone")
+    done = launched("fsdp2_qlora", "ppo", "--per_device_train_batch_size", "2", "--output_dir", "qlora", data=data)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the frozen base is sharded over 2 processes" in done.stderr
+    require_the_adapter_of_one(adapter(there / "qlora"), adapter(there / "qlora-alone"))

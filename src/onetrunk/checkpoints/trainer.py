@@ -607,8 +607,10 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
             return
         rows, sample = train_dataset, train_dataset.sample()
         super().__init__(*args, train_dataset=sample, streamed=rows.encoded(lambda rows: self._encode(rows)), **kwargs)
-        self._batch: list[dict[str, Any]] = [{**row, PLACE: place} for place, row in enumerate(sample)]
-        source = IterableDataset.from_generator(lambda: iter(self._batch))
+        batch: list[dict[str, Any]] = [{**row, PLACE: place} for place, row in enumerate(sample)]
+        # datasets hashes what the function holds: with `self` that would be the model, which fails if it is sharded.
+        source = IterableDataset.from_generator(lambda: iter(batch))
+        self._batch = batch
         # TRL's own steps, which run when this is iterated.
         self._prepared = self._prepare_dataset(source, self.processing_class, self.args, False, None, "train")
 
