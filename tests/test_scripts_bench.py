@@ -80,7 +80,7 @@ def test_forwards_without_padding_are_timed(tmp_path):
     for options in (sizes, [*sizes, "--padding_free"]):
         done = run("bench/onetrunk_ppo.py", *options, cache=tmp_path)
         assert done.returncode == 0, done.stderr
-        packs.append(json.loads(done.stdout)["update_packs"])
+        packs.append(json.loads(done.stdout.splitlines()[-1])["update_packs"])
     assert packs[0]["padding"] > 0 and packs[1]["padding"] == 0
     assert packs[1]["forwards"] <= packs[0]["forwards"]
 
