@@ -365,7 +365,7 @@ def test_stale_samples_reach_the_optimum_within_10_percent(tmp_path, task, sched
 
 
 class SlowSampler(CopyBackend):
-    seconds = 1.5
+    seconds = 2.0
 
     def generate_as(self, *args):
         time.sleep(self.seconds)
