@@ -44,7 +44,7 @@ def test_a_packed_product_is_the_usual_one(shape, bias):
     linear, x = torch.nn.Linear(64, 96, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = linear(x)
-        found = packed._PackedForward(linear, is_copy=False)(x)
+        found = packed._PackedForward(linear)(x)
     assert found.shape == expected.shape
     # Sums of 64 float32 products in another order.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -55,7 +55,7 @@ def test_a_packed_product_is_the_usual_one(shape, bias):
 def test_completions_logprobs_and_states_are_those_of_the_usual_products(layers, family, monkeypatch):
     trunk = trunk_of(family, adapter_layers=layers)
     with merged_policy(trunk), packed_weights(trunk):
-        # GPT-2's blocks are no linear layers, so nothing in them is packed, and the head neither.
+        # GPT-2's blocks are no linear layers.
         assert bool(packed_layers(trunk)) == (family != "gpt2")
     found, usual = (sample(trunk, monkeypatch, packs) for packs in (True, False))
     assert found.completion_ids == usual.completion_ids
@@ -66,16 +66,15 @@ def test_completions_logprobs_and_states_are_those_of_the_usual_products(layers,
         assert torch.equal(found.states[:, : max(map(len, PROMPTS))], usual.states[:, : max(map(len, PROMPTS))])
 
 
-def test_the_merged_layers_and_the_head_are_packed_in_place_of_the_merged_copies_and_all_is_restored():
+def test_packed_weights_take_the_place_of_merged_ones_and_everything_is_restored():
     trunk = trunk_of(adapter_layers="top-2")
     before = {name: (p.data_ptr(), p.clone()) for name, p in trunk.named_parameters()}
     with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
         layers = packed_layers(trunk)
         # Seven matrices in each of two layers.
-        assert len(layers) == 2 * 7 + 1
+        assert len(layers) == 2 * 7
         trunk(input_ids=torch.tensor([[5, 6, 7]]))
-        empty = [layer for layer in layers if layer.weight.numel() == 0]
-        assert len(empty) == 2 * 7 and all(layer.forward.packed is not None for layer in layers)
+        assert all(layer.weight.numel() == 0 and layer.forward.packed is not None for layer in layers)
     assert not packed_layers(trunk)
     for name, parameter in trunk.named_parameters():
         pointer, value = before[name]
@@ -109,11 +108,8 @@ def test_nothing_is_packed_where_nothing_is_merged(dtype):
             assert not packed_layers(model)
 
 
-def test_small_matrices_and_a_large_head_are_not_packed(monkeypatch):
+def test_small_matrices_are_not_packed(monkeypatch):
     trunk = a_trunk()
-    monkeypatch.setattr(packed, "HOST_SHARE", 0.0)
-    with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
-        assert len(packed_layers(trunk)) == 4 * 7
     monkeypatch.setattr(packed, "LEAST_NUMBERS", 10**6)
     with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
         assert not packed_layers(trunk)

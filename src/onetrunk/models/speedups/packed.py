@@ -4,8 +4,8 @@ A decoded token multiplies a handful of rows by every matrix. The usual product 
 which for few rows costs more than the product itself. oneDNN keeps a reordered copy, which the product only reads. It
 also uses AVX-512 on processors where MKL does not, so that the forward over the prompts gains as well.
 
-Merged weights (merged.py) are copies already: packed ones take their place, and no memory. Of the frozen weights only
-the output head is packed; a second copy of all others would raise the peak of a run by a third.
+Merged weights (merged.py) are copies already: packed ones take their place, and no memory. Frozen weights are not
+packed: a second copy of them would raise the peak of a run by a third, one of the output head alone by a tenth.
 
 Both products sum in another order (1e-6 in float32), as products of different shapes do. So they are used for sampling
 alone: scoring and training must compute the same bits as each other.
@@ -22,14 +22,10 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from onetrunk.costs import host_memory_bytes
 from onetrunk.models.trunk import TrunkModel
 
 # A smaller matrix stays in the cache of the processor either way.
 LEAST_NUMBERS = 2**16
-# A head larger than this share of the machine's memory is not copied. The total decides, not what is free: a run that
-# is resumed must make the same choice again.
-HOST_SHARE = 0.05
 # Rows that the layout is made for; it serves any number of them.
 ROWS = 16
 # Relative to the largest output. Float32 sums in another order differ by 1e-6.
@@ -38,17 +34,13 @@ TOLERANCE = 1e-5
 
 @contextlib.contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """Let merged layers and the output head compute from packed weights inside the block, without gradients.
+    """Let merged layers compute from packed weights inside the block, without gradients.
 
-    Use it inside `merged_policy`, which restores the weights. Changes nothing where nothing is merged: there the
-    precision, the device or the model allows neither.
+    Use it inside `merged_policy`, which restores the weights. Changes nothing where nothing is merged.
     """
-    copies = _merged_layers(model)
-    layers: dict[nn.Linear, bool] = dict.fromkeys(copies, True)
-    if copies:
-        layers |= dict.fromkeys(_heads(model), False)
-    for layer, is_copy in layers.items():
-        layer.forward = _PackedForward(layer, is_copy)
+    layers = _merged_layers(model)
+    for layer in layers:
+        layer.forward = _PackedForward(layer)
     try:
         yield
     finally:
@@ -64,12 +56,6 @@ def _merged_layers(model: nn.Module) -> list[nn.Linear]:
     return [layer for layer in merged if _is_packable(layer)]
 
 
-def _heads(model: nn.Module) -> list[nn.Linear]:
-    head = model.get_base_model().get_output_embeddings()
-    fits = _is_packable(head) and head.weight.nbytes <= HOST_SHARE * host_memory_bytes()
-    return [head] if fits else []
-
-
 def _is_packable(layer: nn.Module) -> bool:
     # A layer with a forward of its own is somebody else's.
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
@@ -80,19 +66,17 @@ def _is_packable(layer: nn.Module) -> bool:
 
 
 class _PackedForward:
-    """The forward of one layer inside the block. Its weight is packed at its first call; a copy is freed then."""
+    """The forward of one layer inside the block. Its merged weight is packed at the first call, and then freed."""
 
-    def __init__(self, layer: nn.Linear, is_copy: bool):
+    def __init__(self, layer: nn.Linear):
         self.layer = layer
-        self.is_copy = is_copy
         self.packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         layer = self.layer
         if self.packed is None:
             self.packed = _pack(layer.weight)
-            if self.is_copy:
-                layer.weight.data = layer.weight.data.new_empty(0)
+            layer.weight.data = layer.weight.data.new_empty(0)
         return _packed_linear(x, self.packed, layer.bias)
 
 
