@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 # recipes/launch holds files for schedulers (tests/test_launch_files.py).
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", "venv"} & set(path.parts))
-SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith("bench"))
+# Of the stages.
+SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith(("bench", "check_gpu")))
 COMMANDS = ("onetrunk ", "accelerate ", "python ", "make ")
 
 

@@ -37,7 +37,10 @@ class EvalArguments(SamplingArguments):
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
     microbatch_tokens: int | None = option(
-        None, "Maximum padded tokens (prompt + completion) in one such forward; None: no bound."
+        None, "Most tokens in one such forward, padding included unless padding_free is set; None: no bound."
+    )
+    padding_free: bool = option(
+        False, "Run the rows of such a forward in one sequence, without padding (see onetrunk ppo --help)."
     )
     bf16: bool | None = option(None, "bfloat16 autocast. None: where an accelerator supports it.")
     num_completions_to_print: int = option(4, "Samples shown in the terminal; 0 for none.")
