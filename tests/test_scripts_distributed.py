@@ -156,6 +156,7 @@ def test_a_launch_that_takes_too_long_is_ended(bench):
         runs.run_together([launch], timeout_s=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 def test_no_process_of_a_launch_is_left_when_it_is_given_up(bench, tmp_path):
     _, runs = bench

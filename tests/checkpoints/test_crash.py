@@ -173,6 +173,7 @@ def test_ctrl_c_the_warning_of_a_scheduler_and_a_closed_terminal_stop_alike(tmp_
     resumed_equals_uninterrupted("ppo", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_evaluation_lets_it_end_first(tmp_path):
     """What is logged of a step stays whole."""
     settings = {"eval_strategy": "steps", "eval_steps": 3}
@@ -198,12 +199,14 @@ def test_a_sigterm_that_comes_twice_stops_with_a_checkpoint(tmp_path):
     resumed_equals_uninterrupted("ppo", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_that_is_told_twice_does_not_stop_at_once(tmp_path):
     """By the system and by the shell."""
     assert exit_code(crash_runs.signalled_twice, tmp_path, signal.SIGHUP) == 0
     assert checkpoint_folders(tmp_path)[-1].name == "checkpoint-8" and not (tmp_path / "digest.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 def test_a_run_whose_output_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path, kind):
     assert exit_code(crash_runs.unread, kind, tmp_path, 4) == 0
@@ -212,6 +215,7 @@ def test_a_run_whose_output_nobody_reads_any_more_ends_with_a_checkpoint(tmp_pat
     assert checkpoint_problems(tmp_path / "checkpoint-4") == []
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_and_stops_at_once_has_a_checkpoint_there(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert exit_code(crash_runs.killed_after, "ppo", first, 4) == -signal.SIGKILL

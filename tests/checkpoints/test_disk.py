@@ -107,6 +107,7 @@ def test_a_run_whose_disk_died_goes_on_from_its_mirror(tmp_path, kind):
     assert [path.name for path in checkpoint_folders(mirror)] == [path.name for path in checkpoint_folders(folder)]
 
 
+@pytest.mark.slow
 def test_where_all_checkpoints_here_are_damaged_the_mirror_s_are_taken(tmp_path):
     folder, mirror = tmp_path / "run", tmp_path / "mirror"
     assert exit_code(crash_runs.finish_mirrored, "ppo", folder, str(mirror), 8) == -signal.SIGKILL

@@ -134,6 +134,7 @@ def stopping_early(folder: Path, patience: int = 2, **settings):
     return make_trainer(folder, reward=Spoiled(), callbacks=callbacks, **settings)
 
 
+@pytest.mark.slow
 def test_early_stopping_is_an_end_too_unless_there_is_more_patience_now(tmp_path, caplog):
     first = stopping_early(tmp_path)
     first.train()
@@ -148,6 +149,7 @@ def test_early_stopping_is_an_end_too_unless_there_is_more_patience_now(tmp_path
     assert patient.state.global_step > 3
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_past_its_end_where_that_is_meant(tmp_path):
     stopping_early(tmp_path).train()
     more = stopping_early(tmp_path, continue_ended_run=True)

@@ -517,6 +517,7 @@ def test_what_comes_out_otherwise_than_it_went_in_is_noticed(hooked, tmp_path):
     assert mirror.pull_last(tmp_path / "new").name == "checkpoint-1"
 
 
+@pytest.mark.slow
 def test_killed_at_any_write_the_mirror_holds_a_whole_one_and_the_next_run_tidies_up(hooked, tmp_path):
     out = tmp_path / "out"
     for step in (1, 2, 3):

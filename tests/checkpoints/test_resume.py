@@ -79,6 +79,7 @@ def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
     assert resumed._stream.score_moments == whole._stream.score_moments
 
 
+@pytest.mark.slow
 def test_the_variants_exercise_what_they_name():
     beta = logged(uninterrupted("adaptive"), "kl/beta")
     # One rollout of value pretraining, and the first in which the policy trains: their KL of 0 says nothing of beta.

@@ -56,9 +56,9 @@ def ready_judge(stub, policy=PATIENT, **settings):
     return judge
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.sampled(8)
 def test_nothing_is_lost_and_nothing_is_bought_twice(fault, rate):
     asked = pairs(8 if fault in SLOW else 40)
     told = []
@@ -86,8 +86,8 @@ def test_nothing_is_lost_and_nothing_is_bought_twice(fault, rate):
         assert all(sum(v.details["votes"].values()) == 5 for v in voted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", NOT_SOLD)
-@pytest.mark.sampled(5)
 def test_a_server_that_fails_every_call_is_given_up_in_time_and_the_rest_is_bought_later(fault):
     asked, told = pairs(20), {}
     with StubServer(fault=fault, latency_s=0.01) as stub:

@@ -58,6 +58,7 @@ def said(caplog):
     return [text.removeprefix("[RANK 0] ") for text in warnings]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [("length_collapse", LONG, SHORT), ("length_explosion", LONG, CUT), ("repeated_ngrams", LONG, REPEATS)],
@@ -239,6 +240,7 @@ def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, capl
     assert sentence + "continue_ended_run to true to train on" in caplog.text
 
 
+@pytest.mark.slow
 def test_continued_where_an_alarm_ended_it_the_run_ends_again_after_the_patience(tmp_path, caplog):
     stopping(tmp_path, stop_on_alarm=["true"]).train()
     again = stopping(tmp_path, stop_on_alarm=["true"], continue_ended_run=True)
@@ -247,8 +249,8 @@ def test_continued_where_an_alarm_ended_it_the_run_ends_again_after_the_patience
     assert len(said(caplog)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4, 9, 10, 13])
-@pytest.mark.sampled(1)
 def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
     """Stopped while the first rollouts are added up, in a rollout, while conditions hold, while the alarm lasts."""
     settings = {"num_rollouts": 9, "alarm_length_collapse": 0.5, "alarm_entropy": 10.0, "logging_steps": 3}
@@ -306,6 +308,7 @@ def test_the_checkpoint_that_an_alarm_names_is_not_deleted_before(tmp_path, capl
     assert checkpoint_problems(folders[0]) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_what_is_over_is_deleted_in_its_turn(tmp_path):
     # Rollout 3 alone is bad: never an alarm.
     backend = ByRollout(lambda number: REPEATS if number == 3 else LONG)

@@ -95,6 +95,7 @@ def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
     assert "Correct the reward or raise beta" in said and monitor.explanation in said
 
 
+@pytest.mark.slow
 def test_a_warning_lets_training_go_on(tmp_path, caplog):
     trainer, monitor = watched(tmp_path)
     with caplog.at_level(logging.WARNING, LOGGER):
@@ -133,6 +134,7 @@ def test_the_alarm_names_the_last_checkpoint_up_to_where_the_judge_was_happiest(
     assert "The judge liked step 6 best; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
 
 
+@pytest.mark.slow
 def test_a_run_that_the_monitor_ended_stays_ended_and_is_asked_nothing_more(tmp_path):
     calls = []
 

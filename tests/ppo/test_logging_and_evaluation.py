@@ -102,6 +102,7 @@ def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     assert entropy[1.0] > entropy[0.0] + 0.01
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("metric", "narrow", "wide"),
     [

@@ -74,6 +74,7 @@ def test_in_float32_the_sampler_is_the_policy_that_trains(tmp_path, settings):
     assert max(map(abs, logged(trainer, f"{GAP}k3"))) < 1e-8
 
 
+@pytest.mark.slow
 def test_under_autocast_the_policy_is_not_merged_which_narrows_the_gap(tmp_path, monkeypatch):
     settings = {"bf16": True, "num_rollouts": 3, "rollout_batch_size": 16, "max_completion_length": 12}
     base = {"initializer_range": 0.1, "eos_token_id": None}

@@ -145,6 +145,7 @@ class WithoutTheRow(PPOTrainer):
         return super().compute_loss(model, inputs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
 def test_a_row_without_a_score_is_left_out_of_the_update(tmp_path, missing):
     settings = {"dataset": prompts(4), "max_unscored_fraction": 0.25, "whiten_advantages": False}

@@ -20,6 +20,7 @@ def peak_of_a_run(folder, model=None, **settings):
 TOP = {"adapter_layers": "top-1", "trunk_cache": "device", "value_head": "adapter"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, TOP])
 def test_the_peak_is_flat_in_the_number_of_epochs(tmp_path, settings):
     one = peak_of_a_run(tmp_path / "one", num_ppo_epochs=1, **settings)
@@ -29,6 +30,7 @@ def test_the_peak_is_flat_in_the_number_of_epochs(tmp_path, settings):
     assert many == pytest.approx(one, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_peak_grows_with_the_rows_of_a_pack_and_not_with_their_number(tmp_path):
     settings = {"rollout_batch_size": 16, "max_completion_length": 24, "num_minibatches": 1}
     small = peak_of_a_run(tmp_path / "small", per_device_train_batch_size=2, **settings)

@@ -49,6 +49,7 @@ def test_how_a_minibatch_is_cut_into_forwards_changes_neither_gradient_nor_weigh
             assert_same(other.weights[step], whole.weights[step], atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_prompts", "settings", "rollouts"),
     [

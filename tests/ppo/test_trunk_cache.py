@@ -89,9 +89,9 @@ def test_the_lower_layers_run_once_a_rollout(tmp_path):
     assert above == above_off == 5 * below and below_off == 4 * below
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-@pytest.mark.sampled(1)
 def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, place, captures):
     settings = {**TOP, "trunk_cache": place, "capture_trunk_states": captures}
     whole = trained(tmp_path / "whole", **settings)

@@ -83,6 +83,7 @@ def test_the_events_of_a_rank_keep_apart_from_those_of_another():
     assert next(e for e in merged if e["name"] == "thread_name")["pid"] == 200
 
 
+@pytest.mark.slow
 def test_a_trace_holds_the_rollouts_after_the_first_and_changes_nothing(tmp_path):
     settings = {"num_rollouts": 4, "num_ppo_epochs": 2}
     traced = trained(tmp_path / "traced", trace_rollouts=2, **settings)

@@ -215,6 +215,7 @@ def test_an_adapter_on_the_trunk_is_a_student_and_its_scale_is_in_its_head(base,
     torch.testing.assert_close(after[name], before[name] * trainer.scale.std)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_resumed_distillation_ends_where_the_uninterrupted_one_did(base, tmp_path, adapted):
     labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)

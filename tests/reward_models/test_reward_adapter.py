@@ -161,9 +161,9 @@ def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
     assert without_wall_clock(one.state.log_history) == without_wall_clock(other.state.log_history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}])
 @pytest.mark.parametrize("step", [3, 6])
-@pytest.mark.sampled(1)
 def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path, step, settings):
     whole = run(tmp_path / "whole", **SHAPE, **settings)
     run(tmp_path / "cut", callbacks=[StopAt(step)], **SHAPE, **settings)

@@ -187,6 +187,7 @@ def test_the_adapter_on_the_trunk_scores_as_the_same_adapter_on_a_separate_model
     assert read_score_adapter(str(tmp_path)).head["weight"].abs().sum() > 0 and scores.std() > 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_did(base, tmp_path, adapted):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}

@@ -411,6 +411,7 @@ def test_a_damaged_adapter_is_named(tmp_path, capsys, damage, file, reason):
     assert reason in refused(capsys, "eval", "--model_name_or_path", folder, names=names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [

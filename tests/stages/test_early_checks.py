@@ -209,6 +209,7 @@ def test_a_reward_model_without_a_tokenizer_is_refused_before_its_weights_are_re
     assert "the tokenizer of the reward model" in said and "the folder holds no tokenizer" in said
 
 
+@pytest.mark.slow
 def test_a_tokenizer_without_a_padding_token_pads_with_its_end(material, tmp_path):
     shutil.copytree(material / "base", tmp_path / "base")
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)

@@ -99,6 +99,7 @@ def test_a_folder_may_have_any_name_that_the_file_system_takes(tmp_path, verb, n
     assert any((tmp_path / name).iterdir())
 
 
+@pytest.mark.slow
 def test_a_second_process_on_a_folder_is_refused_at_once_and_told_who_is_there(material, tmp_path, capsys):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "onetrunk.cli", *words_of("sft", "--max_steps", "100000", "--output_dir", out)]

@@ -171,6 +171,7 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(folder, capfd):
     assert Path("state/pipeline.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
     write(b={"wait": 3600})
     process = start(stderr=subprocess.PIPE)

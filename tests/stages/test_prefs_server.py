@@ -127,6 +127,7 @@ def test_a_model_that_reasons_judges_with_room_for_it_or_with_its_reasoning_off(
     assert rows(tmp_path / "off") == rows(sound)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("status", [400, 413, 422, 500])
 def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys, status):
     # All pairs of the prompt are in one chunk: a quarter of the first questions.

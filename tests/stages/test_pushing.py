@@ -46,6 +46,7 @@ def new(tmp_path):
     return ["--output_dir", str(tmp_path / "out")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", TRAINING)
 def test_what_was_trained_is_pushed_when_asked(hub, tmp_path, verb):
     more = {"ppo": {"value_head.safetensors", "metrics.json"}}.get(verb, set())
@@ -128,9 +129,9 @@ def test_a_revision_that_is_not_there_is_said(hub, tmp_path, capsys):
 AT_THE_END = [("/commit/", 401), ("/commit/", 403), ("/commit/", 409), ("/commit/", 413), ("/info/lfs/", 429)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("path", "status"), AT_THE_END)
 @pytest.mark.parametrize("verb", ["sft", "ppo"])
-@pytest.mark.sampled(3)
 def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
     hub, tmp_path, capsys, monkeypatch, verb, path, status
 ):

@@ -141,6 +141,7 @@ def test_students_and_teachers_make_an_ensemble_for_ppo(there):
     assert len(reward_function(prompts=["the cat "], completions=["runs"])) == 1
 
 
+@pytest.mark.slow
 def test_ppo_is_rewarded_by_an_ensemble_and_by_an_adapter_on_its_trunk(there):
     prompts = write(there / "prompts.jsonl", [{"prompt": row["prompt"]} for row in pairs(8)])
     options = "--rollout_batch_size 8 --num_rollouts 1 --num_ppo_epochs 1 --max_completion_length 4 --lora_r 2".split()
@@ -160,6 +161,7 @@ def test_a_second_student_in_the_folder_buys_no_score_again(there):
     assert (there / "again/teacher_scores.jsonl").read_bytes() == before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", ["rm", "adapter", "student"])
 def test_resuming_ends_where_the_uninterrupted_run_did_and_then_there_is_nothing_left(there, verb, capsys):
     folder = there / f"{verb}-resumed"

@@ -227,6 +227,7 @@ def test_sft_resumed_past_its_epochs_says_so_too(tmp_path, base, capsys):
     assert "the end of num_train_epochs 2; raise it to train on" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_training_that_is_terminated_names_its_checkpoint(tmp_path, base):
     """The real command, killed with SIGTERM after its first checkpoint."""
     words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", tmp_path]

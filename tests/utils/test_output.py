@@ -57,6 +57,7 @@ def test_text_that_the_encoding_lacks_is_shown_escaped(tmp_path, encoding, expec
     assert process.returncode == 0 and err == b"" and out.splitlines()[0] == expected
 
 
+@pytest.mark.slow
 def test_a_command_shows_its_table_in_ascii(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}')
     (tmp_path / "sft.yaml").write_text(
