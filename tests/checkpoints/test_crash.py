@@ -186,12 +186,14 @@ def test_a_signal_in_an_evaluation_lets_it_end_first(tmp_path):
     assert digest_of(folder) == digest_of(whole)
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(tmp_path):
     assert exit_code(crash_runs.signalled_twice, tmp_path) == 1
     assert not (tmp_path / "digest.json").exists()
     resumed_equals_uninterrupted("ppo", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sigterm_that_comes_twice_stops_with_a_checkpoint(tmp_path):
     """`ray job stop` signals the launcher and the training process, and the launcher passes its signal on."""
     assert exit_code(crash_runs.signalled_twice, tmp_path, signal.SIGTERM) == 0

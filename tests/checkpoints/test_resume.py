@@ -135,6 +135,7 @@ def test_a_damaged_stream_state_is_refused(tmp_path):
         run(tmp_path / "out", "fixed", resume=str(damaged))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [

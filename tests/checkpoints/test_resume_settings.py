@@ -97,6 +97,7 @@ def scored(folder, rules, answer="no", source="here", **changed):
     return make_trainer(folder / "out", dataset=rows, reward=reward, **{**SHAPE, **changed})
 
 
+@pytest.mark.slow
 def test_a_changed_reward_file_or_column_is_refused_unless_it_is_meant_and_other_columns_may_change(tmp_path, caplog):
     scored(tmp_path / "one", RULES, callbacks=[StopAt(4)]).train()
     checkpoint = str(tmp_path / "one/out/checkpoint-4")

@@ -14,6 +14,7 @@ README = (Path(judges.__file__).parent / "README.md").read_text(encoding="utf-8"
 FAIR = RubricJudge({"worth": worth}, temperature=1.0)
 
 
+@pytest.mark.slow
 def test_the_readme_holds_the_table_that_its_command_prints():
     assert "python -m tests.judges.position_bias" in README
     assert "\n".join(table()) in README

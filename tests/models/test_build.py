@@ -147,6 +147,7 @@ def test_a_trunk_passes_through_when_the_settings_agree():
         build_trunk(trunk, value_head="adapter", adapter_layers="top-1")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("value_head", ["shared", "adapter"])
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("config", [{}, {"use_dora": True}, {"use_rslora": True}])

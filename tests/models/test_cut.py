@@ -37,6 +37,7 @@ def without_cut(trunk):
     trunk.cut = cut
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_above_the_cut_are_those_of_a_full_forward(family, checkpointing):

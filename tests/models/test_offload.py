@@ -8,6 +8,7 @@ from tests.models.branches import ALL_ROLES, a_pack, a_trunk, gradients, loss_of
 from tests.tiny import FAMILIES
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_offloading_does_not_change_the_gradients(family, checkpointing):

@@ -49,6 +49,7 @@ def scores(trunk, pack=None, **arguments):
     return trunk(pack=pack or a_pack(), roles=("reward",), **arguments).scores
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("family", SCORERS)
 def test_scores_are_those_of_the_same_adapter_on_a_separate_model(family, first, places):

@@ -91,6 +91,7 @@ MODES = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):

@@ -9,6 +9,7 @@ from tests.ppo.support import logged, make_trainer, sft_model, trained
 FAMILIES = ("llama", "gpt2")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_pass_over_a_rollout_has_ratio_one_and_no_kl(tmp_path, family, bf16):
@@ -21,6 +22,7 @@ def test_the_first_pass_over_a_rollout_has_ratio_one_and_no_kl(tmp_path, family,
     assert min(ratio[1::2]) > 1.01 and min(kl[1::2]) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_minibatch_has_ratio_one_where_nothing_is_updated(tmp_path, family, bf16):

@@ -75,6 +75,7 @@ def watched(folder, judge=None, monitor=None, reward=long_ones, **settings):
     return trainer, monitor
 
 
+@pytest.mark.slow
 def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
     def brief(completions, **kwargs):
         return [1 - len(text.split()) / 12 for text in completions]

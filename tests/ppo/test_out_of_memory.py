@@ -64,6 +64,7 @@ def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, when, most):
     assert f"Set per_device_train_batch_size to {size.most_rows}" in said[-1]
 
 
+@pytest.mark.slow
 def test_completions_are_the_same_however_many_rows_decode_at_once(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     whole, halved = run(tmp_path / "whole"), run(tmp_path / "halved", 3, in_sampling)

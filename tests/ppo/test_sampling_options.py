@@ -45,6 +45,7 @@ def test_without_shuffling_prompts_come_in_their_order_in_every_pass(tmp_path):
     assert [c["prompts"] for c in seen.calls] == [texts[:4], [*texts[4:], *texts[:2]], texts[:4]]
 
 
+@pytest.mark.slow
 def test_shuffled_prompts_follow_data_seed_and_completions_follow_seed(tmp_path):
     def calls(folder, **seeds):
         seen = Seen()

@@ -60,6 +60,7 @@ def test_both_learning_rates_follow_the_schedule(tmp_path):
     assert {g["initial_lr"] for g in trainer.optimizer.param_groups if g["params"]} == {1e-2, 5e-2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value_learning_rate", [None, 5e-2])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "adamw_bnb_8bit"])
 def test_optimizers_of_transformers_train_all_branches(tmp_path, optim, value_learning_rate):

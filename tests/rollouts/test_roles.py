@@ -68,6 +68,7 @@ def own_logprobs(trunk, role, rollout):
     return torch.cat(rows)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("precision", "family", "is_continued"), CASES)
 def test_greedy_tokens_and_logprobs_are_those_of_the_roles_own_forward(tmp_path, precision, family, is_continued):
     if precision == "4-bit":

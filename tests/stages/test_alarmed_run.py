@@ -19,7 +19,7 @@ stop_on_alarm: {names}
 GO_ON = ["--continue_ended_run", "true", "--save_strategy", "steps"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["all", "[entropy, negative_kl]"])
 def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tmp_path, monkeypatch, capsys, names):
     monkeypatch.chdir(tmp_path)

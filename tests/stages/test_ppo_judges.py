@@ -104,6 +104,7 @@ def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
     assert metrics("pairwise") == figures
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
     saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "pairwise", *JUDGE, *MONITOR]
     assert ppo("whole", *saving) == 0

@@ -174,6 +174,7 @@ PLANS = {"sft": ["--max_steps", "2"], "ppo": ["--num_rollouts", "1"]}
 LONGER = {"sft": ["--max_steps", "4"], "ppo": ["--num_rollouts", "2"]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", PLANS)
 def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, base, capsys, verb):
     assert stage(base, verb, tmp_path, *LONGER[verb], "--save_total_limit", "1") == 0

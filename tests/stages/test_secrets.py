@@ -113,8 +113,8 @@ sys.exit(run_stage("eval", lambda argv: (), work, []))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "trace"), [("KeyError", "0"), ("OSError", "1"), ("RuntimeError", "0")])
-@pytest.mark.sampled(1)
 def test_a_stack_trace_that_ends_a_process_is_redacted(error, trace):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": trace}
     run = subprocess.run([sys.executable, "-c", FAILING.format(error=error)], env=env, capture_output=True, text=True)
