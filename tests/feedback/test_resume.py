@@ -111,6 +111,7 @@ def test_a_judge_that_is_down_stops_the_run_in_time_and_the_run_goes_on_when_it_
     assert files_of(out) == files_of(whole[0])
 
 
+@pytest.mark.slow
 def test_revisions_survive_a_kill_too(inputs, tmp_path):
     settings = {"mode": "revise", "num_generations": 1, "max_critique_length": 6, "num_revisions": 2}
 

@@ -61,6 +61,7 @@ def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     assert same(found[rows, columns], expected) and not found.requires_grad
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_adapter_has_no_divergence_at_all(family, precision):

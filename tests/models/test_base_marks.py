@@ -16,6 +16,7 @@ from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_base_in_another_precision_is_the_same_and_another_is_not(tmp_path, family, dtype):

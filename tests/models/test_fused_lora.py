@@ -20,6 +20,7 @@ def fused_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layers", ["all", "top-2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_peft(family, layers, fused_calls):

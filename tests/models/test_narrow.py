@@ -32,6 +32,7 @@ def block_tokens(trunk):
         handle.remove()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layers", ["all", "top-2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_blocks_that_run_everywhere(family, layers):

@@ -40,6 +40,7 @@ def test_the_head_multiplies_in_float32(autocast):
     assert values.tolist() == [3.0029296875, 4.00390625]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_read_the_state_that_predicts_their_token(family, value_head):

@@ -93,6 +93,7 @@ class Looks(PPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_run_with_offloaded_activations_ends_as_one_without(tmp_path):
     # Packs whose activations are large enough to move.
     settings = {"rollout_batch_size": 64, "per_device_train_batch_size": 64, "max_completion_length": 20}

@@ -132,6 +132,7 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
         assert call(remote, prompts, completions) == pytest.approx(local(prompts, completions), abs=1e-6)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("fault", [f for f in NOT_SOLD if f not in ("empty_choices", "no_text")])
 def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice(fault, rate):

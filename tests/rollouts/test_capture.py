@@ -9,6 +9,7 @@ from tests.models.branches import a_trunk
 from tests.rollouts.small import KEYS, PROMPTS, assert_same, tiny
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("keeps_last", [False, True])
 @pytest.mark.parametrize("max_rows", [None, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral", "qwen2"])

@@ -349,6 +349,7 @@ ENTRANCES = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("damage", "file"), cases(BROKEN))
 @pytest.mark.parametrize(("source", "command"), cases(ENTRANCES))
 def test_a_damaged_model_is_named_wherever_it_is_given(tmp_path, capsys, source, command, damage, file):
@@ -465,6 +466,7 @@ ADAPTER_ENTRANCES = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("damage", "file"), cases(BROKEN_ADAPTER))
 @pytest.mark.parametrize(("source", "command"), cases(ADAPTER_ENTRANCES))
 def test_a_damaged_adapter_is_named_wherever_it_is_given(tmp_path, capsys, source, command, damage, file):

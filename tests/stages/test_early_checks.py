@@ -89,6 +89,7 @@ def refused_rows(verb, rows, tmp_path, capsys):
     return error(capsys)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("kind", [*BAD_TEXTS, *(f"turns: {kind}" for kind in BAD_TURNS)])
 @pytest.mark.parametrize("verb", STAGES)
 def test_a_bad_row_is_counted_and_named_before_anything_is_loaded(tmp_path, capsys, verb, kind):

@@ -68,6 +68,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", REFUSALS)
 @pytest.mark.parametrize("verb", TRAINING)
 def test_what_the_hub_has_against_a_push_is_said_before_a_model_loads(hub, tmp_path, capsys, verb, kind):
