@@ -116,6 +116,7 @@ def test_a_part_is_skipped_with_its_reason_where_the_machine_cannot_run_it(parts
     assert found == skipped
 
 
+@pytest.mark.slow
 def test_the_options_of_every_process_on_a_gpu_are_those_that_it_takes(parts):
     """Only a dry run runs here, so a word that a parser would reject on a GPU must show here."""
     commands = {part.name: part.command[1:] for part in parts.all_parts(a_machine(parts)) if not part.is_test}

@@ -493,6 +493,7 @@ def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
         backend_of([stub], tmp_path).sync(policy(), 0)
 
 
+@pytest.mark.slow
 def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned_up(stub, tmp_path):
     first = backend_of([stub], tmp_path / "first")
     first.sync(policy(), 0)
@@ -563,6 +564,7 @@ def test_nothing_is_sampled_before_the_first_sync(stub, tmp_path):
 # --- several processes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 def test_with_two_processes_the_first_publishes_and_both_sample(stub, tmp_path):
     script = Path(__file__).with_name("two_process_vllm.py")
