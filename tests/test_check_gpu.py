@@ -1,5 +1,6 @@
 """scripts/check_gpu.py: a dry run of every part on a CPU, and what it says of parts that fail, hang or cannot run."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -175,7 +176,8 @@ def test_a_part_that_fails_says_how_and_keeps_its_last_lines(parts, tmp_path, co
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(parts, tmp_path):
     found = run(parts, tmp_path, "sh", "-c", "sleep 600 & echo $!; wait", limit_s=3.0)
     assert (found["status"], found["reason"]) == ("timed out", "ended after 3 s")
-    assert not psutil.pid_exists(int(found["log"])) or psutil.Process(int(found["log"])).status() == "zombie"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(found["log"])).wait(120)  # A killed process needs a moment to end.
 
 
 def test_tests_count_as_failed_if_one_fails_or_none_runs(parts, tmp_path):
