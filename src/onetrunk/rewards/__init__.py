@@ -26,7 +26,7 @@ those whose name begins with an underscore) of a function or object, the columns
 the address of a server. A change is an error unless `allow_config_change` is set. README.md lists what YAML can name.
 '''
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores
+from onetrunk.rewards.base import Completion, RewardFunction, Scores, row_wise
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
@@ -49,4 +49,5 @@ __all__ = [
     "length_penalty",
     "missing_eos_penalty",
     "resolve_reward",
+    "row_wise",
 ]
