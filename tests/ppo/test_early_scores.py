@@ -16,6 +16,7 @@ from onetrunk.judges.base import Judge, Rating
 from onetrunk.judges.constitution import Constitution, Principle
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.ahead import SCORES_FILE
+from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards import JudgeReward, RemoteReward, row_wise
 from tests.fakes import CopyBackend
 from tests.ppo.support import (
@@ -45,6 +46,7 @@ class Slow(CopyBackend):
 
 
 def run(folder, rewards, schedule="async", backend=None, **settings):
+    """Return a trainer that samples ahead; `settings` as for make_trainer."""
     settings = {**SHAPE, "schedule": schedule, "dataset": prompts(16, bonus=[i % 3 for i in range(16)]), **settings}
     backend = backend or Slow(TrunkModel(base_model(), lora()))
     return make_trainer(folder, reward=rewards, rollout_backend=backend, check_memory=False, **settings)
@@ -106,7 +108,9 @@ def same_run(one, other, besides=()):
 # --- the same result --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "staleness"), [("one_step", None), ("async", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "staleness"), [pytest.param("one_step", None, marks=pytest.mark.slow), ("async", 2)]
+)
 def test_rows_scored_as_they_arrive_give_the_run_of_whole_rollouts_bit_for_bit(tmp_path, schedule, staleness):
     settings = {"max_staleness": staleness, "normalize_scores": True, "max_unscored_fraction": 1.0}
     settings |= {"log_completions": True, "num_completions_to_print": 0}
@@ -290,7 +294,7 @@ def test_scores_of_a_checkpoint_are_not_asked_again(tmp_path):
 
 def test_scores_of_another_reward_are_dropped_and_so_are_those_of_rows_that_are_sampled_again(tmp_path):
     functions, _ = reward_functions()
-    trainer = trained(tmp_path, functions[:1], num_rollouts=1)
+    trainer = trained(tmp_path, functions[:1], num_rollouts=1, max_unscored_fraction=1.0)
     early = trainer._stream.ahead.early
     key, other = (3, 1, 0), (3, 1, 1)
     row = [0.1, {"mine/tokens": 0.3}, {"mine": "text"}]
@@ -360,3 +364,47 @@ def test_a_remote_reward_is_row_wise():
 def test_a_setting_that_is_no_switch_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="score_early is 'yes'; it must be true or false"):
         make_config(tmp_path, score_early="yes")
+
+
+# --- time -------------------------------------------------------------------------------------------------------
+
+PHASE_S = 4.0
+
+
+class RowByRow(CopyBackend):
+    """Decodes all rows at once; they end one after the other, the last one after PHASE_S."""
+
+    def generate_as(self, role, version, prompt_ids, params, keys):
+        time.sleep(PHASE_S * (1 + keys[0][2] % ROWS) / ROWS)
+        return super().generate_as(role, version, prompt_ids, params, keys)
+
+
+class SlowUpdate(PPOTrainer):
+    def training_step(self, *args, **kwargs):
+        time.sleep(PHASE_S / SLOTS)
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.slow
+def test_scoring_beside_sampling_and_update_costs_no_time(tmp_path):
+    """Sampling, scoring and update take PHASE_S each. Whole: scoring and update in turn, 2 PHASE_S per rollout. Early:
+    the score of the last row, 1 / ROWS of PHASE_S, is all that is added to the longest phase."""
+    num_rollouts, seconds = 12, {}
+
+    @row_wise
+    def slow(completion_ids, **kwargs):
+        time.sleep(PHASE_S / ROWS * len(completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    for score_early in (False, True):
+        backend = RowByRow(TrunkModel(base_model(), lora()))
+        settings = {"num_rollouts": num_rollouts, "trainer_class": SlowUpdate, "score_early": score_early}
+        trainer = run(tmp_path / str(score_early), slow, backend=backend, **settings)
+        began = time.perf_counter()
+        trainer.train()
+        seconds[score_early] = time.perf_counter() - began
+    ratio = seconds[False] / seconds[True]
+    # The first rollout is sampled before anything else, and the last update follows everything else.
+    bound = (2 * num_rollouts + 1) / (num_rollouts + 1 + (num_rollouts + 1) / ROWS)
+    print(f"{seconds[False]:.1f} s against {seconds[True]:.1f} s: {ratio:.3f} of {bound:.3f}")
+    assert ratio >= 0.85 * bound
