@@ -19,15 +19,14 @@ from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.trunk import TrunkModel  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
-from onetrunk.rewards import row_wise  # noqa: E402
 from tests.fakes import CopyBackend  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,
     base_model,
-    even_share,
     lora,
     make_trainer,
     prompts,
+    row_share,
     trained_weights,
     without_wall_clock,
 )
@@ -37,11 +36,6 @@ CASES: dict[str, dict[str, Any]] = {"one_step": {}, "async": {"max_staleness": 2
 # Rollouts of 4 steps. SGD: weights are linear in the gradient.
 RUN = {"num_rollouts": 4, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": 8}
 RUN |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "normalize_scores": True}
-
-
-@row_wise
-def row_share(**keywords: Any) -> list[float]:
-    return even_share(**keywords)
 
 
 def make(folder: Path, schedule: str, *callbacks: Any) -> PPOTrainer:
