@@ -6,12 +6,15 @@ by row with `async`.
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
 
 import pytest
 from transformers import TrainerCallback
 
+from onetrunk.checkpoints.stopping import Stopped
 from onetrunk.judges.base import Judge, Rating
 from onetrunk.judges.constitution import Constitution, Principle
 from onetrunk.models.trunk import TrunkModel
@@ -23,11 +26,13 @@ from tests.ppo.support import (
     StopAt,
     assert_same,
     base_model,
+    even_share,
     logged,
     lora,
     make_config,
     make_trainer,
     prompts,
+    row_share,
     trained_weights,
     without_wall_clock,
 )
@@ -307,6 +312,33 @@ def test_scores_of_another_reward_are_dropped_and_so_are_those_of_rows_that_are_
     assert early.state() == {**state, "rows": state["rows"][:1]}
 
 
+def test_a_signal_while_waiting_for_scores_stops_the_run_which_resumes_exactly(tmp_path):
+    gate, is_asked = threading.Event(), threading.Event()
+
+    @row_wise
+    def hangs(completion_ids, **kwargs):
+        asked_rows.append(len(completion_ids))
+        if sum(asked_rows) > ROWS:  # Of the second rollout.
+            is_asked.set()
+            assert gate.wait(LONG_S)
+        return even_share(None, None, completion_ids)
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == SLOTS - 1:
+                assert is_asked.wait(LONG_S)
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    asked_rows = []
+    with pytest.raises(Stopped):
+        trained(tmp_path / "cut", hangs, "one_step", callbacks=[Signal()])
+    gate.set()
+    resumed = run(tmp_path / "cut", row_share, "one_step", allow_config_change=True)
+    resumed.train(resume_from_checkpoint=True)
+    whole = trained(tmp_path / "whole", row_share, "one_step")
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
 class CountingJudge(Judge):
     """A judge on a server, whose answers cost something: it counts its questions."""
 
@@ -386,6 +418,7 @@ class SlowUpdate(PPOTrainer):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_scoring_beside_sampling_and_update_costs_no_time(tmp_path):
     """Sampling, scoring and update take PHASE_S each. Whole: scoring and update in turn, 2 PHASE_S per rollout. Early:
     the score of the last row, 1 / ROWS of PHASE_S, is all that is added to the longest phase."""
