@@ -77,11 +77,15 @@ class EarlyScores:
         def is_done() -> bool:
             return not self._names or all(key in self._scores for key in keys)
 
+        while not self._wait_for(is_done):
+            poll()
         with self._changed:
-            while not self._changed.wait_for(is_done, POLL_S):
-                poll()
             kept = [name for name in self._names if not self.sampler.rewards.keeps_answers(name)]
             return {name: [self._scores[key][name] for key in keys] for name in kept}
+
+    def _wait_for(self, is_done: Callable[[], bool]) -> bool:
+        with self._changed:
+            return self._changed.wait_for(is_done, POLL_S)
 
     def forget(self, iteration: int) -> None:
         """Forget a rollout that is used, and those before it."""

@@ -11,7 +11,7 @@ one number per completion, or None where it does not apply:
 It receives `prompts`, `completions` (texts, or lists with one assistant message for conversations), `completion_ids`,
 `completion_stopped` (False for a completion that was cut off at max_completion_length), every other column of the
 dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
-It may change these lists: they are copies.
+It may change these lists: they are copies. `row_wise` marks one whose score of a row depends on that row alone.
 
 Several rewards are summed with weights:
 
