@@ -1,6 +1,7 @@
-"""What the processes of test_two_process_ahead run under torchrun: `python two_process_ahead.py FOLDER`.
+"""What the processes of test_two_process_ahead run: `python two_process_ahead.py FOLDER`, under a launcher.
 
-A run with rollouts ahead, and one that stops in the middle of a rollout. Each process has a sampler of its own.
+For each schedule a run with rollouts ahead, and one that stops in the middle of a rollout. Each process has a sampler
+of its own; rows are scored as they arrive.
 """
 
 from __future__ import annotations
@@ -25,29 +26,39 @@ from tests.ppo.support import (  # noqa: E402
     lora,
     make_trainer,
     prompts,
+    row_share,
     trained_weights,
     without_wall_clock,
 )
 
 STOP = 6
+CASES: dict[str, dict[str, Any]] = {"one_step": {}, "async": {"max_staleness": 2}}
 # Rollouts of 4 steps. SGD: weights are linear in the gradient.
-RUN = {"num_rollouts": 4, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": 8, "schedule": "async"}
-RUN |= {"max_staleness": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "normalize_scores": True}
+RUN = {"num_rollouts": 4, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": 8}
+RUN |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "normalize_scores": True}
 
 
-def make(folder: Path, *callbacks: Any) -> PPOTrainer:
+def make(folder: Path, schedule: str, *callbacks: Any) -> PPOTrainer:
     backend = CopyBackend(TrunkModel(base_model(), lora()))
-    return make_trainer(folder, dataset=prompts(16), rollout_backend=backend, callbacks=callbacks, **RUN)
+    settings = {**RUN, "schedule": schedule, **CASES[schedule]}
+    return make_trainer(
+        folder, reward=row_share, dataset=prompts(16), rollout_backend=backend, callbacks=callbacks, **settings
+    )
 
 
 def main(folder: Path) -> None:
-    trainer = make(folder / "whole")
-    trainer.train()
-    rank = trainer.accelerator.process_index
-    save_file(trained_weights(trainer.model), folder / f"weights-{rank}.safetensors")
-    history = without_wall_clock(trainer.state.log_history)
-    (folder / f"facts-{rank}.json").write_text(json.dumps([trainer.accelerator.num_processes, history]))
-    make(folder / "cut", StopAt(STOP)).train()
+    for schedule in CASES:
+        trainer = make(folder / schedule / "whole", schedule)
+        trainer.train()
+        rank = trainer.accelerator.process_index
+        save_file(trained_weights(trainer.model), folder / f"weights-{schedule}-{rank}.safetensors")
+        facts = {
+            "num_processes": trainer.accelerator.num_processes,
+            "kinds": sorted({(type(p).__name__, p.requires_grad) for p in trainer.model.parameters()}),
+            "history": without_wall_clock(trainer.state.log_history),
+        }
+        (folder / f"facts-{schedule}-{rank}.json").write_text(json.dumps(facts))
+        make(folder / schedule / "cut", schedule, StopAt(STOP)).train()
     trainer.accelerator.end_training()
 
 

@@ -122,10 +122,12 @@ class Judge(ABC):
         name: for reports and metrics, [A-Za-z0-9._-].
         identity: everything that an answer depends on besides the question (model and its revision or fingerprint,
             template, sampling), as JSON values. Ledgers use it in their keys.
+        is_remote: whether it only waits for servers, and so may answer in a thread beside other work.
     """
 
     name: str
     identity: dict[str, Any]
+    is_remote: bool = False
 
     def compare(self, pairs: Sequence[Pair], principle: Principle, done: Done | None = None) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""

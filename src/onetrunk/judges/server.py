@@ -111,6 +111,8 @@ class ServerJudge(Judge):
         ValueError: a URL that may not be called, or a variable that is not set.
     """
 
+    is_remote = True
+
     def __init__(
         self,
         url: str,

@@ -1,27 +1,32 @@
 """Sampling rollouts while the trainer updates on earlier ones: which version samples what, and how a run resumes.
 
 The backend receives the policy once per rollout, in the main thread, before the update on that rollout. Rollouts that
-are under way at a checkpoint are saved: completions as they are, and for rows that run the version that they started
-with, whose adapter is saved too. The resumed run publishes these adapters again and samples the same rows.
+are under way at a checkpoint are saved: completions as they are, with the scores that they have, and for rows that run
+the version that they started with, whose adapter is saved too. The resumed run publishes these adapters again and
+samples the same rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.early_scores import EarlyScores
 from onetrunk.ppo.sampling import PromptBatch, Sampler
+from onetrunk.rewards.base import RowScore
 from onetrunk.rollouts.producer import Producer, StartedRow
 from onetrunk.types import Rollout, RowKey
-from onetrunk.utils.files import load_tensors, save_tensors
+from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
 
 ROWS_FILE = "rollouts_ahead_{rank}.safetensors"
+SCORES_FILE = "scores_ahead_{rank}.json"
 VERSIONS_FILE = "policy_versions.safetensors"
 # Calls into which `async` divides a rollout: rows of the next one take the place of those that end early.
 PARTS = 8
@@ -40,6 +45,7 @@ class RolloutsAhead:
         prompts: returns this process's prompts of a rollout.
         rows: of a rollout, this process.
         num_rollouts: of the whole run; none beyond them is sampled.
+        scored_from: what the scores of a row are computed from besides the row (see EarlyScores).
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class RolloutsAhead:
         prompts: Callable[[int], PromptBatch],
         rows: int,
         num_rollouts: int,
+        scored_from: Mapping[str, Any],
     ):
         self.config = config
         self.sampler = sampler
@@ -64,7 +71,11 @@ class RolloutsAhead:
             self.max_staleness,
             rows_per_part=rows if is_whole else math.ceil(rows / PARTS),
             max_rows=rows if is_whole else config.max_rollout_rows,
+            arrived=self._arrived,
         )
+        self.early: EarlyScores | None = None
+        if config.score_early and sampler.rewards.row_wise:
+            self.early = EarlyScores(sampler, self.producer, scored_from)
         self._batches: dict[int, PromptBatch] = {}
         # Weights of the policy by the number of the rollout that they were published for, on the CPU.
         self._published: dict[int, dict[str, Tensor]] = {}
@@ -84,10 +95,16 @@ class RolloutsAhead:
         """Wait for the rollout. `poll` is called meanwhile, and may raise to give up."""
         return self.producer.take(iteration, poll)
 
+    def early_scores(self, iteration: int, poll: Callable[[], None]) -> dict[str, list[RowScore]]:
+        """Wait for the scores of a rollout that was taken; return those that are known, by reward function."""
+        return {} if self.early is None else self.early.take(self._batches[iteration].keys, poll)
+
     def finish(self, iteration: int) -> None:
         """Forget a rollout that the trainer has scored."""
         self.producer.finish(iteration)
         del self._batches[iteration]
+        if self.early is not None:
+            self.early.forget(iteration)
 
     def close(self) -> None:
         """Start nothing more."""
@@ -96,6 +113,13 @@ class RolloutsAhead:
     def staleness(self, iteration: int, rollout: Rollout) -> Tensor:
         """Return [n] how many rollouts the policy was trained on between sampling and use of each row."""
         return iteration - torch.tensor(rollout.policy_versions) / self.config.slots_per_rollout
+
+    def _arrived(self, iteration: int, keys: Sequence[RowKey], rows: Sequence[StartedRow]) -> None:
+        batch = self._batches.get(iteration)
+        if self.early is None or batch is None:  # A rollout may be used before this thread comes here.
+            return
+        places = {key: place for place, key in enumerate(batch.keys)}
+        self.early.add(iteration, batch.select([places[key] for key in keys]), rows)
 
     def _publish(self, iteration: int) -> None:
         model, version = self.model(), iteration * self.config.slots_per_rollout
@@ -114,7 +138,7 @@ class RolloutsAhead:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, rank: int, is_main: bool, first: int) -> None:
-        """Write the rows that have started and the adapters that they need; no file where there are none.
+        """Write the rows that have started, their scores, and the adapters that they need; no file if there are none.
 
         Args:
             folder: the checkpoint.
@@ -125,6 +149,9 @@ class RolloutsAhead:
         rows = self.producer.started()
         if rows:
             save_tensors(Path(folder) / ROWS_FILE.format(rank=rank), _as_tensors(rows))
+        scores = None if self.early is None else self.early.state()
+        if scores is not None:
+            atomic_write_json(Path(folder) / SCORES_FILE.format(rank=rank), scores)
         needed = {i: weights for i, weights in self._published.items() if i >= first - self.max_staleness}
         if is_main and needed:
             tensors = {f"{i}|{name}": t for i, weights in needed.items() for name, t in weights.items()}
@@ -151,6 +178,9 @@ class RolloutsAhead:
             slots = self.config.slots_per_rollout
             fresh = {key: row for key, row in rows.items() if key[1] - row.version // slots <= self.max_staleness}
             self.producer.remember(fresh)
+            path = Path(folder) / SCORES_FILE.format(rank=rank)
+            if self.early is not None and path.is_file():
+                self.early.load(read_json(path), [key for key, row in fresh.items() if row.completion_ids is not None])
         self._resumes_at = first if self._published else None
 
     @torch.no_grad()

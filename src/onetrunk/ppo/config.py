@@ -201,6 +201,13 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         " async. None: 1; with sync it is always 0, with one_step 1.",
     )
 
+    score_early: bool = option(
+        True,
+        "With one_step or async: score completions as they arrive, beside sampling and update, with reward functions"
+        " whose score of a row depends on that row alone: remote rewards, judges on servers, and functions marked with"
+        " onetrunk.rewards.row_wise. The scores are the same; the other functions get whole rollouts.",
+    )
+
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
@@ -309,8 +316,9 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
-        if not isinstance(self.padding_free, bool):
-            raise ValueError(f"padding_free is {self.padding_free!r}; it must be true or false")
+        for name in ("padding_free", "score_early"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
         for name, words in (
             ("kl_estimator", KL_ESTIMATORS),

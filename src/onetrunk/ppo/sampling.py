@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,13 @@ from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
-from onetrunk.rewards.base import Scores
+from onetrunk.rewards.base import RowScore, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
-from onetrunk.types import Message, Pack, Prompt, Rollout, RowKey, to_device
+from onetrunk.rollouts.producer import StartedRow
+from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
 if TYPE_CHECKING:
@@ -125,6 +127,28 @@ class PromptBatch:
     prompt_ids: list[list[int]]
     columns: dict[str, list[Any]]
     keys: list[RowKey]
+
+    def select(self, places: Sequence[int]) -> PromptBatch:
+        """Return some of the rows."""
+        columns = {name: [entries[i] for i in places] for name, entries in self.columns.items()}
+        return PromptBatch(
+            *([rows[i] for i in places] for rows in (self.prompts, self.prompt_ids)),
+            columns,
+            [self.keys[i] for i in places],
+        )
+
+    @staticmethod
+    def joined(batches: Sequence[PromptBatch]) -> PromptBatch:
+        """Return the rows of several batches with the same columns, one after the other."""
+
+        def join(lists: Iterable[list[Any]]) -> list[Any]:
+            return list(itertools.chain.from_iterable(lists))
+
+        columns = {name: join(batch.columns[name] for batch in batches) for name in batches[0].columns}
+        prompts, prompt_ids, keys = (
+            join(getattr(batch, name) for batch in batches) for name in ("prompts", "prompt_ids", "keys")
+        )
+        return PromptBatch(prompts, prompt_ids, columns, keys)
 
 
 @dataclass(frozen=True)
@@ -331,11 +355,13 @@ class Sampler:
         batch: PromptBatch,
         rollout: Rollout,
         packs: Callable[[], Sequence[RolloutPack]] = tuple,
+        early: Mapping[str, Sequence[RowScore]] | None = None,
         **extras: Any,
     ) -> ScoredRollout:
         """Return the rollout with its text and raw scores; `extras` are keywords for the reward functions.
 
         `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
+        Reward functions whose scores of the rows are in `early` are not called.
         """
 
         def trunk_scores() -> list[float]:
@@ -344,10 +370,7 @@ class Sampler:
             rows = [row for pack in scored for row in pack.rows]
             return [score for _, score in sorted(zip(rows, scores, strict=True))]
 
-        completions = [
-            decode_completion(self.tokenizer, ids, stopped, prompt)
-            for ids, stopped, prompt in zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
-        ]
+        completions = self._decoded(batch, rollout.completion_ids, rollout.stopped)
         if self.is_divided:
             # The processes of a group run the model together, then the first computes the rewards.
             scored_packs = packs()
@@ -360,7 +383,22 @@ class Sampler:
             columns=batch.columns,
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
+            early=early,
             **extras,
         )
         scores = once_per_group(score) if self.is_divided else score()
         return ScoredRollout(batch, rollout, completions, scores)
+
+    def score_rows(
+        self, names: Sequence[str], batch: PromptBatch, rows: Sequence[StartedRow]
+    ) -> dict[str, list[RowScore] | BaseException]:
+        """Return what some row-wise reward functions give sampled rows of a rollout; may run in any thread."""
+        ids, stopped = [row.completion_ids for row in rows], [row.stopped for row in rows]
+        completions = self._decoded(batch, ids, stopped)
+        return self.rewards.score_rows(names, batch.prompts, completions, ids, batch.columns, stopped)
+
+    def _decoded(
+        self, batch: PromptBatch, completion_ids: Sequence[list[int]], stopped: Sequence[bool]
+    ) -> list[Completion]:
+        rows = zip(completion_ids, stopped, batch.prompts, strict=True)
+        return [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]

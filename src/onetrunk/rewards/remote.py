@@ -87,7 +87,7 @@ class RemoteReward:
     """Scores of a reward model behind HTTP, in concurrent batches; calls are retried after temporary errors.
 
     A row that still has no score is None: it is left out of the update and counted as unscored. The run stops if the
-    server stays unreachable or rejects every row.
+    server stays unreachable or rejects every row. A run that samples ahead asks for rows as they arrive.
 
     Args:
         url: of the endpoint.
@@ -107,6 +107,8 @@ class RemoteReward:
     Raises:
         ValueError: a setting that cannot work.
     """
+
+    is_row_wise = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ Nothing here communicates with other processes: each has a producer of its own r
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import threading
 import time
@@ -30,6 +31,8 @@ LONGEST_WAIT_S = 10.0
 
 # (version, prompt_ids, keys) -> one completion per prompt, from that version.
 Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey]], Rollout]
+# (iteration, keys, rows): rows of a rollout that are there.
+Arrival = Callable[[int, Sequence[RowKey], Sequence["StartedRow"]], None]
 
 
 class Closed(Exception):
@@ -69,6 +72,8 @@ class Producer:
         max_staleness: rollouts, 0 or more.
         rows_per_part: rows of one call.
         max_rows: rows that run at once; a single part always may. None: no bound.
+        arrived: called once per row when it is there, also for rows of a checkpoint; in the thread that sampled it, or
+            in that of `offer`. It must not wait.
     """
 
     def __init__(
@@ -78,12 +83,14 @@ class Producer:
         max_staleness: int,
         rows_per_part: int,
         max_rows: int | None = None,
+        arrived: Arrival = lambda iteration, keys, rows: None,
     ):
         self.sample = sample
         self.rows_per_rollout = rows_per_rollout
         self.max_staleness = max_staleness
         self.rows_per_part = rows_per_part
         self.max_rows = max_rows
+        self.arrived = arrived
         self._changed = threading.Condition()
         self._known: dict[RowKey, StartedRow] = {}
         self._parts: list[Part] = []
@@ -124,11 +131,13 @@ class Producer:
             elif iteration != self._last + 1:
                 raise RuntimeError(f"rollout {iteration} was offered after rollout {self._last}; each comes once")
             self._last = iteration
-            for part in self._split(iteration, prompt_ids, keys):
-                self._parts.append(part)
-                if part.rows is not None:
-                    self._num_started += len(part.rows)
+            parts = self._split(iteration, prompt_ids, keys)
+            self._parts += parts
+            known = [part for part in parts if part.rows is not None]
+            self._num_started += sum(len(part.rows) for part in known)
             self._dispatch()
+        for part in known:
+            self.arrived(iteration, part.keys, part.rows)
 
     def take(self, iteration: int, poll: Callable[[], None] = lambda: None) -> Rollout:
         """Wait for a rollout and return it; it stays here until `finish`.
@@ -182,10 +191,25 @@ class Producer:
             self._is_closed = True
             self._changed.notify_all()
 
+    def start_thread(self, function: Callable[[], None], name: str) -> None:
+        """Run a function in a thread that the end of the process waits for, as for one that samples."""
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                with self._changed:
+                    self._threads.discard(threading.current_thread())
+
+        with self._changed:
+            thread = threading.Thread(target=run, daemon=True, name=name)
+            self._threads.add(thread)
+            thread.start()
+
     # --- what a thread of the producer asks --------------------------------------------------------------------------
 
     def is_own_thread(self) -> bool:
-        """Return whether this is a thread that samples for this producer."""
+        """Return whether this is a thread of this producer."""
         return threading.current_thread() in self._threads
 
     def require_open(self) -> None:
@@ -235,9 +259,7 @@ class Producer:
             part.version = version
             self._num_started += size
             self._num_running += size
-            thread = threading.Thread(target=self._run, args=(part,), daemon=True, name=f"rollout {part.iteration}")
-            self._threads.add(thread)
-            thread.start()
+            self.start_thread(functools.partial(self._run, part), f"rollout {part.iteration}")
 
     def _run(self, part: Part) -> None:
         error, rows = None, []
@@ -248,7 +270,6 @@ class Producer:
         except BaseException as raised:
             error = raised
         with self._changed:
-            self._threads.discard(threading.current_thread())
             self._num_running -= len(part.keys)
             if error is None:
                 part.rows = rows
@@ -256,6 +277,8 @@ class Producer:
                 self._error = error
             self._dispatch()
             self._changed.notify_all()
+        if error is None:
+            self.arrived(part.iteration, part.keys, rows)
 
     def _is_done(self, iteration: int) -> bool:
         """Wait for at most POLL_S; return whether all rows of a rollout are there, or raise what prevents it."""
