@@ -117,7 +117,7 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        self.progress = RolloutProgress(run.trunk_plan.report)
+        self.progress = RolloutProgress(run.trunk_plan.report, None if args.log_format == "auto" else args.log_format)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
             lambda: self.metric_log.totals.finish(self.accelerator),
@@ -155,7 +155,7 @@ class PPOTrainer(ResumableTrainer):
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
-        if not args.disable_tqdm:
+        if not args.disable_tqdm or args.log_format in ("lines", "json"):
             self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
