@@ -245,7 +245,7 @@ def test_the_bar_says_what_is_being_sampled(tmp_path, capsys):
     assert "before: 100%" in before and "6/6" in before
     trainer.train()
     during = shown(capsys)
-    assert "rollout 1/3: generating 1/4 completions" in during and "rollout 3/3: updating" in during
+    assert "rollout 2/3: generating 1/4 completions" in during and "rollout 3/3: updating" in during
     assert ": eval 1/6 completions" in during and ": eval 1/4" not in during
     assert "eval_score=" in during and "tok/s=" in during
     trainer.evaluate()

@@ -183,6 +183,7 @@ class RolloutProgress(TrainerCallback):
             if self.style == "lines" and is_alone and self._sampled:
                 write_line(f"{name}: {self._sampled} completions")
             self._phase, self._shows_sampling_bar = before, False
+            self._describe_next()
             if self._sampling_bar is not None:
                 self._sampling_bar.close()
                 self._sampling_bar = None
@@ -226,8 +227,7 @@ class RolloutProgress(TrainerCallback):
         if state.global_step % args.slots_per_rollout == 0:
             self._rollouts = state.global_step // args.slots_per_rollout
             self._is_line_due = self.style == "lines" and self._total_rollouts > 0
-            if self.bar is not None:
-                self._describe("generating")
+            self._describe_next()
 
     def on_log(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs.get("logs")
@@ -259,6 +259,10 @@ class RolloutProgress(TrainerCallback):
     def _describe(self, work: str) -> None:
         number = min(self._rollouts + 1, self._total_rollouts)
         self.bar.set_description(f"rollout {number}/{self._total_rollouts}: {work}")
+
+    def _describe_next(self) -> None:
+        if self.bar is not None:
+            self._describe("generating" if self._rollouts < self._total_rollouts else "done")
 
     def _write_due_line(self, state: TrainerState) -> None:
         """Write the line of the rollout that has ended, if it is not written yet."""
