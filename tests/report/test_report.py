@@ -123,6 +123,9 @@ def test_runs_side_by_side_share_their_plots(tmp_path):
     assert "one: training rollouts" in svgs(text)["score"] and "two: held-out prompts" in svgs(text)["score"]
     assert "<td>eval_score/mean</td><td>0.9</td><td>1.9</td>" in text
     assert "Alarms of one" in text and "Alarms of two" in text
+    # Without another place next to the runs, whose own pages stay.
+    assert write_report(folders) == tmp_path / "_report" / "report.html"
+    assert not (folders[0] / "_report" / "report.html").exists()
     other = write_ppo_run(tmp_path / "elsewhere" / "one")
     with pytest.raises(ValueError, match="two of the runs are named one"):
         write_report([folders[0], other], tmp_path / "same")

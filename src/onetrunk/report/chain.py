@@ -53,23 +53,32 @@ def headline(run: Run) -> str:
     results = run.results
     if isinstance(results.get("win_rate"), dict):
         rate = results["win_rate"]
-        low, high = rate.get("discrete_win_rate_interval") or (float("nan"), float("nan"))
-        return f"wins {rate.get('discrete_win_rate', float('nan')):.1%} of the pairs ({low:.1%} to {high:.1%})"
+        low, high = map(_share, rate.get("discrete_win_rate_interval") or (None, None))
+        return f"wins {_share(rate.get('discrete_win_rate'))} of the pairs ({low} to {high})"
     before, after = results.get("reference"), results.get("policy")
     if isinstance(before, dict) and isinstance(after, dict) and "score/mean" in after:
-        kl = f", KL {after['kl/ref']:.1f} nats" if after.get("kl/ref") is not None else ""
-        return f"score {before.get('score/mean', float('nan')):.3f} to {after['score/mean']:.3f}{kl}"
+        kl = f", KL {_number(after['kl/ref'], '.1f')} nats" if after.get("kl/ref") is not None else ""
+        return f"score {_number(before.get('score/mean'))} to {_number(after['score/mean'])}{kl}"
     if isinstance(results.get("fidelity"), dict):
-        return f"agrees with its teacher on {results['fidelity'].get('agreement', float('nan')):.1%}"
+        return f"agrees with its teacher on {_share(results['fidelity'].get('agreement'))}"
     if isinstance(results.get("held_out"), dict):
-        return f"orders {results['held_out'].get('accuracy', float('nan')):.1%} of the held-out pairs as the judge"
+        return f"orders {_share(results['held_out'].get('accuracy'))} of the held-out pairs as the judge"
     if isinstance(results.get("counts"), dict):
-        return ", ".join(f"{value:,} {name}" for name, value in list(results["counts"].items())[:3])
+        counts = [f"{value:,} {name.replace('_', ' ')}" for name, value in results["counts"].items() if value]
+        return ", ".join(counts[:3])
     for metric, words in (("eval_loss", "held-out loss"), ("loss", "loss")):
         _, values = run.series(metric)
         if values:
             return f"{words} {values[-1]:.3f}"
     return ""
+
+
+def _number(value: Any, form: str = ".3f") -> str:
+    return format(value, form) if isinstance(value, (int, float)) else "?"
+
+
+def _share(value: Any) -> str:
+    return _number(value, ".1%")
 
 
 def chain_blocks(pipeline: Run, target: Path) -> list[Block]:

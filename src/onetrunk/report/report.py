@@ -29,7 +29,7 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
 
     Args:
         folders: output folders of stages or pipelines.
-        target: folder to write to; None: `_report` in the first run's folder.
+        target: folder to write to; None: `_report` in the run's folder, of several runs in the folder around them.
         price: of a GPU per hour; None: no cost.
 
     Raises:
@@ -37,7 +37,9 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
         RuntimeError: a file of a run is damaged.
     """
     runs = [read_run(folder) for folder in folders]
-    target = Path(target) if target is not None else Path(folders[0]) / FOLDER
+    # Each run has its own page in its folder, which a comparison must not replace.
+    place = Path(folders[0]) if len(runs) == 1 else Path(os.path.commonpath([run.folder.resolve() for run in runs]))
+    target = Path(target) if target is not None else place / FOLDER
     title = " and ".join(run.name for run in runs)
     blocks: list[Block] = [Heading(1, title)]
     if len(runs) == 1:

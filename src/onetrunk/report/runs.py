@@ -23,6 +23,8 @@ FOLDER = "_report"
 LOG_FILE, RUN_FILE = "log.jsonl", "run.json"
 SAMPLES = {"before": "completions-before.jsonl", "after": "completions-after.jsonl"}
 METRICS, STATISTICS, PIPELINE = "metrics.json", "statistics.json", "pipeline.json"
+# What `onetrunk sft` leaves; transformers names it.
+RESULTS = "all_results.json"
 TRAINER_STATE = "trainer_state.json"
 # The samples of `onetrunk eval`: what it is compared with first.
 EVAL_SAMPLES = (("samples-reference.jsonl", "samples-opponent.jsonl"), ("samples-policy.jsonl",))
@@ -110,7 +112,7 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     about = _json_if_there(folder / FOLDER / RUN_FILE)
     entries = read_log(folder / FOLDER / LOG_FILE) or _log_of_checkpoints(folder)
-    results = _json_if_there(folder / METRICS) or _json_if_there(folder / STATISTICS)
+    results = next((found for n in (METRICS, STATISTICS, RESULTS) if (found := _json_if_there(folder / n))), {})
     pipeline = _json_if_there(folder / PIPELINE)
     finished = _json_if_there(folder / FINISHED)
     if not (about or entries or results or pipeline or finished):

@@ -40,7 +40,7 @@ def parse_report(argv: Sequence[str]) -> tuple[ReportArguments]:
     """Parse and check the arguments; raises UsageError."""
     parser = _Parser(prog="onetrunk report", description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
-    text = "folder to write to; default: _report in the first run's folder"
+    text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
     parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
     text = "price of one GPU for one hour, in any currency; the page then has the cost of each run"
     parser.add_argument("--price_per_gpu_hour", dest="price", type=float, metavar="PRICE", help=text)
