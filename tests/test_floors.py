@@ -31,6 +31,7 @@ FLOORS = {
     "reward_models": 8,
     "ppo": 9,
     "plan": 10,
+    "report": 10,
     "stages": 11,
     "cli": 12,
 }

@@ -93,6 +93,7 @@ def main() -> int:
     Console().print(table)
     plots = sorted(str(path) for path in RUNS.glob("*/*.png"))
     print(f"demo: plots are in {', '.join(plots)}")
+    print(f"demo: how it went: {RUNS / 'pipeline' / '_report' / 'report.html'}")
     print(f"demo: took {time.perf_counter() - start:.0f} s; a second `make demo` skips what is done")
     for shortfall in short:
         print(f"demo: FAILED, {shortfall}", file=sys.stderr)

@@ -1,7 +1,10 @@
 """Intervals at which nothing can happen, and a best model that nothing chooses, are refused in every stage."""
 
+from importlib.util import find_spec
+
 import pytest
 
+from onetrunk.checkpoints import settings as checkpoint_settings
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.reward_models.distill import RewardDistillationConfig
 from onetrunk.reward_models.trainer import RewardModelConfig
@@ -12,6 +15,24 @@ CONFIGS = [PPOConfig, SFTArguments, RewardModelConfig, RewardDistillationConfig]
 
 def config(kind, tmp_path, **settings):
     return kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, **settings)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
+@pytest.mark.sampled(4)
+def test_a_tracker_without_its_package_is_rejected_before_anything_loads(tmp_path, kind, tracker, monkeypatch):
+    settings = {"use_cpu": True, "bf16": False}
+    found = dict.fromkeys((tracker,))
+    monkeypatch.setattr(checkpoint_settings, "find_spec", lambda name: found.get(name, find_spec("json")))
+    with pytest.raises(ValueError, match=f"report_to names {tracker}, and its package is not installed; pip install"):
+        kind(output_dir=str(tmp_path), report_to=[tracker], **settings)
+    monkeypatch.setattr(checkpoint_settings, "find_spec", lambda name: find_spec("json"))
+    assert kind(output_dir=str(tmp_path), report_to=[tracker], **settings).report_to == [tracker]
+
+
+def test_an_unknown_tracker_is_answered_with_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match="'tensorbord', which is no tracker: did you mean 'tensorboard'?"):
+        PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="tensorbord")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

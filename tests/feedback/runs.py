@@ -188,6 +188,6 @@ def in_a_process(
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return what a run tells: rows, statistics, card; not its ledger, whose lines stand in the order of answers."""
-    names = [p for p in folder.rglob("*") if p.is_file() and "ledger" not in p.parts]
+    """Return rows, statistics and card of a run, without report and ledger, whose order is that of the answers."""
+    names = [p for p in folder.rglob("*") if p.is_file() and not {"ledger", "_report"} & set(p.parts)]
     return {str(path.relative_to(folder)): path.read_bytes() for path in names}

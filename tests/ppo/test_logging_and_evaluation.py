@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from onetrunk.ppo.alarms import RULES
-from onetrunk.ppo.callbacks import short_number
+from onetrunk.ppo.callbacks import short_number, short_time
 from onetrunk.ppo.metrics import MetricLog
 from tests.fakes import CannedBackend
 from tests.ppo.support import (
@@ -16,6 +17,7 @@ from tests.ppo.support import (
     differ,
     even_share,
     logged,
+    make_config,
     make_trainer,
     prompts,
     sft_model,
@@ -236,18 +238,62 @@ def shown(capsys):
 
 def test_the_bar_says_what_is_being_sampled(tmp_path, capsys):
     # Rows of unequal length end one after the other, so that the bar has something to say.
-    settings = {"max_completion_length": 40, "disable_tqdm": False, "eval_dataset": prompts(6)}
+    settings = {"max_completion_length": 40, "disable_tqdm": False, "log_format": "bar", "eval_dataset": prompts(6)}
     trainer = make_trainer(tmp_path, num_rollouts=3, eval_strategy="steps", eval_steps=2, **settings)
     trainer.evaluate_reference()
     before = shown(capsys)
     assert "before: 100%" in before and "6/6" in before
     trainer.train()
     during = shown(capsys)
-    assert "PPO rollout 1/4" in during and "PPO eval 1/6" in during and "PPO eval 1/4" not in during
+    assert "rollout 2/3: generating 1/4 completions" in during and "rollout 3/3: updating" in during
+    assert ": eval 1/6 completions" in during and ": eval 1/4" not in during
     assert "eval_score=" in during and "tok/s=" in during
     trainer.evaluate()
     after = shown(capsys)
-    assert "eval: 100%" in after and "PPO" not in after
+    assert "eval: 100%" in after and "rollout" not in after
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2, 3])
+def test_where_there_is_no_terminal_each_rollout_is_one_line(tmp_path, capsys, logging_steps):
+    settings = {"disable_tqdm": False, "num_ppo_epochs": 2, "eval_strategy": "steps", "eval_steps": 4}
+    trainer = make_trainer(tmp_path, num_rollouts=3, eval_dataset=prompts(2), logging_steps=logging_steps, **settings)
+    trainer.evaluate_reference()
+    assert "before: 2 completions\n" in shown(capsys)
+    trainer.train()
+    lines = shown(capsys).splitlines()
+    rollouts = [line for line in lines if line.startswith("rollout ")]
+    assert [line.split(":")[0] for line in rollouts] == ["rollout 1/3", "rollout 2/3", "rollout 3/3"]
+    pattern = r"rollout \d/3: score \S+, kl \S+, length \S+, tokens/s \S+, \d+\.\d s; \d+ s left"
+    assert all(re.fullmatch(pattern, line) for line in rollouts[logging_steps > 2 :])
+    assert rollouts[-1].endswith("; 0 s left")
+    scores = [short_number(value) for value in logged(trainer, "score/mean")]
+    if logging_steps < 3:  # Otherwise a log has two rollouts, or a rollout none.
+        assert [re.search(r"score (\S+),", line).group(1) for line in rollouts] == scores
+    assert [line.split(":")[0] for line in lines if line.startswith("evaluation")] == [
+        f"evaluation at step {step}" for step in (0, 4, 6)
+    ]
+
+
+def test_as_json_every_log_is_one_line(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, num_rollouts=2, num_ppo_epochs=2, log_format="json")
+    capsys.readouterr()
+    trainer.train()
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(e["rollout"], e["rollouts"], e["step"], e["steps"]) for e in printed] == [
+        (1, 2, 1, 4), (1, 2, 2, 4), (2, 2, 3, 4), (2, 2, 4, 4), (2, 2, 4, 4),
+    ]  # fmt: skip
+    for line, entry in zip(printed, trainer.state.log_history, strict=True):
+        assert {name: line[name] for name in entry} == entry
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(8.2, "8 s"), (99.6, "2 min"), (5100, "85 min"), (7500, "2 h 5 min")])
+def test_durations_are_for_people(seconds, text):
+    assert short_time(seconds) == text
+
+
+def test_an_unknown_format_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match="log_format is 'yaml'; it must be one of auto, bar, lines, json"):
+        make_config(tmp_path, log_format="yaml")
 
 
 def test_without_tqdm_nothing_is_shown(tmp_path, capsys):

@@ -11,6 +11,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 NOUNS = "cat dog bird fish tree house river stone".split()
 TRAINING = ("sft", "reward", "distill", "ppo")
 TRAIN = "--use_cpu true --report_to none --disable_tqdm true --save_strategy no --lora_r 2".split()
+TRAIN += ["--write_report", "false"]
 OWN = {
     "sft": "--max_steps 2 --use_peft true",
     "reward": "--max_steps 2 --use_peft true --activation_checkpointing false",

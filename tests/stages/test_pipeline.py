@@ -326,6 +326,7 @@ def real(tmp_path, monkeypatch):
     Path("rules.py").write_text(GRAMMAR)
     common = {"use_cpu": True, "seed": 1}
     train = {**common, "per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 1, "report_to": "none"}
+    train["write_report"] = False
     judge = {"judge": ["rubric"], "rubric": {"long": "rules.py:long"}, "constitution": "rules.yaml"}
     sampling = {"num_generations": 3, "max_completion_length": 6, "num_samples_to_print": 0}
     configs = {
@@ -343,6 +344,7 @@ def real(tmp_path, monkeypatch):
 SFT = {
     "model_name_or_path": "base", "dataset_name": "rows.jsonl", "output_dir": "out", "use_cpu": True, "seed": 1,
     "per_device_train_batch_size": 4, "max_steps": 2, "save_steps": 1, "report_to": "none", "use_peft": True,
+    "write_report": False,
 }  # fmt: skip
 
 

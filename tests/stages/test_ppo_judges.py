@@ -43,6 +43,7 @@ CONSTITUTION = "name: {0}\nprinciples:\n  - text: Which reply is {0}?\n    tags:
 PPO = "--model_name_or_path base --dataset_name rows.jsonl --eval_size 6 --max_completion_length 8 --lora_r 2".split()
 PPO += "--num_rollouts 2 --rollout_batch_size 4 --per_device_train_batch_size 4 --num_ppo_epochs 2".split()
 PPO += "--use_cpu true --save_strategy no --eval_strategy no --report_to none --disable_tqdm true".split()
+PPO += ["--write_report", "false"]
 JUDGE = ["--judge", "rubric", "--constitution", "long.yaml", "--rubric", '{"long": "checks.py:long"}']
 MONITOR = ["--monitor_judge", "rubric", "--monitor_constitution", "brief.yaml"]
 MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}', "--monitor_window", "2"]

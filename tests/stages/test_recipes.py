@@ -8,6 +8,7 @@ from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
+from onetrunk.stages.report import parse_report
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.run.stage import parse_run
@@ -22,10 +23,11 @@ PARSERS = {
     "distill": parse_distill,
     "ppo": parse_ppo,
     "eval": parse_eval,
+    "report": parse_report,
     "run": parse_run,
     "serve": parse_serve,
 }
-SCRIPT_VERBS = set(PARSERS) - {"run", "serve"}
+SCRIPT_VERBS = set(PARSERS) - {"report", "run", "serve"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")

@@ -26,6 +26,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 NOUNS = "cat dog bird fish tree house river stone".split()
 TRAIN = "--use_cpu true --report_to none --activation_checkpointing false --learning_rate 1e-2 --max_steps 6".split()
 TRAIN += "--per_device_train_batch_size 8 --disable_tqdm true --save_steps 3 --save_total_limit 4".split()
+TRAIN += ["--write_report", "false"]
 
 
 def pairs(n, **columns):

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 NOUNS = "cat dog bird fish tree house river stone".split()
 # SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
 OPTIONS = "--report_to none --activation_checkpointing false --optim sgd --learning_rate 0.1 --max_grad_norm 0".split()
+OPTIONS += ["--write_report", "false"]
 OPTIONS += "--disable_tqdm true --save_steps 2 --lr_scheduler_type constant".split()
 OPTIONS += "--model_name_or_path base --lora_r 4 --dtype float32".split()
 TRAINING = "--max_steps 4 --use_peft true".split()

@@ -13,16 +13,19 @@ the free ones; `tests/checkpoints/test_config_changes.py` checks that each of it
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 from peft import PeftModel
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.sources import base_fingerprint
@@ -51,7 +54,7 @@ FREE_SETTINGS = frozenset(
     " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
     " trust_remote_code straggler_factor trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
-    " vllm_server_timeout".split()
+    " vllm_server_timeout write_report".split()
 )
 FREE_PREFIXES = (
     "logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile", "alarm_",
@@ -59,6 +62,8 @@ FREE_PREFIXES = (
 )  # fmt: skip
 # Has one of the prefixes, but decides which rows a step gets.
 NOT_FREE = ("dataloader_drop_last",)
+# The packages of the trackers that people use most; for the others transformers says what is missing.
+TRACKER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab")}
 # The fields of an adapter's config that are compared.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "layers_to_transform")
 
@@ -236,6 +241,21 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _check_intervals(self)
         super().__post_init__()
+        check_trackers(self.report_to)
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise ValueError if `report_to` names a tracker that there is not, or one whose package is missing."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(INTEGRATION_TO_CALLBACK)}"
+            raise ValueError(f"report_to names {name!r}, which is no tracker: {hint}")
+        if name in TRACKER_PACKAGES and find_spec(TRACKER_PACKAGES[name]) is None:
+            raise ValueError(
+                f"report_to names {name}, and its package is not installed; pip install {TRACKER_PACKAGES[name]}, or"
+                " set report_to to tensorboard or none"
+            )
 
 
 def _check_intervals(args: TrainingArguments) -> None:

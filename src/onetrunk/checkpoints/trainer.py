@@ -26,6 +26,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 from trl import SFTTrainer
@@ -76,6 +77,7 @@ from onetrunk.checkpoints.settings import (
     settings_digest,
 )
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
+from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.parallel import is_sharded, launch_layout, replicas_of_what_trains, shard_frozen
@@ -116,6 +118,7 @@ class ResumableTrainer(Trainer):
         self._finite_loss_sum = 0.0
         self._layout = launch_layout()
         super().__init__(*args, **kwargs)
+        self._continue_tensorboard()
         self.heartbeat = Heartbeat.of(self.args.output_dir, self.args.process_index)
         sharding = shard_frozen(self.model, self._layout, self.args.device)
         if sharding is not None and self.args.should_log:
@@ -123,7 +126,17 @@ class ResumableTrainer(Trainer):
         self.add_callback(self._loop_events)
         self.add_callback(HeartbeatCallback(self.heartbeat))
 
+    def _continue_tensorboard(self) -> None:
+        """Replace transformers' TensorBoard callback by one that continues the curves of a resumed run."""
+        if any(type(callback) is TensorBoardCallback for callback in self.callback_handler.callbacks):
+            self.remove_callback(TensorBoardCallback)
+            self.add_callback(self.make_tensorboard())
+
     # --- hooks for subclasses ---------------------------------------------------------------------------------------
+
+    def make_tensorboard(self) -> RunTensorBoard:
+        """Return the callback that writes for TensorBoard."""
+        return RunTensorBoard()
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return what else this process must remember between two logs, as JSON values."""

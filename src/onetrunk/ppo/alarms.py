@@ -271,6 +271,8 @@ class Alarms(EndingCallback):
         self._ending: str | None = None
         self.ended = None
         self.explanation: str | None = None
+        # Name and explanation of the alarms that this process has raised.
+        self.raised: list[tuple[str, str]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint keeps, as JSON values."""
@@ -356,6 +358,7 @@ class Alarms(EndingCallback):
             f" {period if num_rollouts > 1 else 'in a rollout'}. The usual cause: {rule.cause}. What helps:"
             f" {rule.change}. {remedy}"
         )
+        self.raised.append((name, self.explanation))
         if name in (args.stop_on_alarm or ()):
             consequence = "Training stops"
             self._ending = self._ending or f"alarm {name} at step {state.global_step}"

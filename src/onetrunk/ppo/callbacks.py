@@ -1,10 +1,12 @@
-"""Callbacks around an optimizer step: StepGuard discards bad gradients, RolloutProgress shows a progress bar."""
+"""Callbacks around an optimizer step: StepGuard discards bad gradients, RolloutProgress shows progress."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.utils.redaction import redact
 
 SHOWN = {
     "score": "score/mean",
@@ -31,6 +34,8 @@ SHOWN = {
     "tok/s": "throughput/completion_tokens_per_s",
     "eval_score": "eval_score/mean",
 }
+# Longer names, where there is room.
+WORDS = {"len": "length", "tok/s": "tokens/s"}
 
 # The scaler halves its scale at every overflow; so many halvings bring it from its start to one that always fits.
 SCALER_PATIENCE = 50
@@ -139,16 +144,26 @@ class StepEnd(TrainerCallback):
 
 
 class RolloutProgress(TrainerCallback):
-    """A progress bar over optimizer steps, with the metrics that matter in PPO and the progress of sampling."""
+    """Shows how far a run is: its rollout and what it does in it, the metrics that matter in PPO, and the time left.
 
-    def __init__(self, opening: str | None = None) -> None:
-        # Printed before the bar.
+    Args:
+        opening: printed before training.
+        style: one of STYLES; None: a bar in a terminal or notebook, lines elsewhere.
+    """
+
+    def __init__(self, opening: str | None = None, style: str | None = None) -> None:
         self.opening = opening
+        self.style = style or default_style()
         self.bar: tqdm | None = None
         self._phase = "rollout"
         self._sampling_bar: tqdm | None = None
         self._shows_sampling_bar = False
         self._shown: dict[str, str] = {}
+        # Of training; steps count from where this process began.
+        self._rollouts, self._total_rollouts, self._first_step = 0, 0, 0
+        self._begun = self._rollout_begun = 0.0
+        # Rows of the sampling outside training, and whether a rollout has ended that no line tells of yet.
+        self._sampled, self._is_line_due = 0, False
 
     def add_to(self, trainer: Trainer) -> None:
         """Replace transformers' own progress bar by this one."""
@@ -156,48 +171,132 @@ class RolloutProgress(TrainerCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(self)
 
-    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            if self.opening:
-                tqdm.write(self.opening, file=sys.stderr)
-            # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
-            settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="PPO", **settings)
-
     @contextlib.contextmanager
     def phase(self, name: str, is_shown: bool) -> Iterator[None]:
-        """Label the sampling in the block with `name`; outside training it has its own bar if `is_shown`."""
+        """Label the sampling in the block with `name`; outside training it is shown by itself if `is_shown`."""
         before, self._phase, self._shows_sampling_bar = self._phase, name, is_shown
+        self._sampled = 0
         try:
             yield
         finally:
+            is_alone = self._shows_sampling_bar and not self._total_rollouts
+            if self.style == "lines" and is_alone and self._sampled:
+                write_line(f"{name}: {self._sampled} completions")
             self._phase, self._shows_sampling_bar = before, False
+            self._describe_next()
             if self._sampling_bar is not None:
                 self._sampling_bar.close()
                 self._sampling_bar = None
 
     def rollout(self, done_rows: int, total_rows: int, tokens: int) -> None:
         """Show how far a rollout is; called by the rollout backend."""
+        self._sampled = done_rows
         if self.bar is not None:
-            is_done = done_rows == total_rows
-            self.bar.set_description("PPO" if is_done else f"PPO {self._phase} {done_rows}/{total_rows}")
-        elif self._shows_sampling_bar:
+            work = "generating" if self._phase == "rollout" else self._phase
+            self._describe("scoring" if done_rows == total_rows else f"{work} {done_rows}/{total_rows} completions")
+        elif self._shows_sampling_bar and self.style == "bar":
             if self._sampling_bar is None:
                 self._sampling_bar = tqdm(total=total_rows, desc=self._phase, unit="row", dynamic_ncols=True)
             self._sampling_bar.update(done_rows - self._sampling_bar.n)
 
+    # --- events of the training loop --------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self.opening:
+            tqdm.write(self.opening, file=sys.stderr)
+        self._total_rollouts = math.ceil(state.max_steps / args.slots_per_rollout)
+        self._rollouts, self._first_step = state.global_step // args.slots_per_rollout, state.global_step
+        self._begun = self._rollout_begun = time.monotonic()
+        self._shown, self._is_line_due = {}, False
+        if self.style == "bar":
+            # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
+            settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
+            self._describe("generating")
+
+    def on_step_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._write_due_line(state)  # Where the end of the rollout was not logged.
+        if self.bar is not None:
+            self._describe("updating")
+
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+        if state.global_step % args.slots_per_rollout == 0:
+            self._rollouts = state.global_step // args.slots_per_rollout
+            self._is_line_due = self.style == "lines" and self._total_rollouts > 0
+            self._describe_next()
 
     def on_log(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs.get("logs")
-        if self.bar is None or not logs:
+        if not logs or not state.is_world_process_zero:
             return
+        if self.style == "json":
+            rollout = min(self._total_rollouts, math.ceil(state.global_step / args.slots_per_rollout))
+            about = {"time": round(time.time(), 3), "step": state.global_step, "steps": state.max_steps}
+            about |= {"rollout": rollout, "rollouts": self._total_rollouts}
+            tqdm.write(redact(json.dumps(_json_numbers({**about, **logs}))), file=sys.stdout)
         self._shown |= {short: short_number(logs[name]) for short, name in SHOWN.items() if name in logs}
-        self.bar.set_postfix(self._shown)
+        if self.bar is not None:
+            self.bar.set_postfix(self._shown)
+        elif self.style == "lines" and "eval_score/mean" in logs:
+            names = {"score": "eval_score/mean", "kl": "eval_kl/ref", "len": "eval_completion/length"}
+            values = [f"{short} {short_number(logs[name])}" for short, name in names.items() if name in logs]
+            write_line(f"evaluation at step {state.global_step}: {', '.join(values)}")
+        self._write_due_line(state)
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._write_due_line(state)
+        self._total_rollouts = 0
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+    # --- text -------------------------------------------------------------------------------------------------------
+
+    def _describe(self, work: str) -> None:
+        number = min(self._rollouts + 1, self._total_rollouts)
+        self.bar.set_description(f"rollout {number}/{self._total_rollouts}: {work}")
+
+    def _describe_next(self) -> None:
+        if self.bar is not None:
+            self._describe("generating" if self._rollouts < self._total_rollouts else "done")
+
+    def _write_due_line(self, state: TrainerState) -> None:
+        """Write the line of the rollout that has ended, if it is not written yet."""
+        if not self._is_line_due:
+            return
+        self._is_line_due = False
+        now = time.monotonic()
+        values = [f"{WORDS.get(name, name)} {v}" for name, v in self._shown.items() if not name.startswith("eval_")]
+        values.append(f"{now - self._rollout_begun:.1f} s")
+        left = (
+            (now - self._begun) / max(1, state.global_step - self._first_step) * (state.max_steps - state.global_step)
+        )
+        write_line(f"rollout {self._rollouts}/{self._total_rollouts}: {', '.join(values)}; {short_time(left)} left")
+        self._rollout_begun = now
+
+
+def default_style() -> str:
+    """Return "bar" in a terminal or notebook, else "lines": frames of a bar would fill a file."""
+    return "bar" if sys.stderr.isatty() or "ipykernel" in sys.modules else "lines"
+
+
+def write_line(text: str) -> None:
+    """Write a line of progress where a bar would be."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def short_time(seconds: float) -> str:
+    """Return a duration for people: 8 s, 3 min, 2 h 5 min."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _json_numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no NaN and no infinity.
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}

@@ -26,6 +26,7 @@ from onetrunk.utils.randomness import require_seed
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
 OVERLONG = ("error", "drop", "truncate")
+LOG_FORMATS = ("auto", "bar", "lines", "json")
 SCHEDULES = ("sync", "one_step", "async")
 
 # Fields of TrainingArguments that must keep their default, by the reason.
@@ -214,6 +215,11 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = option(4, "Rows of that table.")
+    log_format: str = option(
+        "auto",
+        "How progress is shown: 'bar'; 'lines' (one per rollout, with score, KL, length, tokens per second, seconds);"
+        " 'json' (every log as a line of JSON on stdout); 'auto': a bar in a terminal, lines elsewhere.",
+    )
     straggler_factor: float | None = option(
         1.5,
         "With several processes: warn of a rank that needs more than this many times the median of the others in a"
@@ -327,6 +333,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
             ("value_head", VALUE_HEADS),
             ("trunk_cache", PLACES),
             ("schedule", SCHEDULES),
+            ("log_format", LOG_FORMATS),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
         for name, rule in RULES.items():

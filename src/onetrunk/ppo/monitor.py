@@ -239,7 +239,11 @@ class HackingMonitor(EndingCallback, ExportableState):
             self.measurements, self.ended = self.measurements[-1:], None
         if not is_restored:
             self._reset()
-            self._measure(state)
+            before = self._measure(state)
+            if before is not None:
+                # Changes are measured from here, so the gap is 0.
+                first = {"judge/score": before["judge"], "judge/proxy_score": before["proxy"], "judge/gap": 0.0}
+                self._trainer.log(first)
         # Without an entry, as in a checkpoint of a run without a monitor, saving the next checkpoint would fail.
         state.stateful_callbacks[type(self).__name__] = self.state()
 

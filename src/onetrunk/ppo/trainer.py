@@ -44,6 +44,7 @@ from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
+from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.producer import Producer
@@ -116,7 +117,7 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        self.progress = RolloutProgress(run.trunk_plan.report)
+        self.progress = RolloutProgress(run.trunk_plan.report, None if args.log_format == "auto" else args.log_format)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
             lambda: self.metric_log.totals.finish(self.accelerator),
@@ -130,6 +131,10 @@ class PPOTrainer(ResumableTrainer):
         self._step_start = 0.0
         # Step and metrics of the last evaluation of `eval_dataset`.
         self._last_evaluation: dict[str, Any] | None = None
+        # Metrics of the model that training starts from, and the completions of `eval_dataset` "before" and "after".
+        self.tensorboard: PPOTensorBoard | None = None
+        self._evaluation_before: dict[str, float] | None = None
+        self.held_out_samples: dict[str, ScoredRollout] = {}
         # Whether the weights are those of the best checkpoint, loaded at the end of training.
         self._has_best_weights = False
         super().__init__(
@@ -150,7 +155,7 @@ class PPOTrainer(ResumableTrainer):
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
-        if not args.disable_tqdm:
+        if not args.disable_tqdm or args.log_format in ("lines", "json"):
             self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -176,6 +181,12 @@ class PPOTrainer(ResumableTrainer):
     def get_total_train_batch_size(self, args: PPOConfig) -> int:
         """Return the completions of one optimizer step, all processes; Trainer's samples per second use it."""
         return args.rollout_batch_size * args.num_generations // args.num_minibatches
+
+    def make_tensorboard(self) -> PPOTensorBoard:
+        """Return the callback that writes for TensorBoard; only the first process has something to show there."""
+        board = PPOTensorBoard(self)
+        self.tensorboard = board if self.is_world_process_zero() else None
+        return board
 
     # --- the experience stream --------------------------------------------------------------------------------------
 
@@ -359,6 +370,8 @@ class PPOTrainer(ResumableTrainer):
             self.metric_log.add_stats(group, group_stats)
         if minibatch.trains_policy:
             self._policy_kl += stats["policy"]["approx_kl"]
+            if self.tensorboard is not None:
+                self.tensorboard.keep(experience, output.logprobs)
         return (loss, output) if return_outputs else loss
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
@@ -486,9 +499,12 @@ class PPOTrainer(ResumableTrainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
         self.samples.record(f"{metric_key_prefix}-{self.state.global_step:06d}", scored, with_columns=False)
+        is_own = eval_dataset is None and metric_key_prefix == "eval"
+        if is_own:
+            self.held_out_samples["after"] = scored
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if eval_dataset is None and metric_key_prefix == "eval":
+        if is_own:
             self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
         return metrics
 
@@ -501,8 +517,19 @@ class PPOTrainer(ResumableTrainer):
         return self.evaluate()
 
     def evaluate_reference(self) -> dict[str, float]:
-        """Return the metrics of the model that training starts from, without a prefix; nothing is logged."""
-        return self.sample_and_score(self.eval_dataset, "reference", "before")[0]
+        """Return the metrics of the model that training starts from, without a prefix; `train` logs them at step 0."""
+        metrics, self.held_out_samples["before"] = self.sample_and_score(self.eval_dataset, "reference", "before")
+        self._evaluation_before = metrics
+        return metrics
+
+    def begin_loop(self) -> None:
+        """Log the evaluation before training at step 0, unless the run resumes."""
+        super().begin_loop()
+        if self._evaluation_before is not None and self.state.global_step == 0:
+            # The policy is the reference, so their KL is exactly 0.
+            self.log(
+                {**{f"eval_{name}": value for name, value in self._evaluation_before.items()}, "eval_kl/ref": 0.0}
+            )
 
     def sample_and_score(
         self, dataset: Dataset, role: str, phase: str, is_shown: bool = True
@@ -542,6 +569,8 @@ class PPOTrainer(ResumableTrainer):
             scored = self._stream.take_scored()
             if scored is not None:
                 self.samples.record(f"step-{self.state.global_step:06d}", scored)
+                if self.tensorboard is not None:
+                    self.tensorboard.show_rollout(scored, self.state.global_step)
         super().log(logs, start_time)
 
 

@@ -219,6 +219,9 @@ class StageTrainingArguments:
     overwrite_output_dir: bool = option(
         False, "Start over in an output_dir that holds a run: its checkpoints are deleted when training begins."
     )
+    write_report: bool = option(
+        True, "At the end, write _report/report.html in output_dir: curves, alarms, samples, settings."
+    )
 
     def __post_init__(self) -> None:
         require_output_dir_is_set(self)

@@ -42,11 +42,11 @@ from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, lab
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_reliability, plot_scores
-from onetrunk.stages.report import show_columns, write_values
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.running import run_stage
+from onetrunk.stages.tables import show_columns, write_values
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import redact_all
@@ -164,7 +164,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
     if teacher is not None and trainer.is_world_process_zero():
         warn_if_larger(model, teacher.num_parameters)
-    train(trainer, resume)
+    train(trainer, resume, "distill", data, student)
     trainer.to_teacher_scale()
     trainer.save_model()
     with gathered(trainer.model):

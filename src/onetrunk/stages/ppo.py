@@ -28,10 +28,10 @@ from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
 from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.report import metrics_table, show, without_prefix, write_metrics
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.running import run_stage
+from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
 from onetrunk.utils.options import option
 
 # Words in reward_funcs that stand for the judge.
@@ -191,15 +191,10 @@ def run(
         trainer = make_trainer(judges.reward_funcs, args, model_args, rows, held_out)
         judges.begin(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
-        train(trainer, resume)
+        train(trainer, resume, "ppo", data, model_args, judge_settings, judge_args)
         trainer.save_model()
         if reference is not None:
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)
-    if trainer.is_world_process_zero():
-        if judges.monitor is not None and judges.monitor.explanation:
-            print(f"ppo: the monitor's last alarm: {judges.monitor.explanation}")
-        if trainer.alarms.explanation:
-            print(f"ppo: the last alarm: {trainer.alarms.explanation}")
     finish("ppo", trainer, "the adapter", dataset=data.hub_dataset)
 
 

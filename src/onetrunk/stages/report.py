@@ -1,126 +1,63 @@
-"""Metrics at the end of a stage: as a table in the terminal, and in metrics.json."""
+"""The stage `onetrunk report`: one page about how a run went, or about several runs or a pipeline.
+
+    onetrunk report runs/tiny/ppo
+    onetrunk report runs/a runs/b --output_dir runs/compared
+
+It only reads what runs have written, so it works while a run trains and after it was killed.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from rich.console import Console
-from rich.table import Table
-
-from onetrunk.utils.files import atomic_write_json
-from onetrunk.utils.redaction import redact_all
-
-METRICS_FILE = "metrics.json"
-# Characters of a sampled text in a table.
-LONGEST_CELL = 400
-Metrics = dict[str, float]
+from onetrunk.report.report import MARKDOWN, write_report
+from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.running import run_stage
+from onetrunk.utils.files import require_output_dir
 
 
-def without_prefix(metrics: Metrics, prefix: str = "eval_") -> Metrics:
-    """Return the metrics of an evaluation under their plain names (`score/mean`), without run times."""
-    return {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix) and "/" in k}
+@dataclass(frozen=True)
+class ReportArguments:
+    """Arguments of `onetrunk report`; `parse_report` has their help texts."""
+
+    runs: Sequence[str]
+    target: str | None = None
+    price: float | None = None
 
 
-def write_metrics(folder: str | Path, policy: Metrics, reference: Metrics | None, **about: object) -> Path:
-    """Write metrics.json with what was evaluated and the metrics of policy and reference; return its path."""
-    sides = {"reference": reference, "policy": policy} if reference is not None else {"policy": policy}
-    return write_values(folder, {**about, **sides})
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
 
 
-def write_values(folder: str | Path, values: dict[str, Any]) -> Path:
-    """Write metrics.json, without secrets, and with null for a value that is not finite; return its path."""
-    path = Path(folder) / METRICS_FILE
-    atomic_write_json(path, redact_all(finite(values)))
-    return path
+def parse_report(argv: Sequence[str]) -> tuple[ReportArguments]:
+    """Parse and check the arguments; raises UsageError."""
+    parser = _Parser(prog="onetrunk report", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
+    text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
+    parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
+    text = "price of one GPU for one hour, in any currency; the page then has the cost of each run"
+    parser.add_argument("--price_per_gpu_hour", dest="price", type=float, metavar="PRICE", help=text)
+    args = ReportArguments(**vars(parser.parse_args(list(argv))))
+    for folder in args.runs:
+        if not Path(folder).is_dir():
+            raise UsageError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
+    if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
+        raise UsageError(f"--price_per_gpu_hour is {args.price}; give a price, 0 or more")
+    return (args,)
 
 
-def finite(value: Any) -> Any:
-    """Return nested values with None for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def run(args: ReportArguments) -> None:
+    """Write the report and print where it is."""
+    target = None if args.target is None else require_output_dir(args.target)
+    page = write_report(args.runs, target, args.price)
+    print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
 
 
-def metrics_table(title: str, policy: Metrics, reference: Metrics | None = None) -> Table:
-    """Return the metrics as a table; with a reference, in columns before, after and change."""
-    table = Table(title=title)
-    table.add_column("held-out prompts")
-    for column in ("before", "after", "change") if reference is not None else ("value",):
-        table.add_column(column, justify="right")
-    for name, value in policy.items():
-        if reference is None:
-            table.add_row(name, f"{value:.3f}")
-        elif name in reference:
-            table.add_row(name, f"{reference[name]:.3f}", f"{value:.3f}", f"{value - reference[name]:+.3f}")
-        else:
-            table.add_row(name, "-", f"{value:.3f}", "")
-    return table
-
-
-def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
-    """Print metrics as a table with one column per name; lists of bins are left out."""
-    table = Table(title=title)
-    table.add_column("metric")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
-        cells = [_as_text(metrics.get(name)) for metrics in columns.values()]
-        if any(cells):
-            table.add_row(name, *cells)
-    show(table)
-
-
-def show(table: Table) -> None:
-    Console().print(table)
-
-
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title="samples", show_lines=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(shortened(text).replace("[", r"\[") for text in row))
-    return table
-
-
-def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name in dict.fromkeys(name for values in columns.values() for name in values):
-        cells = [name, *(values.get(name) for values in columns.values())]
-        lines.append(f"| {' | '.join(map(_markdown, cells))} |")
-    return "\n".join(lines)
-
-
-def _markdown(value: Any) -> str:
-    if is_interval(value):
-        return " to ".join(map(_markdown, value))
-    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def as_json(value: Any) -> str:
-    """Return a setting as JSON for a message, cut off if it is long."""
-    return shortened(json.dumps(value, ensure_ascii=False), 120)
-
-
-def shortened(text: str, longest: int = LONGEST_CELL) -> str:
-    return text if len(text) <= longest else text[:longest] + " ..."
-
-
-def is_interval(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value)
-
-
-def _as_text(value: Any) -> str:
-    """Return a metric, or an interval of two numbers, as a cell; "" for anything else."""
-    if is_interval(value):
-        return f"{value[0]:.3f} to {value[1]:.3f}"
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else ""
+main = partial(run_stage, "report", parse_report, run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
+from onetrunk.report.report import write_report_of
+from onetrunk.report.runs import read_run
 from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
@@ -33,6 +36,13 @@ BRANCHES = ("reference", "value")
 # Pushing a result rewrites it.
 CARD = "README.md"
 AUTO = "auto"
+# How the result is loaded, by whether it is an adapter; a reward model has its own README.
+LOADED = ("sft", "ppo")
+LOADING = {
+    True: 'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")',
+    False: 'transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
+}
+NOT_SHARED = "--exclude 'checkpoint-*' --exclude '_*'"
 # Trainings and evaluations have one of these fields. Shards of preferences share a folder, so `prefs` locks its own.
 LOCKING_FIELDS = ("resume_from_checkpoint", "opponent")
 
@@ -61,12 +71,16 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
     return False, resume
 
 
-def train(trainer: Trainer, resume: str | None) -> None:
+def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> None:
     """Train from a checkpoint; without one, first delete what `overwrite_output_dir` allows to delete of an old run.
 
-    The new run is ready at this point, so no mistake in its settings costs the old one.
+    The new run is ready at this point, so no mistake in its settings costs the old one. The run is recorded for its
+    report under the name of the stage, `verb`, with its further `arguments`.
     """
+    from onetrunk.report.record import RunRecord  # Imports the PPO trainer, which a check of a folder does not need.
+
     args = trainer.args
+    trainer.add_callback(RunRecord(trainer, verb, arguments))
     if not resume and args.overwrite_output_dir and args.should_save:
         output_dir = Path(args.output_dir)
         for name in (FINISHED, MANIFEST):
@@ -91,8 +105,39 @@ def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
         # With these names, a report that is deleted later is written again.
         run["files"] = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] not in "._")
         atomic_write_json(folder / FINISHED, run)
-        print(f"{verb}: saved {what} in {folder}")
+        print_end(verb, trainer, what)
     trainer.accelerator.end_training()
+
+
+def print_end(verb: str, trainer: Trainer, what: str) -> None:
+    """Write the report of a run that has ended; print its alarms, the worst first, and what can be done next."""
+    folder, args = Path(trainer.args.output_dir), trainer.args
+    page = write_report_of(folder) if args.write_report else None
+    alarms = read_run(folder).alarms()
+    if alarms:
+        print(f"{verb}: {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, the worst first:")
+    for alarm in alarms:
+        print(f"  {alarm.text}")
+    print(f"{verb}: saved {what} in {folder}. What to do next:")
+    commands = {
+        "read how it went": None if page is None else str(page),
+        "see the curves": f"tensorboard --logdir {shlex.quote(str(folder))}"
+        if "tensorboard" in args.report_to
+        else None,
+        "load it": LOADING[(folder / "adapter_config.json").is_file()].format(folder=folder)
+        if verb in LOADED
+        else None,
+        "share it": None if args.push_to_hub else f"hf upload USER/NAME {shlex.quote(str(folder))} . {NOT_SHARED}",
+    }
+    for purpose, command in commands.items():
+        if command is not None:
+            print(f"  {purpose:<17} {command}")
+
+
+def say_where(page: Path | None, verb: str) -> None:
+    """Print where the report of a stage is; nothing if none was written."""
+    if page is not None:
+        print(f"{verb}: how it went: {page}")
 
 
 def _finished(args: TrainingSettings) -> str | None:

@@ -27,10 +27,10 @@ from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
-from onetrunk.stages.report import show_columns, write_values
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import TrainingRows, load_preference_rows
 from onetrunk.stages.running import run_stage
+from onetrunk.stages.tables import show_columns, write_values
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500
@@ -50,7 +50,7 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     rows, held_out = load_preference_rows(data, args.seed)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
-    train(trainer, resume)
+    train(trainer, resume, "reward", data, model_args)
     trainer.save_model()
     with gathered(trainer.model):
         if trainer.is_world_process_zero():

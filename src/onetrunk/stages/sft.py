@@ -33,7 +33,7 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
     rows, held_out = load_training_rows(data, args.seed, completion_rows)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
-    train(trainer, resume)
+    train(trainer, resume, "sft", data, model_args)
     trainer.save_model()
     if held_out is not None:
         trainer.save_metrics("eval", trainer.evaluate())

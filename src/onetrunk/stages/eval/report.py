@@ -16,7 +16,7 @@ from onetrunk.ppo.evaluation import sample_table
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.stages.eval.judge import Contest
 from onetrunk.stages.plots import plot_contest
-from onetrunk.stages.report import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
+from onetrunk.stages.tables import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 

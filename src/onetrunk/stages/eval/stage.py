@@ -33,6 +33,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
+from onetrunk.report.report import write_report_of
 from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
@@ -44,6 +45,7 @@ from onetrunk.stages.eval.judge import hold_contest
 from onetrunk.stages.eval.report import Evaluation, show_evaluation, write_evaluation
 from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.parsing import parse
+from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
 from onetrunk.types import Prompt
@@ -294,6 +296,7 @@ def report(
     path = write_evaluation(Path(args.output_dir), evaluation)
     show_evaluation(evaluation, sides["policy"][1], args.num_completions_to_print)
     print(f"eval: wrote {path}, and report.md and the samples next to it")
+    say_where(write_report_of(args.output_dir), "eval")
 
 
 def unscored(completions: list[Completion], **columns: Any) -> list[None]:

@@ -30,6 +30,7 @@ from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, t
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.parsing import parse
@@ -45,9 +46,10 @@ from onetrunk.stages.prefs.output import (
 )
 from onetrunk.stages.prefs.ray import RaySampling
 from onetrunk.stages.prefs.sampler import PromptSource, load_sampler, positions_left
-from onetrunk.stages.report import show
+from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
+from onetrunk.stages.tables import show
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
@@ -88,6 +90,7 @@ def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArgu
     for warning in warnings_of(result.statistics):
         print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
+    say_where(write_report_of(folder) if args.part.count == 1 else None, "prefs")
 
 
 def make(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments, folder: Path) -> Result:

@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from onetrunk.checkpoints.folders import described
+from onetrunk.report.report import write_report_of
 from onetrunk.stages.parsing import UsageError
-from onetrunk.stages.resuming import has_result
+from onetrunk.stages.resuming import has_result, say_where
 from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
 from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
@@ -139,6 +140,7 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
             break
         results[stage.name], has_run = ("done", ""), True
     show(pipeline, state, stages, results, args)
+    say_where(write_report_of(pipeline.output_dir), "run")
     if code:
         say_how_to_resume(args, stages[number - 1 :], f"{stage.name} ended with exit code {code}")
         raise SystemExit(code)

@@ -20,15 +20,15 @@ from typing import Any
 from onetrunk.checkpoints.folders import described
 from onetrunk.data.files import BUILDERS
 from onetrunk.models.scorer import SCALE_FILE
-from onetrunk.stages.report import as_json, shortened
 from onetrunk.stages.resuming import last_finished_checkpoint, left_by_a_run, result_problems
 from onetrunk.stages.run.pipeline import Pipeline, Stage, texts_in
+from onetrunk.stages.tables import as_json, shortened
 from onetrunk.utils.files import atomic_write_json, read_json
 from onetrunk.utils.redaction import redact, redact_all
 
 STATE_FILE = "pipeline.json"
 # Files of a run that no later stage reads.
-IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*")
+IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*", "_report")
 # Prefixes of a path in a setting, such as "reward:folder".
 PREFIXES = ("reward:",)
 UNCHANGED = "nothing has changed"

@@ -1,0 +1,155 @@
+"""The report of one run or of several: report.html, which needs no other file, and report.md with PNGs next to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Image, Plots, Text
+from onetrunk.report.blocks import markdown as as_markdown
+from onetrunk.report.blocks import page as as_page
+from onetrunk.report.chain import chain_blocks
+from onetrunk.report.parts import alarm_blocks, result_blocks, sample_blocks
+from onetrunk.report.plots import draw, on_ink, plots_of, png_of, svg_of
+from onetrunk.report.runs import FOLDER, Run, read_run
+from onetrunk.utils.files import atomic_write_bytes, atomic_write_text
+from onetrunk.utils.redaction import redact
+
+logger = logging.getLogger(__name__)
+
+PAGE, MARKDOWN = "report.html", "report.md"
+MAKE_PLOTS_WITH = "matplotlib"
+
+
+def write_report(folders: Sequence[str | Path], target: str | Path | None = None, price: float | None = None) -> Path:
+    """Write report.html, report.md and PNGs for one run or several; return the path of the page.
+
+    Args:
+        folders: output folders of stages or pipelines.
+        target: folder to write to; None: `_report` in the run's folder, of several runs in the folder around them.
+        price: of a GPU per hour; None: no cost.
+
+    Raises:
+        ValueError: a folder holds no run, or two runs have the same name.
+        RuntimeError: a file of a run is damaged.
+    """
+    runs = [read_run(folder) for folder in folders]
+    # Each run has its own page in its folder, which a comparison must not replace.
+    place = Path(folders[0]) if len(runs) == 1 else Path(os.path.commonpath([run.folder.resolve() for run in runs]))
+    target = Path(target) if target is not None else place / FOLDER
+    title = " and ".join(run.name for run in runs)
+    blocks: list[Block] = [Heading(1, title)]
+    if len(runs) == 1:
+        blocks += chain_blocks(runs[0], target) if runs[0].verb == "run" else run_blocks(runs[0], target, price)
+    else:
+        blocks += comparison_blocks(runs, target, price)
+    atomic_write_text(target / MARKDOWN, redact(as_markdown(blocks)))
+    atomic_write_text(target / PAGE, redact(as_page(title, blocks)))
+    return target / PAGE
+
+
+def write_report_of(folder: str | Path) -> Path | None:
+    """Write the report of a run that has just ended; return its page, or None with a warning if that fails."""
+    try:
+        return write_report([folder])
+    except Exception as error:  # Whatever is wrong with a picture or a file: the run itself has succeeded.
+        logger.warning("%s: no report was written (%s: %s)", folder, type(error).__name__, error)
+        return None
+
+
+def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
+    """Return what there is to say about one run."""
+    blocks: list[Block] = [facts_of([run], price), *alarm_blocks(run)]
+    blocks += result_blocks(run) + plot_blocks([run], target) + sample_blocks(run) + setting_blocks([run])
+    return blocks
+
+
+def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) -> list[Block]:
+    """Return several runs side by side."""
+    names = [run.name for run in runs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(
+            f"two of the runs are named {twice[0]}; their curves could not be told apart: rename a folder"
+        )
+    blocks: list[Block] = [facts_of(runs, price), final_values(runs)]
+    for run in runs:
+        blocks += alarm_blocks(run, f"Alarms of {run.name}")
+    return blocks + plot_blocks(runs, target) + setting_blocks(runs)
+
+
+def facts_of(runs: Sequence[Run], price: float | None) -> Facts:
+    """Return a table with one column per run: status, time, hardware, cost."""
+    rows: dict[str, list[str]] = {}
+    for run in runs:
+        begin = next((event for event in reversed(run.events) if event.get("event") == "begin"), {})
+        hours, gpu_hours = run.hours(), run.hours(with_gpus=True)
+        last = max((entry.get("step", 0) for entry in run.log), default=0)
+        planned = run.about.get("planned_steps")
+        facts = {
+            "stage": run.verb,
+            "status": run.status,
+            "steps": f"{last:,} of {planned:,}" if planned else f"{last:,}" if last else "",
+            "base model": str(run.about.get("base") or run.results.get("model") or ""),
+            "machine": f"{begin.get('num_processes', '')} process(es), {begin.get('device', '')}" if begin else "",
+            "hours": f"{hours:.2f}" if hours is not None else "",
+            "GPU-hours": f"{gpu_hours:.2f}" if gpu_hours else "0 (no GPU)" if gpu_hours is not None else "",
+        }
+        if price is not None:
+            facts["cost"] = f"{gpu_hours * price:.2f}" if gpu_hours is not None else "not known"
+        facts["peak memory, GiB"] = f"{max(run.series('memory/peak_gib')[1], default=0):.2f}".replace("0.00", "")
+        for name, value in facts.items():
+            rows.setdefault(name, []).append(value)
+    return Facts(["", *(run.name for run in runs)], [[n, *values] for n, values in rows.items() if any(values)])
+
+
+def final_values(runs: Sequence[Run]) -> Facts:
+    """Return the last value of every plotted metric, one column per run."""
+    metrics = dict.fromkeys(curve.metric for plot in plots_of(runs) for curve in plot.curves)
+    last = [[f"{ys[-1]:.4g}" if (ys := run.series(metric)[1]) else "" for run in runs] for metric in metrics]
+    rows = [[metric, *values] for metric, values in zip(metrics, last, strict=True) if any(values)]
+    return Facts(["last value", *(run.name for run in runs)], rows)
+
+
+def plot_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
+    """Return the plots, and write each as a PNG file into the folder of the report.
+
+    Without matplotlib there is one sentence instead.
+    """
+    figures: list[Figure | Image] = []
+    try:
+        for plot in plots_of(runs):
+            figure = on_ink(lambda plot=plot: draw(plot, runs))
+            atomic_write_bytes(target / f"{plot.name}.png", png_of(figure))
+            figures.append(Figure(plot.name, plot.title, plot.note, svg_of(figure, plot.name, plot.title)))
+    except ImportError:
+        return [Text(f"No plots: {MAKE_PLOTS_WITH} cannot be imported; pip install {MAKE_PLOTS_WITH}.")]
+    if len(runs) == 1:
+        figures += [Image(path, os.path.relpath(path, target)) for path in runs[0].images]
+    return [Heading(2, "Curves"), Plots(figures)] if figures else []
+
+
+def setting_blocks(runs: Sequence[Run]) -> list[Block]:
+    """Return the settings that differ from the defaults, and folded all settings, digests and versions."""
+    if not any(run.about for run in runs):
+        return []
+    names = sorted({name for run in runs for name in run.about.get("changed", ())})
+    titles = ["", *(run.name for run in runs)]
+
+    def table(part: str, wanted: Sequence[str] | None = None) -> Facts:
+        parts = [run.about.get(part, {}) for run in runs]
+        wanted = sorted({name for p in parts for name in p}) if wanted is None else wanted
+        return Facts(titles, [[name, *(_setting(p.get(name)) for p in parts)] for name in wanted])
+
+    blocks: list[Block] = [Heading(2, "Settings that differ from the defaults"), table("settings", names)]
+    for title, part in (("All settings", "settings"), ("Digests of data and weights", "digests")):
+        blocks.append(Folded(title, [table(part)]))
+    return [*blocks, Folded("Versions", [table("versions")])]
+
+
+def _setting(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= 200 else text[:200] + " ..."

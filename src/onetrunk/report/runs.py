@@ -1,0 +1,215 @@
+"""Read what a run has left in its folder: its record, its log, its metrics and its samples.
+
+It reads any run: finished, running or killed, with a record (`_report/log.jsonl`) or, for a trainer used from Python,
+with the log in its last checkpoint alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
+from onetrunk.checkpoints.heartbeats import read_beat
+from onetrunk.utils.files import read_json
+
+# Trainer pushes no path that begins with an underscore to the Hub.
+FOLDER = "_report"
+LOG_FILE, RUN_FILE = "log.jsonl", "run.json"
+SAMPLES = {"before": "completions-before.jsonl", "after": "completions-after.jsonl"}
+METRICS, STATISTICS, PIPELINE = "metrics.json", "statistics.json", "pipeline.json"
+# What `onetrunk sft` leaves; transformers names it.
+RESULTS = "all_results.json"
+TRAINER_STATE = "trainer_state.json"
+# The samples of `onetrunk eval`: what it is compared with first.
+EVAL_SAMPLES = (("samples-reference.jsonl", "samples-opponent.jsonl"), ("samples-policy.jsonl",))
+# A run whose heartbeat is older counts as killed.
+ALIVE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm of a run; `rollouts` is the number of logs in which it lasted."""
+
+    name: str
+    step: int
+    text: str
+    rollouts: int
+    ended_run: bool
+
+
+@dataclass
+class Run:
+    """What is known of a run."""
+
+    folder: Path
+    verb: str
+    status: str
+    about: dict[str, Any] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    before: list[dict[str, Any]] = field(default_factory=list)
+    after: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+    images: list[Path] = field(default_factory=list)
+    ended: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Return the steps at which a metric was logged as a finite number, and its values."""
+        points = {e["step"]: e[metric] for e in self.log if "step" in e and _is_number(e.get(metric))}
+        steps = sorted(points)
+        return steps, [points[step] for step in steps]
+
+    def metrics_like(self, prefix: str) -> list[str]:
+        """Return the names of the logged metrics that begin with a prefix, in the order of their appearance."""
+        return list(dict.fromkeys(name for entry in self.log for name in entry if name.startswith(prefix)))
+
+    def alarms(self) -> list[Alarm]:
+        """Return the alarms, the worst first: those that ended the run, then those that lasted longest."""
+        alarms = []
+        for event in self.events:
+            if event.get("event") == "alarm":
+                name, step = str(event.get("name")), int(event.get("step", 0))
+                _, values = self.series(f"alarm/{name}")
+                ended = f"alarm {name} at step" if name != "monitor" else "monitor"
+                is_end = bool(self.ended and ended in self.ended)
+                lasted = max(1, sum(value > 0 for value in values))
+                alarms.append(Alarm(name, step, str(event.get("text", "")), lasted, is_end))
+        return sorted(alarms, key=lambda alarm: (not alarm.ended_run, -alarm.rollouts, alarm.step))
+
+    def hours(self, with_gpus: bool = False) -> float | None:
+        """Return the hours of all processes that worked on the run, or its GPU-hours; None without a record."""
+        total, begun, last, gpus = 0.0, None, None, 0
+        for entry in [*self._timed(), {"event": "begin", "time": 0.0}]:
+            if entry.get("event") == "begin":
+                if begun is not None:
+                    total += (last - begun) / 3600 * (gpus if with_gpus else 1)
+                begun, gpus = entry["time"], entry.get("num_gpus", 0)
+            last = entry["time"]
+        return total if self._timed() else None
+
+    def _timed(self) -> list[dict[str, Any]]:
+        entries = [entry for entry in (*self.events, *self.log) if _is_number(entry.get("time"))]
+        return sorted(entries, key=lambda entry: entry["time"])
+
+
+def read_run(folder: str | Path) -> Run:
+    """Return what is known of the run in a folder.
+
+    Raises:
+        ValueError: the folder holds no run.
+        RuntimeError: a file of it is damaged.
+    """
+    folder = Path(folder)
+    about = _json_if_there(folder / FOLDER / RUN_FILE)
+    entries = read_log(folder / FOLDER / LOG_FILE) or _log_of_checkpoints(folder)
+    results = next((found for n in (METRICS, STATISTICS, RESULTS) if (found := _json_if_there(folder / n))), {})
+    pipeline = _json_if_there(folder / PIPELINE)
+    finished = _json_if_there(folder / FINISHED)
+    if not (about or entries or results or pipeline or finished):
+        raise ValueError(
+            f"{folder} holds no run: there is no {FOLDER}/{LOG_FILE}, checkpoint, {METRICS}, {STATISTICS} or"
+            f" {PIPELINE} in it; give the output_dir of a stage or of a pipeline"
+        )
+    verb = about.get("verb") or _verb(folder, results, pipeline)
+    log = [entry for entry in entries if "event" not in entry]
+    run = Run(folder, verb, _status(folder, finished, log, verb, pipeline), about, log)
+    run.events = [entry for entry in entries if "event" in entry]
+    run.results, run.ended = pipeline or results, finished.get("ended")
+    run.before, run.after = (read_lines(folder / FOLDER / name) for name in SAMPLES.values())
+    if verb == "eval":
+        run.before, run.after = (_first_samples(folder, names) for names in EVAL_SAMPLES)
+    run.images = sorted(folder.glob("*.png"))
+    return run
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a record; without a file none. A line that a kill cut short is left out."""
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the mappings in a file of JSON lines; a line that is not JSON is left out."""
+    return list(_mappings(path)) if path.is_file() else []
+
+
+def pairs_of(run: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the completions of the same prompts before and after training."""
+    if len(run.before) != len(run.after):
+        after = {json.dumps(row.get("prompt")): row for row in run.after}
+        both = [(row, after.get(json.dumps(row.get("prompt")))) for row in run.before]
+        return [(first, second) for first, second in both if second is not None]
+    return [(a, b) for a, b in zip(run.before, run.after, strict=True) if a.get("prompt") == b.get("prompt")]
+
+
+def gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float | None:
+    """Return how much the score of a prompt's completion rose; None if one of them has no score."""
+    scores = [row.get("score") for row in pair]
+    return scores[1] - scores[0] if all(map(_is_number, scores)) else None
+
+
+def _mappings(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _json_if_there(path: Path) -> dict[str, Any]:
+    value = read_json(path) if path.is_file() else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _log_of_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    for checkpoint in reversed(checkpoint_folders(folder)):
+        if (checkpoint / TRAINER_STATE).is_file():
+            return list(read_json(checkpoint / TRAINER_STATE).get("log_history", []))
+    return []
+
+
+def _first_samples(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    return next((rows for name in reversed(names) if (rows := read_lines(folder / name))), [])
+
+
+def _verb(folder: Path, results: dict[str, Any], pipeline: dict[str, Any]) -> str:
+    if pipeline:
+        return "run"
+    kinds = {"eval": "samples-policy.jsonl", "prefs": STATISTICS}
+    found = next((verb for verb, name in kinds.items() if (folder / name).is_file()), None)
+    keys = {"distill": "fidelity", "reward": "held_out", "ppo": "policy"}
+    return found or next((verb for verb, key in keys.items() if key in results), "training")
+
+
+def _status(
+    folder: Path, finished: dict[str, Any], log: Sequence[dict[str, Any]], verb: str, pipeline: dict[str, Any]
+) -> str:
+    if pipeline:
+        states = [str(stage.get("status")) for stage in pipeline.get("stages", {}).values()]
+        left = [state for state in states if state != "done"]
+        return ", ".join(left) if left else f"all {len(states)} stages that ran are done"
+    if finished:
+        ended = f", ended by {finished['ended']}" if finished.get("ended") else ""
+        return f"finished at step {finished.get('step')}{ended}"
+    beat = read_beat(folder, 0)
+    step = max((entry.get("step", 0) for entry in log), default=0)
+    if beat is not None and time.time() - beat.time < ALIVE_S:
+        return f"running, {beat.place}"
+    if log:
+        return f"trained up to step {step}; not running now, and without a finished result"
+    return f"{verb} is done"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

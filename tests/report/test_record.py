@@ -1,0 +1,77 @@
+"""The record of a training: written while it runs, cut where it resumes, and never a reason to end."""
+
+import json
+
+import pytest
+
+from onetrunk.report.record import RunRecord, changed_settings
+from onetrunk.report.runs import read_run
+from tests.ppo.support import make_config, make_trainer, prompts
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "num_ppo_epochs": 2, "eval_strategy": "steps", "eval_steps": 4}
+SAVING["lr_scheduler_type"] = "constant"  # Whatever the planned length is.
+# Of every entry, what depends on the clock.
+CLOCK = ("time", "memory/", "throughput/", "train_", "eval_runtime")
+
+
+def recorded(folder, resume=None, **settings):
+    trainer = make_trainer(folder, eval_dataset=prompts(3), **{**SAVING, **settings})
+    trainer.evaluate_reference()
+    trainer.add_callback(RunRecord(trainer, "ppo"))
+    trainer.train(resume_from_checkpoint=resume)
+    return read_run(folder)
+
+
+def without_clock(run):
+    entries = [{k: v for k, v in entry.items() if not k.startswith(CLOCK)} for entry in run.log]
+    # The last one is Trainer's summary, which is all about time.
+    return [entry for entry in entries if not set(entry) <= {"epoch", "step", "total_flos"}]
+
+
+def test_the_record_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path):
+    whole = recorded(tmp_path / "whole", num_rollouts=3)
+    recorded(tmp_path / "parts", num_rollouts=2)
+    # As after a kill between the checkpoint at step 2 and the end.
+    parts = recorded(tmp_path / "parts", str(tmp_path / "parts" / "checkpoint-2"), num_rollouts=3)
+    assert without_clock(parts) == without_clock(whole)
+    assert [entry["step"] for entry in without_clock(whole)] == [0, 1, 2, 3, 4, 4, 5, 6, 6]
+    assert whole.series("eval_score/mean")[0] == [0, 4, 6] and whole.series("eval_kl/ref")[1][0] == 0
+    assert [event["event"] for event in parts.events] == ["begin", "resumed", "begin", "end"]
+    # The time of the steps that were made twice counts twice.
+    begin, resumed, again, end = (event["time"] for event in parts.events)
+    assert parts.hours() == pytest.approx((resumed - begin + parts.log[-1]["time"] - again) / 3600, abs=1e-6)
+
+
+def test_the_completions_before_and_after_are_of_the_same_prompts(tmp_path):
+    run = recorded(tmp_path, num_rollouts=2)
+    assert [row["prompt"] for row in run.before] == [row["prompt"] for row in run.after] == prompts(3)["prompt"]
+    assert sum(row["score"] for row in run.before) / 3 == pytest.approx(run.series("eval_score/mean")[1][0], abs=1e-6)
+    assert sum(row["score"] for row in run.after) / 3 == pytest.approx(run.series("eval_score/mean")[1][-1], abs=1e-6)
+
+
+def test_an_alarm_is_recorded_with_its_explanation(tmp_path):
+    run = recorded(tmp_path, num_rollouts=3, alarm_entropy=10.0, alarm_patience=2)
+    (alarm,) = run.alarms()
+    assert (alarm.name, alarm.step) == ("entropy", 4) and "the policy's entropy" in alarm.text
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "_report").write_text("a file where the folder should be")
+    trainer = make_trainer(tmp_path, num_rollouts=2)
+    trainer.add_callback(RunRecord(trainer, "ppo"))
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("the report will lack what comes from now on") == 1
+
+
+def test_a_setting_counts_as_changed_if_it_differs_from_its_default(tmp_path):
+    config = make_config(tmp_path, beta=0.5, gamma=1.0, num_rollouts=4)
+    assert {"beta", "num_rollouts", "learning_rate", "rollout_batch_size"} <= set(changed_settings(config))
+    assert not {"gamma", "max_steps", "bf16", "max_staleness"} & set(changed_settings(config))
+
+
+def test_run_json_has_no_secret(tmp_path):
+    recorded(tmp_path, num_rollouts=1, hub_token="hf_secretsecretsecretsecretsecret")
+    about = json.loads((tmp_path / "_report" / "run.json").read_text())
+    assert "hf_secretsecret" not in json.dumps(about) and about["versions"]["torch"]
+    assert about["digests"]["prompts"].startswith("8 rows, sha256")

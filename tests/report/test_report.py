@@ -1,0 +1,182 @@
+"""Reports of runs that are finished, running, killed, compared, or a pipeline; what a run says stays text."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.report.plots import PLOTS
+from onetrunk.report.report import write_report, write_report_of
+from onetrunk.report.runs import read_run
+from tests.report.made_runs import ALARM, ppo_log, write_lines, write_pipeline, write_ppo_run
+
+
+def svgs(page):
+    return dict(re.findall(r'(?s)<svg[^>]*data-plot="([^"]+)"[^>]*>(.*?)</svg>', page))
+
+
+class Elements(HTMLParser):
+    """Collects the elements of a page and all ids and addresses in it."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.ids, self.addresses = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("href", "src", "xlink:href"):
+                self.addresses.append(value)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = write_ppo_run(tmp_path_factory.mktemp("runs") / "good")
+    return write_report([folder], price=2.0).read_text()
+
+
+def test_the_page_has_every_plot_that_the_log_has_metrics_for(page):
+    expected = "score kl score_against_kl components length entropy clip_fraction explained_variance judge judge_gap"
+    assert set(svgs(page)) == set(f"{expected} time throughput memory".split())
+
+
+def test_the_page_loads_nothing_and_no_name_in_it_occurs_twice(page):
+    found = Elements(page)
+    assert "script" not in found.tags and "link" in found.tags  # The icon, which is empty.
+    assert not [address for address in found.addresses if not address.startswith(("#", "data:"))]
+    assert len(found.ids) == len(set(found.ids)) > 100
+    named = {address[1:] for address in found.addresses if address.startswith("#")}
+    assert named <= set(found.ids)
+    for text in re.findall(r"(?s)<svg.*?</svg>", page):
+        ElementTree.fromstring(text)
+
+
+def test_what_a_completion_says_does_not_become_part_of_the_page(page):
+    assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_the_facts_of_a_run_worked_out_by_hand(page):
+    # 80 seconds on 2 GPUs are 0.0444 GPU-hours, at 2 per hour 0.09.
+    for name, value in {"hours": "0.02", "GPU-hours": "0.04", "cost": "0.09", "peak memory, GiB": "1.50"}.items():
+        assert f"<td>{name}</td><td>{value}</td>" in page
+    assert "<td>score/mean</td><td>0.1</td><td>0.9</td><td>+0.8</td>" in page
+    assert ALARM in page and "kl, step 6" in page
+    settings = page[page.index("differ from the defaults") : page.index("All settings")]
+    assert "<td>beta</td><td>0.1</td>" in settings and "gamma" not in settings
+    assert "8 rows, sha256 abc" in page and "<td>torch</td><td>2.13</td>" in page
+
+
+def test_samples_are_the_largest_gains_the_largest_losses_and_random_ones(page):
+    gains = page[page.index("The largest gains") : page.index("The largest losses")]
+    losses = page[page.index("The largest losses") : page.index("Settings that differ")]
+    # The score of prompt i rises by i - 3.
+    assert re.findall(r"<pre>(prompt \d+)", gains) == [f"prompt {i}" for i in (19, 18, 17, 16)]
+    assert re.findall(r"<pre>(prompt \d+)", losses) == [f"prompt {i}" for i in (0, 1, 2)]
+    assert page.count('<div class="sample">') == 4 + 4 + 3
+
+
+def test_the_markdown_shows_the_pngs_next_to_it(tmp_path):
+    page = write_report([write_ppo_run(tmp_path / "run")])
+    text = page.with_name("report.md").read_text()
+    names = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert len(names) == 13 and all((page.parent / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    # A fence that is longer than the one in the completion.
+    assert "````text\n</pre><script>alert(1)</script> ``` | <b>\n````" in text
+
+
+def test_a_killed_run_has_a_report_although_its_last_line_is_cut(tmp_path):
+    folder = write_ppo_run(tmp_path / "killed", finished=False)
+    with (folder / "_report" / "log.jsonl").open("a") as file:
+        file.write('{"step": 9, "score/me')
+    text = write_report([folder]).read_text()
+    assert "trained up to step 8; not running now" in text and set(svgs(text)) >= {"score", "kl"}
+
+
+def test_a_running_run_says_what_it_does(tmp_path, monkeypatch):
+    from onetrunk.checkpoints.heartbeats import Heartbeat
+
+    folder = write_ppo_run(tmp_path / "running", finished=False)
+    with Heartbeat.of(folder, 0).running(1):
+        assert read_run(folder).status.startswith("running, in phase")
+
+
+def test_a_run_without_a_record_is_read_from_its_last_checkpoint(tmp_path):
+    for step in (2, 8):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": ppo_log(step)}))
+    run = read_run(tmp_path)
+    assert run.series("score/mean") == ([1, 3, 5, 7], [0.1, 0.3, 0.5, 0.7])
+    assert run.hours() is not None and "score" in svgs(write_report([tmp_path]).read_text())
+
+
+def test_runs_side_by_side_share_their_plots(tmp_path):
+    folders = [write_ppo_run(tmp_path / name, shift=shift) for name, shift in (("one", 0.0), ("two", 1.0))]
+    text = write_report(folders, tmp_path / "both").read_text()
+    assert "one: training rollouts" in svgs(text)["score"] and "two: held-out prompts" in svgs(text)["score"]
+    assert "<td>eval_score/mean</td><td>0.9</td><td>1.9</td>" in text
+    assert "Alarms of one" in text and "Alarms of two" in text
+    # Without another place next to the runs, whose own pages stay.
+    assert write_report(folders) == tmp_path / "_report" / "report.html"
+    assert not (folders[0] / "_report" / "report.html").exists()
+    other = write_ppo_run(tmp_path / "elsewhere" / "one")
+    with pytest.raises(ValueError, match="two of the runs are named one"):
+        write_report([folders[0], other], tmp_path / "same")
+
+
+def test_a_pipeline_is_a_chain_with_what_every_stage_reached(tmp_path):
+    chain = write_pipeline(tmp_path)
+    write_report([tmp_path / "ppo"])
+    text = write_report([chain]).read_text()
+    assert "score 0.100 to 0.900, KL 7.0 nats" in svgs(text)["chain"]
+    assert "wins 40.0% of the pairs (25.0% to 55.0%)" in svgs(text)["chain"]
+    assert "<td>discrete win rate</td><td>40.0%</td><td>25.0% to 55.0%</td>" in text
+    assert 'href="../../ppo/_report/report.html"' in text and ALARM in text
+    assert "failed" in text and "1.2 minutes" in text  # 72 seconds.
+
+
+def test_alarms_come_the_worst_first(tmp_path):
+    folder = write_ppo_run(tmp_path / "run")
+    events = [{"event": "alarm", "name": n, "text": n, "step": s} for n, s in (("kl", 2), ("entropy", 4), ("x", 1))]
+    log = [{"step": s, "alarm/kl": 1.0, "alarm/entropy": float(s > 4)} for s in (2, 4, 6, 8)]
+    write_lines(folder / "_report" / "log.jsonl", [*log, *events])
+    assert [alarm.name for alarm in read_run(folder).alarms()] == ["kl", "entropy", "x"]
+    (folder / "_finished.json").write_text(json.dumps({"step": 8, "ended": "alarm x at step 1", "files": []}))
+    assert [alarm.name for alarm in read_run(folder).alarms()] == ["x", "kl", "entropy"]
+
+
+def test_every_plot_has_a_name_of_its_own():
+    assert len({plot.name for plot in PLOTS}) == len(PLOTS)
+
+
+def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments(tmp_path, capsys):
+    folder = write_ppo_run(tmp_path / "run")
+    assert cli.main(["report", str(folder), "--output_dir", str(tmp_path / "out")]) == 0
+    assert f"report: wrote {tmp_path}/out/report.html" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path / "absent")]) == 2
+    assert "absent is no folder" in capsys.readouterr().err
+    assert cli.main(["report", str(folder), "--price_per_gpu_hour", "-1"]) == 2
+    assert "give a price, 0 or more" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "holds no run: there is no _report/log.jsonl" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_page_says_so_and_has_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = write_report([write_ppo_run(tmp_path / "run")]).read_text()
+    assert "No plots: matplotlib cannot be imported; pip install matplotlib." in text and ALARM in text
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path, caplog):
+    folder = write_ppo_run(tmp_path / "run")
+    (folder / "metrics.json").write_text("{")
+    assert write_report_of(folder) is None
+    assert "no report was written (RuntimeError" in caplog.text
