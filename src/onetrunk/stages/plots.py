@@ -1,4 +1,4 @@
-"""Plots of the reward, distill and eval stages. matplotlib is optional: without it a warning takes their place."""
+"""Plots of the reward, distill and eval stages. Without matplotlib a warning takes their place."""
 
 from __future__ import annotations
 
