@@ -41,7 +41,9 @@ def test_a_file_of_the_working_folder_comes_before_a_recipe(empty_folder):
     assert with_shipped_files({"a": ["recipes/tiny/sft.yaml"]}) == {"a": [str(ROOT / "recipes/tiny/sft.yaml")]}
 
 
-@pytest.mark.parametrize("text", ["recipes", "recipes/none/x.yaml", "recipes/../README.md", "runs/recipes/tiny", "a b"])
+@pytest.mark.parametrize(
+    "text", ["recipes", "recipes/none/x.yaml", "recipes/../README.md", "runs/recipes/tiny", "a b"]
+)
 def test_other_texts_stay_as_they_are(empty_folder, text):
     assert with_shipped_files(text) == text
 

@@ -23,6 +23,10 @@ PREFIX = "checkpoint-"
 STAGING = ".saving"
 # A stage writes this file last, next to the result. A name with an underscore is not uploaded to the Hub.
 FINISHED = "_finished.json"
+# What a finished run leaves next to its checkpoints: an adapter, or a whole model.
+RESULTS = ("adapter_config.json", "config.json")
+# Branches that only some runs save: those of an old run would be taken for the new run's.
+BRANCHES = ("reference", "value")
 # So many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
 
@@ -78,6 +82,34 @@ def last_checkpoint(output_dir: str | os.PathLike[str], step: int) -> str | None
     """Return the name of the last checkpoint in a folder that was saved at `step` or before; None if there is none."""
     names = [folder.name for folder in checkpoint_folders(output_dir) if step_of(folder) <= step]
     return names[-1] if names else None
+
+
+def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the checkpoints and of the result that a training has left in a folder."""
+    results = [name for name in RESULTS if (Path(output_dir) / name).is_file()]
+    return [path.name for path in checkpoint_folders(output_dir)] + results
+
+
+def require_unused(output_dir: str | os.PathLike[str]) -> None:
+    """Raise a ValueError if a training has left checkpoints or a result in a folder.
+
+    New checkpoints would be sorted among the old ones, which could then be resumed in their place.
+    """
+    names = left_by_a_run(output_dir)
+    if names:
+        raise ValueError(
+            f"{output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
+            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
+        )
+
+
+def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
+    """Delete the checkpoints that a run has left in a folder, and what would make its result look like the next one's."""
+    for name in (FINISHED, MANIFEST):
+        (Path(output_dir) / name).unlink(missing_ok=True)
+    for folder in (*checkpoint_folders(output_dir), *(Path(output_dir) / name for name in BRANCHES)):
+        if folder.is_dir():
+            delete(folder)
 
 
 def begin_staging(output_dir: str | os.PathLike[str]) -> Path:

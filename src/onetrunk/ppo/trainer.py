@@ -8,6 +8,7 @@ The math is in onetrunk.ops. Whatever touches private members of Trainer belongs
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import shutil
 import time
@@ -38,6 +39,7 @@ from onetrunk.ppo.checks import check_lengths, check_optimizer
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
+from onetrunk.ppo.foreign_keys import explain_arguments
 from onetrunk.ppo.memory import PackSize
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
@@ -91,6 +93,14 @@ class PPOTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
 
     # --- construction -----------------------------------------------------------------------------------------------
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            explanation = explain_arguments(list(parameters), [f.name for f in fields(PPOConfig)], kwargs)
+            if explanation:
+                raise TypeError(f"{cls.__name__}: {explanation}")
+        return super().__new__(cls)
 
     def __init__(
         self,
