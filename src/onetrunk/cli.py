@@ -19,6 +19,7 @@ VERBS = {
     "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
     "run": "run several of these in a row, resumably",
     "serve": "start the vLLM server that PPO samples from, or print its command",
+    "merge": "add an adapter to its base: one model, for tools that do not load adapters",
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
 }
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]

@@ -224,7 +224,7 @@ def test_a_word_that_is_no_option_is_refused():
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_lists_the_options(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
-    own = {"run": "--until", "serve": "--max_lora_rank", "recipes": "list|copy"}
+    own = {"run": "--until", "serve": "--max_lora_rank", "recipes": "list|copy", "merge": "--dtype"}
     assert own.get(verb, "--dataset_columns") in capsys.readouterr().out
 
 

@@ -104,7 +104,7 @@ def require_unused(output_dir: str | os.PathLike[str]) -> None:
 
 
 def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
-    """Delete the checkpoints that a run has left in a folder, and what would make its result look like the next one's."""
+    """Delete the checkpoints that a run has left in a folder, and what would pass for the next one's result."""
     for name in (FINISHED, MANIFEST):
         (Path(output_dir) / name).unlink(missing_ok=True)
     for folder in (*checkpoint_folders(output_dir), *(Path(output_dir) / name for name in BRANCHES)):
@@ -121,6 +121,14 @@ def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     return staging
+
+
+def published_path(folder: Path) -> Path:
+    """Return where a folder that is written under STAGING will be: a checkpoint, or the result in the run's folder."""
+    if folder.parent.name != STAGING:
+        return folder
+    run = folder.parent.parent
+    return run / folder.name if step_of(folder) is not None else run
 
 
 def publish(source: Path, target: Path) -> None:

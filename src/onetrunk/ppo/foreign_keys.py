@@ -84,8 +84,8 @@ FOREIGN_ARGUMENTS: dict[str, str] = {
     "reward_fn": "here reward_funcs",
     "reward_func": "here reward_funcs",
     "reward_functions": "here reward_funcs",
-    "value_model": "the value is a head on the same trunk: value_head in PPOConfig, and value_head_init to start it from"
-    " a reward model",
+    "value_model": "the value is a head on the same trunk: value_head in PPOConfig, and value_head_init to start it"
+    " from a reward model",
     "dataset": "here train_dataset",
     "data_collator": "rollouts are packed by the trainer; leave it out",
     "formatting_func": "give the rows a column 'prompt', as text or as a conversation",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from onetrunk.checkpoints.folders import (
     FINISHED,
     PREFIX,
-    RESULTS,
     checkpoint_folders,
     delete_old_run,
     left_by_a_run,
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     from onetrunk.stages.arguments import SFTArguments
 
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
+
+__all__ = ["begin", "finish", "has_result", "last_finished_checkpoint", "left_by_a_run", "locked_output_dir", "train"]
+__all__ += ["result_problems"]
 
 # Pushing a result rewrites it.
 CARD = "README.md"

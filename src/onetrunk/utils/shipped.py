@@ -1,8 +1,8 @@
 """The recipes, launch files and accelerate configs that come with onetrunk, found from any working folder.
 
-A wheel carries them in `onetrunk/shipped/`; in a checkout they are the folders at its root. In a YAML file, a path that
-begins with the name of one of these folders and does not exist in the working folder means the file that came with
-onetrunk, so that a recipe runs wherever it is started.
+A wheel carries them in `onetrunk/shipped/`; in a checkout they are the folders at its root. In a YAML file, a path
+that begins with the name of one of these folders and does not exist in the working folder means the file that came
+with onetrunk, so that a recipe runs wherever it is started.
 """
 
 from __future__ import annotations
