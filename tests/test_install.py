@@ -89,7 +89,7 @@ def test_the_sdist_has_the_tests_and_the_scripts(built):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_the_tiny_chain_runs_from_an_empty_folder(fresh, tmp_path):
     where = run(fresh / "python", "-c", "import onetrunk; print(onetrunk.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(fresh.parent)

@@ -72,6 +72,23 @@ FOREIGN_KEYS: dict[str, str] = {
 }
 
 
+# Keys that PPOConfig accepts in Python under their own names, because they mean what ours mean.
+SAME_MEANING: dict[str, str] = {
+    "num_iterations": "num_ppo_epochs",
+    "steps_per_generation": "num_minibatches",
+    "delta": "dual_clip",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "cliprange_value": "value_clip",
+    "vf_coef": "value_coef",
+    "response_length": "max_completion_length",
+    "num_mini_batches": "num_minibatches",
+    # These are converted.
+    "generation_batch_size": "rollout_batch_size",
+    "mask_truncated_completions": "truncated_completions",
+}
+
 # Keywords of the trainer classes of TRL (PPOTrainer of 1.12, GRPOTrainer) and of older versions of transformers.
 FOREIGN_ARGUMENTS: dict[str, str] = {
     "config": "here args, a PPOConfig",
@@ -96,6 +113,35 @@ FOREIGN_ARGUMENTS: dict[str, str] = {
     "environment_factory": "completions of several turns are not supported; leave it out",
     "max_length": "max_prompt_length and max_completion_length are fields of PPOConfig",
 }
+
+
+def in_our_names(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of PPOConfig with those of SAME_MEANING under our names.
+
+    Raises:
+        ValueError: a setting is given under both names, or completions per rollout do not make whole prompts.
+    """
+    ours = {key: value for key, value in keys.items() if key not in SAME_MEANING}
+    for key in keys.keys() & SAME_MEANING.keys():
+        name, value = SAME_MEANING[key], keys[key]
+        if key == "mask_truncated_completions":
+            if not value:
+                continue
+            value = "mask"
+        elif key == "generation_batch_size":
+            if value is None:
+                continue
+            # Completions there, prompts here.
+            value, rest = divmod(value, keys.get("num_generations", 1))
+            if rest:
+                raise ValueError(
+                    f"PPOConfig: generation_batch_size {keys[key]} is not divisible by num_generations"
+                    f" {keys['num_generations']}; set rollout_batch_size, the number of prompts"
+                )
+        if name in ours:
+            raise ValueError(f"PPOConfig: {key} and {name} are the same setting, and both are given; keep {name}")
+        ours[name] = value
+    return ours
 
 
 def explain_arguments(known: list[str], fields: list[str], names: Iterable[str]) -> str | None:

@@ -46,6 +46,7 @@ from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
+from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.producer import Producer
@@ -552,7 +553,7 @@ class PPOTrainer(ResumableTrainer):
             scored = self._stream.take_scored()
             if scored is not None:
                 self.samples.record(f"step-{self.state.global_step:06d}", scored)
-        super().log(logs, start_time)
+        super().log(with_trl_names(logs) if self.args.log_trl_names else logs, start_time)
 
 
 def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:

@@ -71,8 +71,8 @@ def copy_recipe(name: str, target: Path, overwrites: bool = False) -> list[Path]
     return list(copies.values())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onetrunk recipes`; return the exit code."""
+def parse_recipes(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments; SystemExit after a usage message, as argparse does."""
     parser = argparse.ArgumentParser(prog="onetrunk recipes", description=DESCRIPTION, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy")
     actions.add_parser("list", help="show the recipes and their files", allow_abbrev=False)
@@ -80,8 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     copy.add_argument("name", help="a folder or a file of `onetrunk recipes list`: tiny, tiny/ppo, accelerate_configs")
     copy.add_argument("--to", default=".", metavar="FOLDER", help="where it goes (default: the working folder)")
     copy.add_argument("--overwrite", action="store_true", help="replace files that have other contents")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `onetrunk recipes`; return the exit code."""
     try:
-        words = parser.parse_args(argv)
+        words = parse_recipes(argv)
     except SystemExit as end:
         return int(end.code or 0)
     if words.action == "list":
