@@ -9,6 +9,7 @@ import importlib.util
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,7 +34,7 @@ from tests.ppo import two_processes
 from tests.ppo.support import base_model, even_share, logged, make_trainer
 from tests.rollouts.stub_vllm import StubVLLM
 from tests.stages.recipes import DOCUMENTS
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -259,7 +260,7 @@ def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, 
     (first,) = code_blocks(README, "python")
     second = code_blocks(PPO_README, "python")[0]
     tiny_model("llama").save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path / "base")
     small = {
         "Qwen/Qwen2.5-0.5B-Instruct": str(tmp_path / "base"),
         "runs/polite": str(tmp_path / "out"),
@@ -279,9 +280,9 @@ def test_the_python_of_the_readme_runs_as_it_stands_but_for_the_sizes(tmp_path, 
     again = names["ReinforceTrainer"](
         model=tiny_model("llama"),
         reward_funcs=names["short_and_polite"],
-        args=before.args,
+        args=replace(before.args, output_dir=str(tmp_path / "again")),
         train_dataset=names["prompts"],
-        processing_class=tiny_tokenizer(),
+        processing_class=tiny_tokenizer(chat_template=CHAT_TEMPLATE),
     )
     again.train()
     assert again.state.global_step == before.state.global_step > 0

@@ -20,12 +20,15 @@ VERBS = {
     "run": "run several of these in a row, resumably",
     "report": "write a page about how a run, several runs or a pipeline went",
     "serve": "start the vLLM server that PPO samples from, or print its command",
+    "merge": "add an adapter to its base: one model, for tools that do not load adapters",
+    "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
 }
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
 {verbs}
 
-Options override the file; `onetrunk VERB --help` lists them. Recipes: recipes/*/*.yaml.
+Options override the file; `onetrunk VERB --help` lists them. FILE.yaml may be the name of a
+recipe, such as tiny/ppo.
 Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ppo.py --config FILE.yaml
 ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed,
 2 wrong usage, 130 interrupted, 143 terminated."""

@@ -261,6 +261,7 @@ def test_flash_attention_on_a_gpu_gives_what_sdpa_gives_for_padded_rows(family, 
 def test_flash_attention_in_float32_is_rejected_before_any_proof(tmp_path, varlen, monkeypatch):
     tiny_model("llama").save_pretrained(tmp_path)
     # As if the package were installed.
+    monkeypatch.setattr("onetrunk.models.base.find_spec", lambda name: name)
     monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _self, name, *_, **__: name)
     with pytest.raises(ValueError, match="computes in half precision, and .* was loaded in float32; set dtype to bf"):
         load_base(tmp_path, attn_implementation="flash_attention_2")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import TrainingArguments
+from transformers import T5Config, TrainingArguments
 
 from onetrunk.models.parallel import launch_layout
 from onetrunk.ppo.setup import tokens_of
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import base_model, even_share, logged, lora, make_config, prompts, trained
+from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 
@@ -356,3 +356,97 @@ def test_an_optimizer_with_modes_is_refused_as_by_its_name(tmp_path):
 def test_predicting_is_refused_with_what_there_is_instead(tmp_path):
     with pytest.raises(ValueError, match="evaluate"):
         build(tmp_path, model=saved_model()).predict(prompts())
+
+
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        (["q_proj", "vproj"], "names 'vproj' (did you mean 'v_proj'?), and the model has no such module"),
+        (["nope"], "names 'nope', and the model has no such module; its linear modules are q_proj, k_proj"),
+        ("all_linear", "names 'all_linear' (did you mean 'all-linear'?)"),
+        (r".*\.quer", r"names '.*\\.quer'"),
+        ("(((", "'(((' is no regular expression"),
+    ],
+)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_every_lora_target_is_checked_against_the_model_before_its_weights_load(tmp_path, targets, sentence, by_name):
+    model = str(unloadable_model()) if by_name else base_model()
+    config, tokenizer = LoraConfig(r=2, target_modules=targets), tiny_tokenizer()
+    with pytest.raises(ValueError) as raised:
+        PPOTrainer(model, even_share, make_config(tmp_path), prompts(), None, tokenizer, peft_config=config)
+    assert sentence in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_encoder_decoder_is_rejected_by_its_config_alone(tmp_path):
+    T5Config(vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2).save_pretrained(tmp_path / "t5")
+    refused(tmp_path, "is an encoder-decoder (t5); give a decoder-only model", model=tmp_path / "t5")
+
+
+@pytest.mark.parametrize(
+    ("attention", "sentence"),
+    [
+        ("sdpaa", "attn_implementation 'sdpaa' does not exist: did you mean 'sdpa'?"),
+        ("flash_attention_2", "needs the package flash_attn, which is not installed: pip install"),
+        ("kernels-community/flash-attn2", "the package kernels is not installed: pip install kernels"),
+    ],
+)
+def test_an_attention_that_cannot_run_here_is_rejected_before_the_weights_load(
+    tmp_path, attention, sentence, monkeypatch
+):
+    monkeypatch.setattr("onetrunk.models.base.find_spec", lambda name: None)
+    refused(tmp_path, sentence, model_init_kwargs={"attn_implementation": attention})
+
+
+def test_a_logger_that_is_not_installed_is_rejected_before_the_weights_load(tmp_path, monkeypatch):
+    monkeypatch.setattr("onetrunk.ppo.checks.find_spec", lambda name: None)
+    refused(tmp_path, "report_to names 'comet_ml', which is not installed: pip install comet-ml", report_to="comet_ml")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "sentence"),
+    [
+        ({"ref_model": None}, "PPOTrainer: ref_model: the frozen base is the reference"),
+        ({"reward_model": "m"}, "reward_model: pass it in reward_funcs"),
+        ({"tokenizer": 1, "dataset": 2}, "tokenizer: here processing_class; dataset: here train_dataset"),
+        ({"beta": 0.1}, "beta: a setting, so pass args=PPOConfig(beta=...)"),
+        ({"train_datset": 1}, "unknown key 'train_datset': did you mean 'train_dataset'?"),
+    ],
+)
+def test_keywords_of_other_trainers_get_the_hint_that_config_keys_get(keywords, sentence):
+    with pytest.raises(TypeError) as raised:
+        PPOTrainer(str(unloadable_model()), even_share, **keywords)
+    assert sentence in str(raised.value)
+
+
+def test_a_subclass_may_have_keywords_of_its_own(tmp_path):
+    class Own(PPOTrainer):
+        def __init__(self, *args, tokenizer=None, **kwargs):
+            super().__init__(*args, processing_class=tokenizer, **kwargs)
+
+    trainer = Own(base_model(), even_share, make_config(tmp_path), prompts(), tokenizer=tiny_tokenizer())
+    assert trainer.processing_class.eos_token == "<eos>"
+
+
+def test_the_trainer_rejects_an_output_folder_that_holds_another_run(tmp_path):
+    trained(tmp_path, save_strategy="steps", save_steps=1)
+    first = (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes()
+    again = make_trainer(tmp_path, seed=4, save_strategy="steps", save_steps=1)
+    with pytest.raises(ValueError, match=r"holds a run already \(checkpoint-1\); set resume_from_checkpoint to true"):
+        again.train()
+    # Nothing was written, so the first run resumes.
+    assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes() == first
+    resumed = make_trainer(tmp_path, num_rollouts=2, save_strategy="steps", save_steps=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    over = make_trainer(tmp_path, seed=4, overwrite_output_dir=True, save_strategy="steps", save_steps=1)
+    over.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes() != first
+    # The same object may train on: the folder is its own.
+    over.train()
+
+
+def test_the_trainer_rejects_a_folder_with_a_result(tmp_path):
+    trained(tmp_path).save_model()
+    with pytest.raises(ValueError, match=r"holds a run already \(adapter_config.json\)"):
+        trained(tmp_path)

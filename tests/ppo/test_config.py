@@ -7,7 +7,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import INHERITED_WITHOUT_MEANING, PPOConfig
-from onetrunk.ppo.foreign_keys import FOREIGN_KEYS
+from onetrunk.ppo.foreign_keys import FOREIGN_KEYS, SAME_MEANING
 
 # Fields of the last PPOConfig in TRL (1.12) that have another name or none here; from its documentation.
 TRL_PPO = """exp_name reward_model_path model_adapter_name ref_adapter_name num_mini_batches total_episodes
@@ -23,7 +23,7 @@ def config(**settings):
     return PPOConfig(**{"output_dir": "unused", "use_cpu": True, **settings})
 
 
-@pytest.mark.parametrize("key", sorted({*FOREIGN_KEYS, *TRL_PPO}))
+@pytest.mark.parametrize("key", sorted({*FOREIGN_KEYS, *TRL_PPO} - {*SAME_MEANING}))
 def test_a_key_of_another_trainer_fails_with_its_name_here_or_the_reason(key):
     with pytest.raises(ValueError, match=rf"^PPOConfig: {key}: ") as error:
         config(**{key: 3})
@@ -31,6 +31,58 @@ def test_a_key_of_another_trainer_fails_with_its_name_here_or_the_reason(key):
     named = str(error.value).split(": here ")[-1].split()[0].strip("(),:") if ": here " in str(error.value) else None
     # Where another name is given it is one of ours (or of the recipes, for models and rewards).
     assert named is None or named in fields(PPOConfig) or named in ("model_name_or_path", "a")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"num_iterations": 3}, {"num_ppo_epochs": 3}),
+        ({"steps_per_generation": 4}, {"num_minibatches": 4}),
+        ({"generation_batch_size": 64, "num_generations": 8}, {"rollout_batch_size": 8, "num_generations": 8}),
+        ({"generation_batch_size": None}, {}),
+        ({"delta": 3.0}, {"dual_clip": 3.0}),
+        ({"mask_truncated_completions": True}, {"truncated_completions": "mask"}),
+        ({"mask_truncated_completions": False}, {}),
+        ({"vllm_importance_sampling_cap": 2.0}, {"vllm_importance_sampling_clip_max": 2.0}),
+        ({"kl_coef": 0.2, "cliprange": 0.1}, {"beta": 0.2, "epsilon": 0.1}),
+        ({"cliprange_value": 0.3, "vf_coef": 0.5}, {"value_clip": 0.3, "value_coef": 0.5}),
+        ({"response_length": 9, "num_mini_batches": 2}, {"max_completion_length": 9, "num_minibatches": 2}),
+    ],
+)
+def test_a_name_of_trl_with_our_meaning_is_accepted_in_python(theirs, ours):
+    one, other = config(**theirs).to_dict(), config(**ours).to_dict()
+    assert {**one, "logging_dir": None} == {**other, "logging_dir": None}
+    copied = dataclasses.replace(config(**theirs))
+    assert {**copied.to_dict(), "logging_dir": None} == {**one, "logging_dir": None}
+
+
+def test_every_name_with_our_meaning_is_tested_above_and_no_field_of_ours():
+    assert (
+        not SAME_MEANING.keys() & fields(PPOConfig).keys() and set(SAME_MEANING.values()) <= fields(PPOConfig).keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_iterations": 2, "num_ppo_epochs": 2}, "num_iterations and num_ppo_epochs are the same setting"),
+        ({"kl_coef": 0.1, "beta": 0.1}, "kl_coef and beta are the same setting, and both are given; keep beta"),
+        ({"generation_batch_size": 9, "num_generations": 2}, "9 is not divisible by num_generations 2; set rollout"),
+    ],
+)
+def test_a_setting_under_two_names_is_rejected(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        config(**settings)
+
+
+@dataclasses.dataclass(repr=False)
+class OwnConfig(PPOConfig):
+    more: int = 0
+
+
+def test_a_dataclass_that_inherits_has_our_names_only():
+    with pytest.raises(ValueError, match="num_iterations: here num_ppo_epochs"):
+        OwnConfig(output_dir="unused", num_iterations=2)
 
 
 # Fields of GRPOConfig without another name or a replacement here.
@@ -42,7 +94,7 @@ num_generations_eval pad_to_multiple_of ref_model_mixup_alpha ref_model_sync_ste
 def test_every_key_of_grpo_config_is_rejected_and_those_with_a_replacement_name_it():
     from trl import GRPOConfig
 
-    foreign = fields(GRPOConfig).keys() - fields(PPOConfig).keys()
+    foreign = fields(GRPOConfig).keys() - fields(PPOConfig).keys() - SAME_MEANING.keys()
     assert len(foreign) > 40
     for key in foreign:
         named = f"unknown key '{key}'" if key in WITHOUT_REPLACEMENT else f"{key}: "

@@ -1,9 +1,11 @@
 """The README.md beside a saved policy: metadata that the Hub reads, and the facts of the run; nothing private."""
 
+from pathlib import Path
+
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
-from peft import AutoPeftModelForCausalLM
 
 import onetrunk
 from onetrunk.ppo.trainer import PPOTrainer
@@ -47,18 +49,39 @@ def test_a_saved_run_has_a_card_that_says_what_it_is(tmp_path):
     assert "[More Information Needed]" not in text
 
 
-def test_the_card_s_own_lines_load_the_policy(tmp_path, monkeypatch):
+def card_scope(folder, monkeypatch):
+    """Return the names that the card's Python block defines, run in the folder of the card."""
+    monkeypatch.chdir(folder)
+    scope = {}
+    exec(Path("README.md").read_text().split("```python\n")[1].split("```")[0], scope)
+    return scope
+
+
+def assert_is_the_policy(scope, trainer):
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        expected = trainer.model(input_ids=ids).logits
+        torch.testing.assert_close(scope["model"](input_ids=ids).logits, expected, atol=1e-5, rtol=0)
+    assert scope["tokenizer"].eos_token == "<eos>"
+
+
+def test_the_card_s_own_lines_load_the_policy_from_the_folder_that_they_are_in(tmp_path, monkeypatch):
     trainer = from_folder(tmp_path)
     trainer.train()
     trainer.save_model()
-    folder = tmp_path / "private" / "my-run"
-    monkeypatch.chdir(folder.parent)
-    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert len(code.strip().splitlines()) == 4
-    scope = {}
-    exec(code, scope)
-    assert isinstance(scope["model"], AutoPeftModelForCausalLM.from_pretrained(str(folder)).__class__)
-    assert scope["tokenizer"].eos_token == "<eos>"
+    assert_is_the_policy(card_scope(tmp_path / "private" / "my-run", monkeypatch), trainer)
+
+
+def test_with_a_base_at_a_relative_path_the_lines_run_too_also_in_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = from_folder(Path("."), save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path / "private/my-run", tmp_path / "private/my-run/checkpoint-1"):
+        assert_is_the_policy(card_scope(folder, monkeypatch), trainer)
+    text = (tmp_path / "private/my-run/README.md").read_text()
+    assert "vllm serve ../tiny-base --enable-lora --max-lora-rank 8 --lora-modules my-run=.\n" in text
+    assert str(tmp_path) not in text
 
 
 def test_a_base_from_the_hub_is_named_in_the_metadata_and_linked(tmp_path):
@@ -69,6 +92,7 @@ def test_a_base_from_the_hub_is_named_in_the_metadata_and_linked(tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == "someone/tiny-base"
     assert "[someone/tiny-base](https://huggingface.co/someone/tiny-base)" in card.text
+    assert "vllm serve someone/tiny-base --enable-lora --max-lora-rank 8 " in card.text
     assert "## Last measured" not in card.text  # nothing was
 
 

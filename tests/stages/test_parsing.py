@@ -225,6 +225,7 @@ def test_a_word_that_is_no_option_is_refused():
 def test_help_lists_the_options(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
     own = {"run": "--until", "report": "--price_per_gpu_hour", "serve": "--max_lora_rank"}
+    own |= {"recipes": "list|copy", "merge": "--dtype"}
     assert own.get(verb, "--dataset_columns") in capsys.readouterr().out
 
 

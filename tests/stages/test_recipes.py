@@ -6,9 +6,11 @@ from accelerate.commands.launch import launch_command_parser
 from onetrunk.cli import VERBS
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
+from onetrunk.stages.merge import parse_merge
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.report import parse_report
+from onetrunk.stages.recipes import parse_recipes
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.run.stage import parse_run
@@ -26,8 +28,10 @@ PARSERS = {
     "report": parse_report,
     "run": parse_run,
     "serve": parse_serve,
+    "merge": parse_merge,
+    "recipes": parse_recipes,
 }
-SCRIPT_VERBS = set(PARSERS) - {"report", "run", "serve"}
+SCRIPT_VERBS = set(PARSERS) - {"report", "run", "serve", "merge", "recipes"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")

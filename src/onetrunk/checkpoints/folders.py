@@ -23,6 +23,10 @@ PREFIX = "checkpoint-"
 STAGING = ".saving"
 # A stage writes this file last, next to the result. A name with an underscore is not uploaded to the Hub.
 FINISHED = "_finished.json"
+# What a finished run leaves next to its checkpoints: an adapter, or a whole model.
+RESULTS = ("adapter_config.json", "config.json")
+# Branches that only some runs save: those of an old run would be taken for the new run's.
+BRANCHES = ("reference", "value")
 # So many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
 
@@ -80,6 +84,34 @@ def last_checkpoint(output_dir: str | os.PathLike[str], step: int) -> str | None
     return names[-1] if names else None
 
 
+def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the checkpoints and of the result that a training has left in a folder."""
+    results = [name for name in RESULTS if (Path(output_dir) / name).is_file()]
+    return [path.name for path in checkpoint_folders(output_dir)] + results
+
+
+def require_unused(output_dir: str | os.PathLike[str]) -> None:
+    """Raise a ValueError if a training has left checkpoints or a result in a folder.
+
+    New checkpoints would be sorted among the old ones, which could then be resumed in their place.
+    """
+    names = left_by_a_run(output_dir)
+    if names:
+        raise ValueError(
+            f"{output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
+            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
+        )
+
+
+def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
+    """Delete the checkpoints that a run has left in a folder, and what would pass for the next one's result."""
+    for name in (FINISHED, MANIFEST):
+        (Path(output_dir) / name).unlink(missing_ok=True)
+    for folder in (*checkpoint_folders(output_dir), *(Path(output_dir) / name for name in BRANCHES)):
+        if folder.is_dir():
+            delete(folder)
+
+
 def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
     """Return an empty folder in which checkpoints are made. What a killed process left there is deleted."""
     staging = Path(output_dir) / STAGING
@@ -89,6 +121,14 @@ def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     return staging
+
+
+def published_path(folder: Path) -> Path:
+    """Return where a folder that is written under STAGING will be: a checkpoint, or the result in the run's folder."""
+    if folder.parent.name != STAGING:
+        return folder
+    run = folder.parent.parent
+    return run / folder.name if step_of(folder) is not None else run
 
 
 def publish(source: Path, target: Path) -> None:

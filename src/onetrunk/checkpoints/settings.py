@@ -237,6 +237,9 @@ class CheckpointConfig:
         "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks there if"
         " output_dir has no checkpoint.",
     )
+    overwrite_output_dir: bool = option(
+        False, "Start over in an output_dir that holds a run: its checkpoints are deleted when training begins."
+    )
 
     def __post_init__(self) -> None:
         _check_intervals(self)

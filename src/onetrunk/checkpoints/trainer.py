@@ -38,8 +38,10 @@ from onetrunk.checkpoints.folders import (
     STAGING,
     begin_staging,
     checkpoint_problems,
+    delete_old_run,
     described,
     publish,
+    require_unused,
     rotate,
     set_aside_later,
 )
@@ -114,6 +116,7 @@ class ResumableTrainer(Trainer):
         self._saved_step: int | None = None
         self._resume_from: str | None = None
         self._run_id = ""
+        self._has_begun = False
         self._mirror: Mirror | None = None
         self._finite_loss_sum = 0.0
         self._layout = launch_layout()
@@ -240,6 +243,7 @@ class ResumableTrainer(Trainer):
             self.args.save_total_limit = max(self.args.save_total_limit, LEAST_KEPT)
         self._mirror = open_mirror(self.args)
         self._resume_from = locate(resume_from_checkpoint, self.args, self.needed_files, self._mirror)
+        self._take_output_dir()
         self._saved_step, self._save_waits, self._loop_events.is_pass_end = None, False, False
         self._finite_loss_sum = 0.0
         self.ended = None
@@ -248,10 +252,20 @@ class ResumableTrainer(Trainer):
             self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
             self.check_checkpoint(self._resume_from)
         if self._mirror is not None:
-            overwrite = getattr(self.args, "overwrite_output_dir", False)
+            overwrite = self.args.overwrite_output_dir
             # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
             is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
             self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
+
+    def _take_output_dir(self) -> None:
+        """Reject an output folder that holds another run, or delete that run if the settings say so."""
+        if self._resume_from is None and not self._has_begun:
+            if not self.args.overwrite_output_dir:
+                require_unused(self.args.output_dir)
+            elif self.args.should_save:
+                delete_old_run(self.args.output_dir)
+        # Training once more with the same object goes on with its own run.
+        self._has_begun = True
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with replicas_of_what_trains(self.model):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import logging
 import re
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ REWARD = "reward"
 ADAPTER_FILE = "adapter_model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
 VALUE_HEADS = ("shared", "detached", "adapter")
+# Modules that no adapter may change, because every role shares them.
+HEAD_MODULES = frozenset(("lm_head", "embed_tokens", "wte", "embed_out"))
 # LoRA options that are not supported, and why.
 UNSUPPORTED_OPTIONS = {
     "trainable_token_indices": "trains rows of the embedding, which every role shares",
@@ -186,7 +189,7 @@ def check_adapter_config(config: PeftConfig) -> None:
     if config.bias != "none":
         raise ValueError(f"peft_config.bias={config.bias!r} trains biases of the frozen trunk; set bias='none'")
     targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []
-    heads = {"lm_head", "embed_tokens", "wte", "embed_out"} & set(targets)
+    heads = HEAD_MODULES & set(targets)
     if heads:
         raise ValueError(
             f"peft_config.target_modules contains {sorted(heads)}: the output head and the embedding are shared by"
@@ -200,6 +203,35 @@ def check_adapter_config(config: PeftConfig) -> None:
     for option, reason in UNSUPPORTED_OPTIONS.items():
         if getattr(config, option):
             raise ValueError(f"peft_config.{option} {reason}; leave it unset")
+
+
+def check_targets(config: PeftConfig, model: nn.Module) -> None:
+    """Raise a ValueError if a name in `target_modules` is no module of a base model; PEFT adapts only the others.
+
+    The rule is PEFT's: a name is the last parts of a module's path, and a text alone is a pattern of whole paths.
+    """
+    targets = config.target_modules
+    if targets is None or targets == "all-linear":
+        return
+    modules = dict(model.named_modules())
+    if isinstance(targets, str):
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ValueError(f"LoRA target_modules {targets!r} is no regular expression ({error})") from error
+        missing = [] if any(map(pattern.fullmatch, modules)) else [targets]
+    else:
+        missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in modules)]
+    if not missing:
+        return
+    linear = {name.rsplit(".", 1)[-1]: None for name, m in modules.items() if isinstance(m, (nn.Linear, Conv1D))}
+    known = [name for name in linear if name not in HEAD_MODULES]
+    near = {name: difflib.get_close_matches(name, [*known, "all-linear"], n=1, cutoff=0.5) for name in missing}
+    words = [f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else "") for name, close in near.items()]
+    raise ValueError(
+        f"LoRA target_modules names {', '.join(words)}, and the model has no such module; its linear modules are"
+        f" {', '.join(known)}. On the command line the setting is lora_target_modules"
+    )
 
 
 def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> LoraConfig:

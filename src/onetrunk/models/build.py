@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from onetrunk.models.adapters import (
     ADAPTER_FILE,
@@ -20,14 +20,15 @@ from onetrunk.models.adapters import (
     VALUE_HEAD_FILE,
     check_adapter_config,
     check_adapter_fits,
+    check_targets,
     parse_adapter_layers,
     read_adapter,
     set_adapter_weights,
 )
 from onetrunk.models.base import decoder_layers, load_base
-from onetrunk.models.loading import put_adapter_on, read_adapter_weights
+from onetrunk.models.loading import empty_model, put_adapter_on, read_adapter_weights, read_config
 from onetrunk.models.scorer import load_scorer
-from onetrunk.models.sources import adapter_base, base_of, check_base_marks, is_adapter
+from onetrunk.models.sources import adapter_base, base_of, check_base_marks, is_adapter, pinned_source
 from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def build_trunk(
     """
     model = source = fspath(model) if isinstance(model, PathLike) else model
     check_model_type(model)
-    if peft_config is not None:
-        check_adapter_config(peft_config)
+    check_new_adapter(peft_config, model, model_init_kwargs or {})
     if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
         raise ValueError(
             "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded"
@@ -89,6 +89,30 @@ def build_trunk(
         return trunk
     peft_config = peft_config or default_peft_config()
     return TrunkModel(model, peft_config, value_head=value_head, adapter_layers=adapter_layers)
+
+
+def check_new_adapter(
+    config: PeftConfig | None, model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]
+) -> None:
+    """Check the LoRA config of a new policy against its model; of a model given by name no weights are loaded.
+
+    Raises:
+        ValueError: an option that the trunk cannot carry, or a target that the model does not have.
+    """
+    if config is None:
+        return
+    check_adapter_config(config)
+    if isinstance(model, PreTrainedModel):
+        check_targets(config, model)
+    elif (
+        isinstance(model, str)
+        and not kwargs.get("trust_remote_code")
+        and not is_adapter(model, kwargs.get("revision"))
+    ):
+        source = pinned_source(kwargs.get("revision"), False)
+        empty = empty_model(AutoModelForCausalLM, read_config("model", model, **source))
+        if empty is not None:
+            check_targets(config, empty)
 
 
 def check_model_type(model: Any) -> None:

@@ -285,6 +285,18 @@ def _check_generation_config(kind: str, name: str, revision: str | None) -> None
         raise damaged(kind, name, path, f"says eos_token_id {end!r}, expected a token id or a list of them")
 
 
+def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return the model of a config without memory for weights; None if it cannot be made.
+
+    `from_pretrained` makes the model in the same way, and its error is translated.
+    """
+    try:
+        with torch.device("meta"), peft_calls():
+            return auto_class.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except Exception:
+        return None
+
+
 def _check_size(
     auto_class: Any, kind: str, name: str, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]]
 ) -> None:
@@ -293,11 +305,9 @@ def _check_size(
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
     if layers > len(shapes):
         raise damaged(kind, name, path, f"says {layers} layers, and the weights next to it are {len(shapes)} tensors")
-    try:
-        with torch.device("meta"), peft_calls():
-            empty = auto_class.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception:
-        return  # `from_pretrained` makes the model in the same way, and its error is translated.
+    empty = empty_model(auto_class, config)
+    if empty is None:
+        return
     size = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
     stored = sum(map(math.prod, shapes.values()))
     # One stored number of a quantised weight may hold several.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from datasets import Dataset
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.models.base import load_base
-from onetrunk.models.build import check_model_type
+from onetrunk.models.base import check_attention, check_decoder, load_base
+from onetrunk.models.build import check_model_type, check_new_adapter
 from onetrunk.models.parallel import launch_layout
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
@@ -58,6 +59,9 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
     return BatchPlan(rows, rows_per_minibatch, rows_per_pack)
 
 
+# The packages of loggers that transformers does not bring, where pip has another name than `report_to`.
+LOGGERS = {name: name for name in ("wandb", "trackio", "mlflow", "clearml", "swanlab", "dvclive", "codecarbon")}
+LOGGERS |= {"comet_ml": "comet-ml", "tensorboard": "tensorboard"}
 TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
@@ -73,8 +77,19 @@ def check_launch(args: PPOConfig) -> None:
             f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
             " or set CUDA_VISIBLE_DEVICES=0"
         )
+    check_loggers(args.report_to)
     launch_layout()
     plan_batches(args, args.world_size)
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise a ValueError for a logger in `report_to` that is not installed."""
+    for name in names:
+        if name in LOGGERS and find_spec(name) is None:
+            raise ValueError(
+                f"report_to names {name!r}, which is not installed: pip install {LOGGERS[name]}, or set report_to to"
+                " tensorboard or none"
+            )
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
@@ -134,8 +149,11 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
-    """Check the types of model and tokenizer, that a model exists at the name, and the keywords for loading it."""
+def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None = None) -> None:
+    """Check the types of model and tokenizer, the model at the name, the keywords for loading it, and the LoRA config.
+
+    Of a model given by name only its config is read.
+    """
     check_model_type(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(
@@ -147,8 +165,10 @@ def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
     if unknown:
         hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
         raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
+    check_attention(kwargs.get("attn_implementation"))
     if isinstance(model, str):
-        load_config(model, **source_of(kwargs))
+        check_decoder(load_config(model, **source_of(kwargs)), model)
+    check_new_adapter(peft_config, model, kwargs)
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:

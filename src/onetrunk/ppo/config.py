@@ -5,6 +5,7 @@ Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
@@ -18,7 +19,7 @@ from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.models.adapters import VALUE_HEADS
 from onetrunk.models.cache import PLACES
 from onetrunk.ppo.alarms import RULES, AlarmConfig, stopping_alarms
-from onetrunk.ppo.foreign_keys import explain_unknown_keys
+from onetrunk.ppo.foreign_keys import explain_unknown_keys, in_our_names
 from onetrunk.rollouts.load import VLLMConfig
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
@@ -94,6 +95,9 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     ignore_data_skip: bool = option(True, "Always True: the stream restores its own position.")
     remove_unused_columns: bool = option(False, "Always False: reward functions receive every column.")
     logging_nan_inf_filter: bool = option(False, "Always False: a non-finite step is skipped and counted instead.")
+
+    # Not a field: scripts written for TRL read it. Remote code is asked for in model_init_kwargs, with its commit.
+    trust_remote_code = False
 
     # Rollout
     rollout_batch_size: int = option(64, "Prompts per rollout, all processes together.")
@@ -220,6 +224,9 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         "How progress is shown: 'bar'; 'lines' (one per rollout, with score, KL, length, tokens per second, seconds);"
         " 'json' (every log as a line of JSON on stdout); 'auto': a bar in a terminal, lines elsewhere.",
     )
+    log_trl_names: bool = option(
+        False, "Log the metrics that TRL's GRPOTrainer has under its names too: reward, completions/mean_length, ..."
+    )
     straggler_factor: float | None = option(
         1.5,
         "With several processes: warn of a rank that needs more than this many times the median of the others in a"
@@ -230,7 +237,9 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
-        explanation = explain_unknown_keys(cls, kwargs)
+        # A dataclass that inherits has an __init__ of its own, which knows our names only.
+        keys = in_our_names(kwargs) if cls.__init__ is PPOConfig.__init__ else kwargs
+        explanation = explain_unknown_keys(cls, keys)
         if explanation:
             raise ValueError(f"PPOConfig: {explanation}")
         return super().__new__(cls)
@@ -388,6 +397,17 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
             raise ValueError("kl_target adapts beta by factors: start it above 0")
         if self.length_adaptive_lam is not None and self.lam_policy is not None:
             raise ValueError("length_adaptive_lam and lam_policy both set the policy's lambda; set one of them")
+
+
+def _accepting_trl_names(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: PPOConfig, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **in_our_names(kwargs))
+
+    return __init__
+
+
+PPOConfig.__init__ = _accepting_trl_names(PPOConfig.__init__)
 
 
 def bf16_by_default(args: TrainingArguments) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 _SAMPLER = "sampling here follows the policy itself: a truncated or reshaped distribution makes the PPO ratio wrong"
@@ -69,6 +70,99 @@ FOREIGN_KEYS: dict[str, str] = {
     "gradient_checkpointing": "here activation_checkpointing (its name since transformers 5.23)",
     "gradient_checkpointing_kwargs": "here activation_checkpointing_kwargs (its name since transformers 5.23)",
 }
+
+
+# Keys that PPOConfig accepts in Python under their own names, because they mean what ours mean.
+SAME_MEANING: dict[str, str] = {
+    "num_iterations": "num_ppo_epochs",
+    "steps_per_generation": "num_minibatches",
+    "delta": "dual_clip",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "cliprange_value": "value_clip",
+    "vf_coef": "value_coef",
+    "response_length": "max_completion_length",
+    "num_mini_batches": "num_minibatches",
+    # These are converted.
+    "generation_batch_size": "rollout_batch_size",
+    "mask_truncated_completions": "truncated_completions",
+}
+
+# Keywords of the trainer classes of TRL (PPOTrainer of 1.12, GRPOTrainer) and of older versions of transformers.
+FOREIGN_ARGUMENTS: dict[str, str] = {
+    "config": "here args, a PPOConfig",
+    "tokenizer": "here processing_class",
+    "policy": "here model",
+    "ref_model": "the frozen base is the reference, and for a policy that continues an adapter a copy of that adapter"
+    " is; leave it out",
+    "ref_policy": "the frozen base is the reference; leave it out",
+    "reward_model": "pass it in reward_funcs (a model, its name or folder)",
+    "reward_fn": "here reward_funcs",
+    "reward_func": "here reward_funcs",
+    "reward_functions": "here reward_funcs",
+    "value_model": "the value is a head on the same trunk: value_head in PPOConfig, and value_head_init to start it"
+    " from a reward model",
+    "dataset": "here train_dataset",
+    "data_collator": "rollouts are packed by the trainer; leave it out",
+    "formatting_func": "give the rows a column 'prompt', as text or as a conversation",
+    "compute_metrics": "a reward function logs its own metrics through its keyword log_metric",
+    "model_init": "pass the model, or its name",
+    "tools": "completions of several turns are not supported; leave it out",
+    "rollout_func": "here rollout_backend, an object with generate and sync",
+    "environment_factory": "completions of several turns are not supported; leave it out",
+    "max_length": "max_prompt_length and max_completion_length are fields of PPOConfig",
+}
+
+
+def in_our_names(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of PPOConfig with those of SAME_MEANING under our names.
+
+    Raises:
+        ValueError: a setting is given under both names, or completions per rollout do not make whole prompts.
+    """
+    ours = {key: value for key, value in keys.items() if key not in SAME_MEANING}
+    for key in keys.keys() & SAME_MEANING.keys():
+        name, value = SAME_MEANING[key], keys[key]
+        if key == "mask_truncated_completions":
+            if not value:
+                continue
+            value = "mask"
+        elif key == "generation_batch_size":
+            if value is None:
+                continue
+            # Completions there, prompts here.
+            value, rest = divmod(value, keys.get("num_generations", 1))
+            if rest:
+                raise ValueError(
+                    f"PPOConfig: generation_batch_size {keys[key]} is not divisible by num_generations"
+                    f" {keys['num_generations']}; set rollout_batch_size, the number of prompts"
+                )
+        if name in ours:
+            raise ValueError(f"PPOConfig: {key} and {name} are the same setting, and both are given; keep {name}")
+        ours[name] = value
+    return ours
+
+
+def explain_arguments(known: list[str], fields: list[str], names: Iterable[str]) -> str | None:
+    """Return an explanation of keywords that a trainer class does not have, None if it has all.
+
+    Args:
+        known: keywords of the trainer.
+        fields: those of its settings class.
+        names: the keywords of a call.
+    """
+    reasons = []
+    for name in names:
+        if name in known:
+            continue
+        if name in FOREIGN_ARGUMENTS:
+            reasons.append(f"{name}: {FOREIGN_ARGUMENTS[name]}")
+        elif name in fields:
+            reasons.append(f"{name}: a setting, so pass args=PPOConfig({name}=...)")
+        else:
+            reasons.append(explain_key(name, known))
+    return "; ".join(reasons) or None
 
 
 def explain_unknown_keys(config_class: type, keys: dict[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ It replaces PEFT's empty template. It must not contain a path of this machine.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from transformers import Trainer
 
+from onetrunk.checkpoints.folders import published_path
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
@@ -32,9 +34,27 @@ SETTINGS = (
 USE = """```python
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
-model = AutoPeftModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoPeftModelForCausalLM.from_pretrained("{where}")
+tokenizer = AutoTokenizer.from_pretrained("{where}")
 ```"""
+# The path of a base in a folder is relative to where the run was started, so it is given from here.
+USE_WITH_BASE = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{where}")
+tokenizer = AutoTokenizer.from_pretrained("{where}")
+```"""
+HERE = '`"."` is the folder of this file: run the lines there, or write its path instead.'
+SERVE = """vLLM serves it under the name `{name}`:
+
+```
+vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={where}
+```"""
+MERGE = """`onetrunk merge {where} --output_dir merged` makes one model of base and adapter, for tools that load no
+adapters."""
+# The ranks that vLLM reserves memory for.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def write_card(
@@ -79,7 +99,7 @@ def write_card(
         f"A LoRA adapter for {base_words}, trained by PPO ({trainer.state.global_step} optimizer steps) with onetrunk"
         f" {sys.modules['onetrunk'].__version__}.",
         "## Use",
-        USE.format(name=name),
+        *_use(trainer, Path(folder), name, base),
         _files(model),
         "## Adapter",
         _table(_adapter(model)),
@@ -89,6 +109,21 @@ def write_card(
         "Made with " + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "peft")) + ".",
     ]
     atomic_write_text(Path(folder) / CARD, redact("\n\n".join(parts) + "\n"))
+
+
+def _use(trainer: Trainer, folder: Path, name: str, base: str) -> list[str]:
+    """Return how to load, serve and merge the policy, with paths that start at the folder of the card."""
+    config = trainer.accelerator.unwrap_model(trainer.model).peft_config[POLICY]
+    where, near = trainer.args.hub_model_id or ".", None
+    if where == "." and base and Path(base).is_dir() and not Path(base).is_absolute() and not folder.is_absolute():
+        near = os.path.relpath(base, published_path(folder))
+    use = (USE if near is None else USE_WITH_BASE).format(where=where, base=near)
+    parts = [use, *([HERE] if where == "." else [])]
+    rank = next((rank for rank in RANKS if rank >= config.r), None)
+    if rank is not None and not config.use_dora and config.bias == "none":
+        served = near or (base if base and not Path(base).exists() else "BASE")
+        parts.append(SERVE.format(name=name.split("/")[-1], base=served, rank=rank, where=where))
+    return [*parts, MERGE.format(where=where)]
 
 
 def _files(model: TrunkModel) -> str:

@@ -128,7 +128,7 @@ def load_sampled_model(
     """Check the model's name, tokenizer, rows of prompts and rewards, then load the model."""
     model, model_kwargs = inputs.model, args.model_init_kwargs or {}
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    check_model(model, inputs.tokenizer, model_kwargs)
+    check_model(model, inputs.tokenizer, model_kwargs, inputs.peft_config)
     tokenizer = policy_tokenizer(model, inputs.tokenizer, model_kwargs)
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     datasets = [prepare_dataset(dataset, tokenizer, args) for dataset in datasets]

@@ -8,6 +8,7 @@ The math is in onetrunk.ops. Whatever touches private members of Trainer belongs
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import shutil
 import time
@@ -38,6 +39,7 @@ from onetrunk.ppo.checks import check_lengths, check_optimizer
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
+from onetrunk.ppo.foreign_keys import explain_arguments
 from onetrunk.ppo.memory import PackSize
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
@@ -45,6 +47,7 @@ from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.state import STATE_FILE, run_settings
 from onetrunk.ppo.tensorboard import PPOTensorBoard
+from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.producer import Producer
@@ -92,6 +95,14 @@ class PPOTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
 
     # --- construction -----------------------------------------------------------------------------------------------
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            explanation = explain_arguments(list(parameters), [f.name for f in fields(PPOConfig)], kwargs)
+            if explanation:
+                raise TypeError(f"{cls.__name__}: {explanation}")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -571,7 +582,7 @@ class PPOTrainer(ResumableTrainer):
                 self.samples.record(f"step-{self.state.global_step:06d}", scored)
                 if self.tensorboard is not None:
                     self.tensorboard.show_rollout(scored, self.state.global_step)
-        super().log(logs, start_time)
+        super().log(with_trl_names(logs) if self.args.log_trl_names else logs, start_time)
 
 
 def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:

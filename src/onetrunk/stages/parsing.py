@@ -25,6 +25,7 @@ from trl import TrlParser
 from onetrunk.ppo.foreign_keys import explain_key
 from onetrunk.stages.secrets import secret_in_setting, secret_in_words
 from onetrunk.utils.files import require_name
+from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
 from onetrunk.utils.yaml_files import read_yaml
 
 AUTO = "auto"
@@ -81,7 +82,7 @@ def parse(
             f"--resume {resume}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
             " --resume auto"
         )
-    config = {} if path is None else _read_config(Path(path), dataclass_types, known, explain)
+    config = {} if path is None else _read_config(path, dataclass_types, known, explain)
     parser = StageParser(
         dataclass_types,
         prog=f"onetrunk {verb}",
@@ -189,13 +190,18 @@ def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, li
 
 
 def _read_config(
-    path: Path, dataclass_types: Sequence[type], known: list[str], explain: Callable[[str], str]
+    name: str, dataclass_types: Sequence[type], known: list[str], explain: Callable[[str], str]
 ) -> dict[str, Any]:
     """Return the settings in a YAML file, each of them checked, and set the variables of its env block."""
+    path = find_config(name)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
-        raise UsageError(f"the config file {path} {what} (working folder {Path.cwd()}); give an existing YAML file")
+        hint = missing_config_hint(name)
+        raise UsageError(
+            f"the config file {path} {what} (working folder {Path.cwd()}); {hint}give an existing YAML file"
+        )
     config, lines = read_mapping(path)
+    config = with_shipped_files(config)
     hints = _hints(dataclass_types)
     choices = {f.name: f.metadata["choices"] for t in dataclass_types for f in fields(t) if "choices" in f.metadata}
     for key, value in config.items():

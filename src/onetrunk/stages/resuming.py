@@ -12,7 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete
+from onetrunk.checkpoints.folders import (
+    FINISHED,
+    PREFIX,
+    checkpoint_folders,
+    delete_old_run,
+    left_by_a_run,
+    require_unused,
+)
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
 from onetrunk.report.report import write_report_of
@@ -29,10 +36,9 @@ if TYPE_CHECKING:
 
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
 
-# What a finished run leaves next to its checkpoints: an adapter, or a whole model.
-RESULTS = ("adapter_config.json", "config.json")
-# Branches that only some runs save: those of an old run would be taken for the new run's.
-BRANCHES = ("reference", "value")
+__all__ = ["begin", "finish", "has_result", "last_finished_checkpoint", "left_by_a_run", "locked_output_dir", "train"]
+__all__ += ["result_problems"]
+
 # Pushing a result rewrites it.
 CARD = "README.md"
 AUTO = "auto"
@@ -61,13 +67,8 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
             print(f"{verb}: {message}")
         return True, None
     resume = _resume_point(args, needed or LOOP_FILES)
-    names = [] if resume or args.overwrite_output_dir else left_by_a_run(args.output_dir)
-    if names:
-        # The new checkpoints would be sorted among the old ones, which could then be resumed in their place.
-        raise ValueError(
-            f"{args.output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
-            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
-        )
+    if not resume and not args.overwrite_output_dir:
+        require_unused(args.output_dir)
     return False, resume
 
 
@@ -82,12 +83,7 @@ def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> N
     args = trainer.args
     trainer.add_callback(RunRecord(trainer, verb, arguments))
     if not resume and args.overwrite_output_dir and args.should_save:
-        output_dir = Path(args.output_dir)
-        for name in (FINISHED, MANIFEST):
-            (output_dir / name).unlink(missing_ok=True)
-        for folder in (*checkpoint_folders(output_dir), *(output_dir / name for name in BRANCHES)):
-            if folder.is_dir():
-                delete(folder)
+        delete_old_run(args.output_dir)
     trainer.train(resume_from_checkpoint=resume)
 
 
@@ -215,12 +211,6 @@ def has_result(output_dir: str | os.PathLike[str]) -> bool:
 def result_problems(output_dir: str | os.PathLike[str]) -> list[str]:
     """Return how a result differs from its manifest, one phrase per problem."""
     return [problem for problem in problems(output_dir) if not problem.startswith(f"{CARD}:")]
-
-
-def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the checkpoints and of the result that a training has left in a folder."""
-    results = [name for name in RESULTS if (Path(output_dir) / name).is_file()]
-    return [path.name for path in checkpoint_folders(output_dir)] + results
 
 
 def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

@@ -28,6 +28,7 @@ from onetrunk.stages.parsing import UsageError, read_mapping
 from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
+from onetrunk.utils.shipped import find_config, with_shipped_files
 
 # In the order in which a model goes through them.
 STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
@@ -95,10 +96,10 @@ def load_pipeline(path: str | Path) -> Pipeline:
     Raises:
         UsageError: names the file, the stage and the key, and says what to write instead.
     """
-    path = Path(path)
+    path = find_config(str(path))
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
-    spec, _ = read_mapping(path)
+    spec = with_shipped_files(read_mapping(path)[0])
     keys = {"output_dir": str, "stages": dict}
     _check_keys(spec, keys, str(path))
     for key in keys:
@@ -136,10 +137,10 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     _check_keys(entry, STAGE_KEYS, place)
     if ("config" in entry) == ("script" in entry):
         raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
-    path = Path(entry.get("config") or entry["script"])
+    path = find_config(entry["config"]) if entry.get("config") else Path(entry["script"])
     if not path.is_file():
         raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
-    options, launcher = entry.get("options", {}), tuple(shlex.split(entry.get("launcher", "")))
+    options, launcher = entry.get("options", {}), _launcher(entry.get("launcher", ""))
     reason = secret_in_words(launcher) or secret_in_words([f"--{option}" for option in options])
     if reason:
         raise UsageError(f"{place}: {reason}")
@@ -155,11 +156,15 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     verb = entry.get("verb", name)
     if verb not in STAGE_VERBS:
         raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(STAGE_VERBS)}")
-    settings = {**read_mapping(path)[0], **options}
+    settings = {**with_shipped_files(read_mapping(path)[0]), **options}
     if not settings.get("output_dir"):
         raise UsageError(f"{place}: {path} does not set output_dir; name the folder that the stage writes to")
     stage = Stage(name, verb, path, options, launcher, (Path(str(settings["output_dir"])),), settings)
     return replace(stage, free=free_settings(verb, _parse_as_the_stage_will(stage, place)))
+
+
+def _launcher(text: str) -> tuple[str, ...]:
+    return tuple(with_shipped_files(shlex.split(text)))
 
 
 def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:

@@ -1,0 +1,216 @@
+"""`onetrunk merge ADAPTER --output_dir FOLDER`: one model out of an adapter and its base.
+
+For tools that load models and no adapters. The result is a plain transformers folder: weights, tokenizer, generation
+config and a card.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub import HfApi, ModelCardData, get_token
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from onetrunk.checkpoints.folders import begin_staging
+from onetrunk.checkpoints.hub import HUB_ERRORS, hub_fault, repo_name, require_push
+from onetrunk.checkpoints.manifest import MANIFEST
+from onetrunk.checkpoints.writing import install
+from onetrunk.models.adapters import POLICY, check_adapter_fits
+from onetrunk.models.base import check_decoder, load_base
+from onetrunk.models.loading import can_be_on_hub, put_adapter_on, read_adapter_config, read_adapter_weights
+from onetrunk.models.sources import adapter_base, base_of, check_base_marks, load_config
+from onetrunk.ppo.setup import policy_tokenizer
+from onetrunk.stages.parsing import UsageError, parse
+from onetrunk.stages.running import run_stage
+from onetrunk.utils.files import atomic_write_text, require_output_dir
+from onetrunk.utils.locks import held_folder
+from onetrunk.utils.options import option
+from onetrunk.utils.redaction import redact
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CARD = """---
+{metadata}
+---
+
+# {title}
+
+{base}, merged with a LoRA adapter into one model by onetrunk {version}.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{where}")
+tokenizer = AutoTokenizer.from_pretrained("{where}")
+```
+
+`"."` is the folder of this file. vLLM serves it: `vllm serve {where}`.
+"""
+
+
+@dataclass
+class MergeArguments:
+    """The options of `onetrunk merge`."""
+
+    adapter: str | None = option(None, "Folder or Hub name of the adapter, such as the output_dir of onetrunk ppo.")
+    output_dir: str | None = option(None, "Folder that gets the merged model.")
+    revision: str | None = option(None, "Branch, tag or commit of the adapter on the Hub.")
+    dtype: str = option(
+        "auto", "Precision of the written weights: auto (the base's own), float32, bfloat16 or float16.", DTYPES
+    )
+    overwrite_output_dir: bool = option(False, "Replace a model that was merged into output_dir before.")
+    push_to_hub: bool = option(False, "Also upload the merged model to the Hub.")
+    hub_model_id: str | None = option(None, "Its name there; None: the name of output_dir.")
+    hub_private_repo: bool | None = option(None, "Make the repository private if it is new.")
+    hub_revision: str | None = option(None, "Branch to upload to; None: main.")
+
+    # What `require_push` also reads of the settings of a training.
+    process_index: ClassVar[int] = 0
+    hub_token: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        if not self.adapter:
+            raise ValueError("no adapter is named; write onetrunk merge ADAPTER --output_dir FOLDER")
+        if not self.output_dir:
+            raise ValueError("output_dir is not set; name the folder that gets the merged model")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; expected {', '.join(DTYPES)}")
+
+
+def check(args: MergeArguments) -> str:
+    """Return the name of the base model; everything is checked here that can fail before weights load.
+
+    Raises:
+        ValueError: not an adapter of a language model, a quantised base, or an output folder that is in use.
+        RuntimeError: nothing at one of the names, or a Hub that cannot be pushed to.
+    """
+    base = adapter_base(args.adapter, args.revision)
+    if base is None:
+        raise ValueError(f"{args.adapter} is a model already, and not an adapter; there is nothing to merge")
+    task = read_adapter_config(args.adapter, args.revision).task_type
+    if task not in (None, "CAUSAL_LM"):
+        raise ValueError(f"{args.adapter} is an adapter of task type {task}; only those of language models are merged")
+    with base_of(args.adapter):
+        config = load_config(base)
+        check_decoder(config, base)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"the base {base} is a quantised checkpoint, which has no place for the sum of base and adapter; set"
+            " base_model_name_or_path in adapter_config.json to the model that it was quantised from"
+        )
+    output = require_output_dir(args.output_dir)
+    names = sorted(path.name for path in output.iterdir() if path.name[0] not in "._")
+    if names and not (args.overwrite_output_dir and MANIFEST in names):
+        fix = "set overwrite_output_dir to true to replace it, or " if MANIFEST in names else ""
+        raise ValueError(f"{output} is not empty ({', '.join(names[:3])}); {fix}name another output_dir")
+    require_push(args)
+    return base
+
+
+def merged_model(adapter: str, revision: str | None, base: str, dtype: str) -> PreTrainedModel:
+    """Return the base with the adapter added to its weights, in `dtype`.
+
+    Raises:
+        ValueError: the adapter does not fit the base, or was trained on another one.
+        RuntimeError: a file is damaged.
+    """
+    with base_of(adapter):
+        model = load_base(base, dtype=None if dtype == "auto" else dtype)
+    # PEFT would list every tensor that does not fit; `check_adapter_fits` raises one error instead.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
+        peft_model: PeftModel = put_adapter_on(model, adapter, revision, ignore_mismatched_sizes=True)
+    check_adapter_fits(peft_model, read_adapter_weights(adapter, revision), POLICY, adapter)
+    check_base_marks(peft_model.get_base_model(), adapter, revision)
+    return peft_model.merge_and_unload(safe_merge=True)
+
+
+def write_card(folder: Path, args: MergeArguments, base: str) -> None:
+    """Write the model card of a merged model; it has no path of this machine."""
+    on_hub = not Path(base).exists() and can_be_on_hub(base)
+    data = ModelCardData(
+        base_model=base if on_hub else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["onetrunk", "ppo"],
+    )
+    name = repo_name(args)
+    text = CARD.format(
+        metadata=data.to_yaml(),
+        title=name.split("/")[-1],
+        base=f"[{base}](https://huggingface.co/{base})" if on_hub else f"The base model `{Path(base).name}`",
+        version=sys.modules["onetrunk"].__version__,
+        where=name if args.hub_model_id and args.push_to_hub else ".",
+    )
+    atomic_write_text(folder / "README.md", redact(text))
+
+
+def push(folder: Path, args: MergeArguments) -> str:
+    """Upload the merged model, and return the name of its repository; RuntimeError if the Hub does not take it."""
+    answer: Future[str] = Future()
+
+    def upload() -> None:
+        try:
+            api = HfApi(token=get_token())
+            repo = api.create_repo(repo_name(args), private=args.hub_private_repo, exist_ok=True).repo_id
+            api.upload_folder(
+                repo_id=repo, folder_path=folder, revision=args.hub_revision, ignore_patterns=["_*", ".*"]
+            )
+            answer.set_result(repo)
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # In a thread, so that a signal ends the command although the Hub's client waits for ever.
+    threading.Thread(target=upload, daemon=True, name="hub").start()
+    try:
+        return answer.result()
+    except HUB_ERRORS as error:
+        raise RuntimeError(f"the merged model is in {folder} and could not be pushed: {hub_fault(error)}") from error
+
+
+def merge(args: MergeArguments) -> None:
+    """Merge, save and, if that is set, push."""
+    base = check(args)
+    output = Path(args.output_dir)
+    with held_folder(output):
+        source = {"revision": args.revision} if args.revision else {}
+        tokenizer = policy_tokenizer(args.adapter, None, source)
+        model = merged_model(args.adapter, args.revision, base, args.dtype)
+        staged = begin_staging(output) / "model"
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        write_card(staged, args, base)
+        # Weights of an earlier merge may be in another number of files.
+        for path in output.glob("*.safetensors*"):
+            path.unlink()
+        install(staged, output)
+    print(f"merge: saved the merged model in {output} ({str(model.dtype).removeprefix('torch.')})")
+    if args.push_to_hub:
+        print(f"merge: pushed it to https://huggingface.co/{push(output, args)}")
+
+
+def parse_merge(argv: Sequence[str]) -> tuple[Any, ...]:
+    """Return the arguments; the first word may be the adapter."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        if "--adapter" in words:
+            raise UsageError(f"the adapter is named twice, {words[0]!r} and by --adapter; write it once")
+        words = ["--adapter", *words]
+    return parse(
+        words,
+        (MergeArguments,),
+        "merge",
+        "Merge a LoRA adapter into its base: onetrunk merge ADAPTER --output_dir FOLDER.",
+    )
+
+
+main = partial(run_stage, "merge", parse_merge, merge)

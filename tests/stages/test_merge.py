@@ -1,0 +1,123 @@
+"""`onetrunk merge`: the merged model computes what base and adapter do, and what cannot be merged says why."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from onetrunk import cli
+from tests.checkpoints.hub_stub import HubStub
+from tests.ppo.support import base_model, sft_model
+from tests.tiny import tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """Return a working folder with a base, and an adapter on it that names it by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    base_model().save_pretrained("base")
+    tiny_tokenizer().save_pretrained("base")
+    model = sft_model()
+    model.peft_config["default"].base_model_name_or_path = "base"
+    model.save_pretrained("adapter")
+    return tmp_path
+
+
+def merge(*words):
+    return cli.main(["merge", *map(str, words)])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(2, 14)[None]).logits.float()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("auto", 1e-5), ("bfloat16", 0.05)])
+def test_the_merged_model_computes_what_base_and_adapter_compute(there, capsys, dtype, tolerance):
+    assert merge("adapter", "--output_dir", "merged", "--dtype", dtype) == 0
+    written = "float32" if dtype == "auto" else dtype
+    assert f"merge: saved the merged model in merged ({written})" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained("base")
+    without = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, "adapter"))
+    model = AutoModelForCausalLM.from_pretrained("merged")
+    assert model.dtype == getattr(torch, written) and not Path("merged/adapter_config.json").exists()
+    scale = (expected - without).abs().max()
+    # bfloat16 rounds each weight by 2**-9; the adapter itself moves the logits far more than that.
+    assert (logits(model) - expected).abs().max() < tolerance * scale
+    assert AutoTokenizer.from_pretrained("merged").eos_token == "<eos>"
+    assert not list(Path("merged").glob(".saving*"))
+
+
+def test_the_lines_of_its_card_run_in_its_folder(there, monkeypatch):
+    assert merge("adapter", "--output_dir", "merged") == 0
+    monkeypatch.chdir("merged")
+    text = Path("README.md").read_text()
+    scope = {}
+    exec(text.split("```python\n")[1].split("```")[0], scope)
+    assert scope["tokenizer"].eos_token == "<eos>" and not isinstance(scope["model"], PeftModel)
+    assert str(there) not in text and "The base model `base`" in text
+
+
+def test_a_second_merge_needs_leave_to_replace_the_first(there, capsys):
+    assert merge("adapter", "--output_dir", "merged") == 0
+    assert merge("adapter", "--output_dir", "merged") == 1
+    assert "merged is not empty" in capsys.readouterr().err
+    assert merge("adapter", "--output_dir", "merged", "--overwrite_output_dir", "true", "--dtype", "bfloat16") == 0
+    assert AutoModelForCausalLM.from_pretrained("merged").dtype == torch.bfloat16
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("")
+    assert merge("adapter", "--output_dir", "mine", "--overwrite_output_dir", "true") == 1
+    assert "mine is not empty (thesis.txt); name another output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["base", "--output_dir", "out"], 1, "base is a model already, and not an adapter"),
+        (["nowhere/at/all", "--output_dir", "out"], 1, "there is no such folder"),
+        (["reward", "--output_dir", "out"], 1, "is an adapter of task type SEQ_CLS"),
+        (["other", "--output_dir", "out"], 1, "does not fit adapter 'default' of this trunk"),
+        (["adapter", "--output_dir", "out", "--push_to_hub", "true"], 1, "HF_HUB_OFFLINE is set"),
+        (["adapter"], 2, "output_dir is not set"),
+        (["--output_dir", "out"], 2, "no adapter is named; write onetrunk merge ADAPTER"),
+        (["adapter", "--adapter", "adapter"], 2, "the adapter is named twice"),
+        (["adapter", "--output_dir", "out", "--dtype", "int8"], 2, "int8"),
+    ],
+)
+def test_what_cannot_be_merged_says_why_and_writes_nothing(there, capsys, words, code, message):
+    if words[0] == "reward":
+        model = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
+        config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], base_model_name_or_path="base")
+        get_peft_model(model, config).save_pretrained("reward")
+    elif words[0] == "other":
+        base_model(hidden_size=64).save_pretrained("base")
+        Path("adapter").rename("other")
+    assert merge(*words) == code
+    assert message in capsys.readouterr().err
+    assert not list(Path("out").glob("*.safetensors")) and not list(Path("out").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_a_merged_model_is_pushed_with_its_card(there):
+    hub = HubStub()
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "hf_none"}
+    env |= {"HF_HOME": str(there / "home"), "PYTHONPATH": str(ROOT / "src")}
+    words = ["merge", "adapter", "--output_dir", "merged", "--push_to_hub", "true", "--hub_model_id", "someone/merged"]
+    try:
+        done = subprocess.run([sys.executable, "-m", "onetrunk.cli", *words], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(hub.files)
+        assert hub.files["model.safetensors"] == Path("merged/model.safetensors").read_bytes()
+        assert b'from_pretrained("someone/merged")' in hub.files["README.md"]
+        assert not [name for name in hub.files if name.startswith("_")]
+    finally:
+        hub.close()

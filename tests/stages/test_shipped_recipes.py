@@ -1,0 +1,131 @@
+"""`onetrunk recipes`, and recipes that are found by name from any folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.utils.shipped import find_config, shipped_folder, with_shipped_files
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["tiny/ppo", "tiny/ppo.yaml", "recipes/tiny/ppo.yaml"])
+def test_a_recipe_is_found_by_its_name_from_an_empty_folder(empty_folder, name):
+    assert find_config(name) == ROOT / "recipes/tiny/ppo.yaml"
+    data, args, *_, judge_args = parse_ppo(["--config", name])
+    assert args.rollout_batch_size == 128 and data.reward_funcs == ["runs/tiny/student"]
+    # What the recipe reads of its own folder is found there; what a run writes stays in the working folder.
+    assert judge_args.monitor_constitution == str(ROOT / "recipes/tiny/constitution.yaml")
+    assert judge_args.monitor_rubric["polite"] == f"{ROOT}/recipes/tiny/rewards.py:polite"
+    assert args.output_dir == "runs/tiny/ppo"
+
+
+def test_a_file_of_the_working_folder_comes_before_a_recipe(empty_folder):
+    own = Path("recipes/tiny/ppo.yaml")
+    own.parent.mkdir(parents=True)
+    own.write_text("beta: 0.5\n")
+    assert find_config("recipes/tiny/ppo.yaml") == own
+    assert with_shipped_files("recipes/tiny/ppo.yaml") == "recipes/tiny/ppo.yaml"
+    assert with_shipped_files({"a": ["recipes/tiny/sft.yaml"]}) == {"a": [str(ROOT / "recipes/tiny/sft.yaml")]}
+
+
+@pytest.mark.parametrize(
+    "text", ["recipes", "recipes/none/x.yaml", "recipes/../README.md", "runs/recipes/tiny", "a b"]
+)
+def test_other_texts_stay_as_they_are(empty_folder, text):
+    assert with_shipped_files(text) == text
+
+
+@pytest.mark.parametrize("name", ["ppo", "tiny", "../README", "tiny/../../README.md", "tiny/none"])
+def test_what_is_no_recipe_is_a_path(empty_folder, name):
+    assert find_config(name) == Path(name)
+
+
+def test_a_recipe_that_does_not_exist_is_answered_with_names_that_do(empty_folder):
+    with pytest.raises(UsageError, match="the config file tiny/pppo does not exist .* nearly this name: tiny/ppo"):
+        parse_ppo(["--config", "tiny/pppo"])
+
+
+def test_a_pipeline_runs_by_its_name_with_the_files_of_its_recipe(empty_folder):
+    pipeline = load_pipeline("tiny/pipeline")
+    assert pipeline.output_dir == Path("runs/tiny/pipeline")
+    assert [stage.path for stage in pipeline.stages[:2]] == [
+        ROOT / "recipes/tiny/make_data.py",
+        ROOT / "recipes/tiny/sft.yaml",
+    ]
+    Path("own.yaml").write_text(
+        "output_dir: out\nstages:\n  ppo: {config: tiny/ppo, launcher: a --config_file accelerate_configs/ddp.yaml}\n"
+    )
+    launcher = load_pipeline("own.yaml").stages[0].launcher
+    assert launcher == ("a", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"))
+
+
+def test_the_list_names_every_recipe_and_every_file(capsys):
+    assert cli.main(["recipes", "list"]) == 0
+    printed = capsys.readouterr().out
+    for path in [*ROOT.glob("recipes/*/*.yaml"), *ROOT.glob("accelerate_configs/*.yaml")]:
+        assert path.name in printed and path.parent.name in printed
+
+
+def test_a_copied_folder_is_the_recipe_and_nothing_is_overwritten_silently(empty_folder, capsys):
+    assert cli.main(["recipes", "copy", "tiny"]) == 0
+    source = {p.name: p.read_bytes() for p in (ROOT / "recipes/tiny").iterdir() if p.is_file()}
+    assert {p.name: p.read_bytes() for p in Path("recipes/tiny").iterdir()} == source
+    copied = Path("recipes/tiny/ppo.yaml")
+    copied.write_text("beta: 1.0\n")
+    assert cli.main(["recipes", "copy", "tiny/ppo"]) == 1
+    assert "recipes/tiny/ppo.yaml exists with other contents; add --overwrite" in capsys.readouterr().err
+    assert copied.read_text() == "beta: 1.0\n"
+    assert cli.main(["recipes", "copy", "tiny/ppo", "--overwrite"]) == 0
+    assert copied.read_bytes() == source["ppo.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("tiny/rewards.py", ["recipes/tiny/rewards.py"]),
+        ("recipes/tiny/ppo.yaml", ["recipes/tiny/ppo.yaml"]),
+        ("accelerate_configs/ddp", ["accelerate_configs/ddp.yaml"]),
+        ("launch/ray_job.sh", ["recipes/launch/ray_job.sh"]),
+    ],
+)
+def test_one_file_is_copied_to_its_place(empty_folder, name, written):
+    assert cli.main(["recipes", "copy", name, "--to", "there"]) == 0
+    assert [p.relative_to("there").as_posix() for p in Path("there").rglob("*") if p.is_file()] == written
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["copy", "tinny"], 1, "no recipe is called 'tinny': did you mean 'tiny'?"),
+        (["copy", "tiny/none"], 1, "tiny has no 'none'; it has README.md, constitution.yaml"),
+        (["copy", "tiny/../../README.md"], 1, "tiny has no '../../README.md'"),
+        (["copy", "accelerate_configs/none"], 1, "accelerate_configs has no 'none'; it has README.md, ddp.yaml"),
+        (["copy"], 2, "arguments are required: name"),
+        ([], 2, "list|copy"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_there_is(empty_folder, capsys, words, code, message):
+    assert cli.main(["recipes", *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_verb_loads_neither_torch_nor_transformers():
+    code = "import sys; from onetrunk import cli; cli.main(['recipes', 'list']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True).returncode == 0
+
+
+def test_in_a_checkout_the_folders_are_those_of_the_checkout():
+    assert shipped_folder("recipes") == ROOT / "recipes"
