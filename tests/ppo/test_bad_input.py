@@ -397,11 +397,6 @@ def test_an_attention_that_cannot_run_here_is_rejected_before_the_weights_load(
     refused(tmp_path, sentence, model_init_kwargs={"attn_implementation": attention})
 
 
-def test_a_logger_that_is_not_installed_is_rejected_before_the_weights_load(tmp_path, monkeypatch):
-    monkeypatch.setattr("onetrunk.ppo.checks.find_spec", lambda name: None)
-    refused(tmp_path, "report_to names 'comet_ml', which is not installed: pip install comet-ml", report_to="comet_ml")
-
-
 @pytest.mark.parametrize(
     ("keywords", "sentence"),
     [

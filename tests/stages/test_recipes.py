@@ -9,8 +9,8 @@ from onetrunk.stages.eval.stage import parse_eval
 from onetrunk.stages.merge import parse_merge
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
-from onetrunk.stages.report import parse_report
 from onetrunk.stages.recipes import parse_recipes
+from onetrunk.stages.report import parse_report
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.run.stage import parse_run

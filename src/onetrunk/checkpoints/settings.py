@@ -62,8 +62,9 @@ FREE_PREFIXES = (
 )  # fmt: skip
 # Has one of the prefixes, but decides which rows a step gets.
 NOT_FREE = ("dataloader_drop_last",)
-# The packages of the trackers that people use most; for the others transformers says what is missing.
-TRACKER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab")}
+# The packages of the trackers that people use most, by module; for the others transformers says what is missing.
+TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+TRACKER_PACKAGES |= {"swanlab": "swanlab", "comet_ml": "comet-ml"}
 # The fields of an adapter's config that are compared.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "layers_to_transform")
 
@@ -254,7 +255,7 @@ def check_trackers(names: Iterable[str]) -> None:
             near = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(INTEGRATION_TO_CALLBACK)}"
             raise ValueError(f"report_to names {name!r}, which is no tracker: {hint}")
-        if name in TRACKER_PACKAGES and find_spec(TRACKER_PACKAGES[name]) is None:
+        if name in TRACKER_PACKAGES and find_spec(name) is None:
             raise ValueError(
                 f"report_to names {name}, and its package is not installed; pip install {TRACKER_PACKAGES[name]}, or"
                 " set report_to to tensorboard or none"

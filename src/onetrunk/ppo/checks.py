@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from datasets import Dataset
@@ -59,9 +58,6 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
     return BatchPlan(rows, rows_per_minibatch, rows_per_pack)
 
 
-# The packages of loggers that transformers does not bring, where pip has another name than `report_to`.
-LOGGERS = {name: name for name in ("wandb", "trackio", "mlflow", "clearml", "swanlab", "dvclive", "codecarbon")}
-LOGGERS |= {"comet_ml": "comet-ml", "tensorboard": "tensorboard"}
 TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
@@ -77,19 +73,8 @@ def check_launch(args: PPOConfig) -> None:
             f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
             " or set CUDA_VISIBLE_DEVICES=0"
         )
-    check_loggers(args.report_to)
     launch_layout()
     plan_batches(args, args.world_size)
-
-
-def check_loggers(names: Sequence[str]) -> None:
-    """Raise a ValueError for a logger in `report_to` that is not installed."""
-    for name in names:
-        if name in LOGGERS and find_spec(name) is None:
-            raise ValueError(
-                f"report_to names {name!r}, which is not installed: pip install {LOGGERS[name]}, or set report_to to"
-                " tensorboard or none"
-            )
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
