@@ -35,7 +35,7 @@ OTHERS: dict[str, Any] = {
     "alarm_clip_fraction": 0.1, "alarm_skipped_steps": 0.1, "alarm_explained_variance": -2.0, "stop_on_alarm": ["kl"],
     "schedule": "one_step", "max_staleness": 2, "vllm_server_base_url": ["http://b"],
     "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_clip_min": 0.5, "log_format": "lines",
 }  # fmt: skip
 # What a value needs beside it, before and after the change; and what has to change with it.
 BESIDE: dict[str, dict[str, Any]] = {

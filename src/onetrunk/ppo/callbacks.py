@@ -242,7 +242,7 @@ class RolloutProgress(TrainerCallback):
         if self.bar is not None:
             self.bar.set_postfix(self._shown)
         elif self.style == "lines" and "eval_score/mean" in logs:
-            names = {"score": "eval_score/mean", "kl": "eval_kl/ref", "len": "eval_completion/length"}
+            names = {"score": "eval_score/mean", "kl": "eval_kl/ref", "length": "eval_completion/length"}
             values = [f"{short} {short_number(logs[name])}" for short, name in names.items() if name in logs]
             write_line(f"evaluation at step {state.global_step}: {', '.join(values)}")
         self._write_due_line(state)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState
 
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.types import Experience
 from onetrunk.utils.redaction import redact
-
-if TYPE_CHECKING:
-    from onetrunk.ppo.trainer import PPOTrainer
 
 ALARM = "alarm/"
 # Logged in place of one metric per alarm.
@@ -40,10 +37,10 @@ class PPOTensorBoard(RunTensorBoard):
     """TensorBoard of a PPO run.
 
     Args:
-        trainer: of the run; its alarms and samples are shown.
+        trainer: a PPOTrainer; its alarms and samples are shown.
     """
 
-    def __init__(self, trainer: PPOTrainer):
+    def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
         self._kept: list[tuple[Experience, Tensor]] = []

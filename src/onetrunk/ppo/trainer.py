@@ -93,6 +93,11 @@ class PPOTrainer(ResumableTrainer):
 
     stream_class = ExperienceStream
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
+    # On the first process of a run that reports to TensorBoard.
+    tensorboard: PPOTensorBoard | None = None
+    # Metrics of the model that training starts from; step and metrics of the last evaluation of `eval_dataset`.
+    _evaluation_before: dict[str, float] | None = None
+    _last_evaluation: dict[str, Any] | None = None
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -140,11 +145,7 @@ class PPOTrainer(ResumableTrainer):
         self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on=is_logged)
         self._stream: ExperienceStream | None = None
         self._step_start = 0.0
-        # Step and metrics of the last evaluation of `eval_dataset`.
-        self._last_evaluation: dict[str, Any] | None = None
-        # Metrics of the model that training starts from, and the completions of `eval_dataset` "before" and "after".
-        self.tensorboard: PPOTensorBoard | None = None
-        self._evaluation_before: dict[str, float] | None = None
+        # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
         self.held_out_samples: dict[str, ScoredRollout] = {}
         # Whether the weights are those of the best checkpoint, loaded at the end of training.
         self._has_best_weights = False

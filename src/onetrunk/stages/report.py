@@ -45,16 +45,20 @@ def parse_report(argv: Sequence[str]) -> tuple[ReportArguments]:
     text = "price of one GPU for one hour, in any currency; the page then has the cost of each run"
     parser.add_argument("--price_per_gpu_hour", dest="price", type=float, metavar="PRICE", help=text)
     args = ReportArguments(**vars(parser.parse_args(list(argv))))
-    for folder in args.runs:
-        if not Path(folder).is_dir():
-            raise UsageError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
     if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
         raise UsageError(f"--price_per_gpu_hour is {args.price}; give a price, 0 or more")
     return (args,)
 
 
 def run(args: ReportArguments) -> None:
-    """Write the report and print where it is."""
+    """Write the report and print where it is.
+
+    Raises:
+        ValueError: a folder is missing or holds no run.
+    """
+    for folder in args.runs:
+        if not Path(folder).is_dir():
+            raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
     target = None if args.target is None else require_output_dir(args.target)
     page = write_report(args.runs, target, args.price)
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
