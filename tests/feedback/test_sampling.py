@@ -132,3 +132,26 @@ def test_what_a_critic_is_asked_holds_request_reply_and_rule_in_the_form_of_the_
     assert [turn["role"] for turn in turns][-2:] == ["assistant", "user"] and turns[-2]["content"] == "It is curt."
     begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Be"}]
     assert critique_prompt(begun, "cause.", "Be kind.")[1]["content"] == "Because."
+
+
+class Writes:
+    """A sampler that writes one text to every prompt, and keeps the prompts."""
+
+    def __init__(self, text):
+        self.text, self.seed, self.prompts = text, 0, []
+
+    def items(self, prompts, max_prompt_length):
+        self.prompts += prompts
+        return prompts
+
+    def sample(self, items, count):
+        return [[SampledText(self.text)] for _ in items]
+
+
+def test_a_nul_in_a_critique_does_not_reach_the_prompt_of_the_revision():
+    policy, critic = Writes("better"), Writes("too\0 long")
+    question = [{"role": "user", "content": "the cat"}]
+    reviser = Reviser(policy, critic, PRINCIPLES[:1])
+    (row,) = reviser.rows([PromptItem(question, prompt_key(question), [1])], [[SampledText("a cat")]])
+    assert json.loads(row["trail"])[0]["critique"] == "too long"
+    assert policy.prompts[0][-2] == {"role": "assistant", "content": "too long"}

@@ -11,7 +11,7 @@ GOOD = {
     "name": "test",
     "principles": [{"text": "Which is kinder?", "weight": 2, "tags": ["kind"]}, "Which is shorter?"],
 }
-SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*/constitution.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*/constitution*.yaml"))
 
 
 def test_a_file_is_read_with_weights_and_tags(tmp_path):

@@ -35,7 +35,7 @@ SCRIPT_VERBS = set(PARSERS) - {"report", "run", "serve", "merge", "recipes"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")
-STAGES = [path for path in RECIPES if path.stem not in OTHERS]
+STAGES = [path for path in RECIPES if path.stem.split("_")[0] not in OTHERS]
 
 
 def relative(path):
@@ -70,6 +70,9 @@ def test_the_promised_recipes_are_there():
         names = {path.stem for path in RECIPES if path.parent.name == recipe}
         assert {"sft", "ppo", "eval"} <= names
         assert (ROOT / "recipes" / recipe / "README.md").is_file()
+    for recipe in ("tinystories-260k", "gsm8k-0.5b", "tldr-0.5b", "constitutional-1.5b"):
+        names = {path.stem for path in RECIPES if path.parent.name == recipe}
+        assert {"pipeline", "ppo", "eval"} <= names
     assert (ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml").is_file()
 
 

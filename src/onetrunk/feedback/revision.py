@@ -104,7 +104,8 @@ class Reviser:
         if not steps:
             return []
         prompts = [critique_prompt(*step) for step in steps]
-        critiques = self._write(self.critic, prompts)
+        # A prompt may not hold NUL, which a critic can write; a critique means the same without it.
+        critiques = [text.replace("\0", "") for text in self._write(self.critic, prompts)]
         revisions = self._write(self.policy, list(map(revision_prompt, prompts, critiques)))
         return [
             {"principle": principle, "critique": critique, "revision": revision}

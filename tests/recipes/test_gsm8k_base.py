@@ -1,0 +1,110 @@
+"""gsm8k-0.5b: answers read by hand, the split, and the chain on real questions with a model from a config."""
+
+import json
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.models.new_scorer import BaseShape, make_base
+from tests.stages.recipes import ROOT, load_recipe_module
+from tests.tiny import CHAT_TEMPLATE
+
+prepare = load_recipe_module("gsm8k-0.5b", "prepare")
+rewards = load_recipe_module("gsm8k-0.5b", "rewards")
+REAL = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct", "right_number", "marked"),
+    [
+        ("so 48 + 24.\n#### 72", "72", 1, 1, 1),
+        ("#### $1,080.00.", "1080", 1, 1, 1),
+        ("The answer is 72.", "72", 0, 1, 0),
+        ("#### 71\n#### 72", "72", 1, 1, 1),  # the last mark counts
+        ("#### 72\n#### 71", "72", 0, 0, 1),
+        ("#### 72 apples and 3 pears", "72", 1, 0, 1),
+        ("#### -5", "-5", 1, 1, 1),
+        ("#### .5", "0.5", 1, 1, 1),
+        ("72 ####", "72", 0, 1, 0),
+        ("", "72", 0, 0, 0),
+        ("####" * 50, "72", 0, 0, 0),
+    ],
+)
+def test_the_rewards_by_hand(text, answer, correct, right_number, marked):
+    completions = [[{"role": "assistant", "content": text}]]
+    assert rewards.correct(None, completions, answer=[answer]) == [correct]
+    assert rewards.right_number(None, completions, answer=[answer]) == [right_number]
+    assert rewards.marked(None, completions) == [marked]
+
+
+def write_problems(path, count):
+    rows = [
+        {"question": f" What is {i} + {i}? ", "answer": f"<<{i}+{i}={2 * i}>>\n#### {2 * i}"} for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_last_training_questions_validate(tmp_path):
+    write_problems(tmp_path / "train.jsonl", 510)
+    write_problems(tmp_path / "test.jsonl", 3)
+    out = tmp_path / "out"
+    counts = prepare.prepare(str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl"), str(out))
+    assert counts == {"train": 10, "validation": 500, "test": 3}
+    first = json.loads((out / "validation.jsonl").read_text().splitlines()[0])
+    assert first["answer"] == "20" and first["prompt"][0]["content"].startswith("What is 10 + 10?\n\nReason")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "x"}\n', "has no column answer, question"),
+        ('{"question": "x", "answer": "72"}\n', "row 1: the answer has no last line"),
+        ('{"question": "x", "answer": "#### 72"}\n', "500 of them validate"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, content, message):
+    path = tmp_path / "train.jsonl"
+    if content is not None:
+        path.write_text(content)
+    words = ["--train_file", str(path), "--test_file", str(path), "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["prepare.py", *words])
+    assert prepare.main() == 1
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
+def test_every_real_solution_is_correct_and_that_of_another_question_seldom():
+    with REAL.open(encoding="utf-8") as lines:
+        solutions = [json.loads(line)["answer"] for line in lines]
+    true = [prepare.ANSWER.search(text)[1].replace(",", "") for text in solutions]
+    assert set(rewards.correct(None, solutions, answer=true)) == {1.0}
+    shifted = rewards.correct(None, solutions, answer=[*true[1:], true[0]])
+    assert sum(shifted) / len(shifted) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
+def test_the_chain_runs_on_real_questions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    lines = REAL.read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "test.jsonl").write_text("".join(lines[:6]), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["prepare.py", "--train_file", str(REAL), "--test_file", "test.jsonl"])
+    assert prepare.main() == 0
+    questions = [json.loads(line)["question"] for line in lines[:200]]
+    shape = BaseShape(max_positions=1024)
+    special = ["<user>", "<assistant>", "<eos>"]
+    make_base(questions, "base", shape=shape, chat_template=CHAT_TEMPLATE, special_tokens=special)
+    few = "--max_completion_length 12"
+    sizes = {
+        "ppo": f"{few} --model_name_or_path base --num_rollouts 1 --rollout_batch_size 8 --num_minibatches 1"
+        " --value_pretraining_rollouts 0 --use_cpu true --eval_strategy no --dataset_split train[:16]",
+        "eval": f"{few} --use_cpu true",
+    }
+    for verb, options in sizes.items():
+        assert cli.main([verb, "--config", f"recipes/gsm8k-0.5b/{verb}.yaml", *options.split()]) == 0
+    metrics = json.loads((tmp_path / "runs/gsm8k-0.5b/eval/metrics.json").read_text())
+    assert metrics["num_prompts"] == 6
+    assert {"score/correct", "score/right_number", "score/marked", "kl/ref"} <= set(metrics["policy"])

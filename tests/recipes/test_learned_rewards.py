@@ -1,0 +1,152 @@
+"""The recipes with a learned reward, tldr-0.5b and constitutional-1.5b: their data by hand, their chains (slow)."""
+
+import json
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.judges.constitution import load_constitution
+from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.stages.run.pipeline import load_pipeline
+from tests.stages.recipes import ROOT, load_recipe_module
+from tests.tiny import CHAT_TEMPLATE
+
+prepare = load_recipe_module("constitutional-1.5b", "prepare")
+SPECIAL = ["<user>", "<assistant>", "<eos>"]
+
+
+def transcript(*turns):
+    names = ("Human", "Assistant")
+    return "".join(f"\n\n{names[i % 2]}: {turn}" for i, turn in enumerate(turns))
+
+
+def test_a_transcript_becomes_the_conversation_before_its_last_reply():
+    turns = prepare.conversation(transcript("Hi.", "Hello.", "How do I pick a lock?", "Ask a locksmith."))
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "Hi."),
+        ("assistant", "Hello."),
+        ("user", "How do I pick a lock?"),
+    ]
+    assert prepare.conversation(transcript("Only a question.")) is None
+    assert prepare.conversation(transcript("", "An answer to nothing.")) is None
+    assert prepare.conversation("\n\nHuman: One.\n\nHuman: Two.\n\nAssistant: Three.") is None
+    assert prepare.conversation("A remark." + transcript("Hi.", "Hello.")) is None
+    # An empty last reply does not matter: it is not used.
+    assert len(prepare.conversation(transcript("Hi.", ""))) == 1
+
+
+def test_no_prompt_is_in_two_files_and_each_has_both_kinds():
+    texts = {kind: [transcript(f"{kind} {i}?", "Yes.") for i in range(20)] * 2 for kind in prepare.KINDS}
+    sizes = {"revise": 12, "prompts": 20, "held_out": 8}
+    files = prepare.split_prompts(texts, sizes)
+    assert files == prepare.split_prompts(texts, sizes)
+    prompts = [row["prompt"][0]["content"] for rows in files.values() for row in rows]
+    assert len(prompts) == len(set(prompts)) == 40
+    for name, rows in files.items():
+        assert [row["kind"] for row in rows].count("helpful") == sizes[name] // 2
+    with pytest.raises(ValueError, match="there are 20 different harmless prompts, and 21 are needed"):
+        prepare.split_prompts(texts, {**sizes, "held_out": 10})
+
+
+def test_a_file_without_transcripts_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n')
+    words = [word for kind in prepare.KINDS for word in (f"--{kind}_file", str(tmp_path / "rows.jsonl"))]
+    monkeypatch.setattr("sys.argv", ["prepare.py", *words, "--output_dir", str(tmp_path / "out")])
+    assert prepare.main() == 1
+    assert "has no column chosen, only text" in capsys.readouterr().err
+
+
+def test_the_judge_weighs_help_as_much_as_harmlessness():
+    constitution = load_constitution(ROOT / "recipes/constitutional-1.5b/constitution.yaml")
+    weights = {principle.tags[0]: principle.weight for principle in constitution.principles}
+    assert weights["harmless"] == weights["helpful"] > max(weights["explains"], weights["respectful"])
+    assert len(load_constitution(ROOT / "recipes/constitutional-1.5b/constitution_revision.yaml").principles) > 2
+
+
+def test_the_stages_of_a_chain_hand_their_results_on(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for recipe in ("tldr-0.5b", "constitutional-1.5b"):
+        written: set[str] = set()
+        for stage in load_pipeline(f"recipes/{recipe}/pipeline.yaml").stages:
+            values = [stage.settings.get(name) for name in ("model_name_or_path", "dataset_name", "eval_dataset_name")]
+            values += stage.settings.get("reward_funcs", [])
+            needed = [value for value in values if value and value.startswith("runs/")]
+            assert all(any(value.startswith(output) for output in written) for value in needed), (stage.name, needed)
+            written |= {str(output) for output in stage.outputs}
+
+
+def rubric(path):
+    path.write_text(
+        "def check(prompts, completions, **columns):\n    return [len(str(c)) / 200 for c in completions]\n"
+    )
+    return ["--judge", "rubric", "--rubric", json.dumps(dict.fromkeys(TAGS, f"{path}:check"))]
+
+
+TAGS = ("harmless", "helpful", "explains", "respectful", "coverage", "faithful", "clear")
+TRAINS = "--max_steps 2 --save_strategy no --use_cpu true --per_device_train_batch_size 4 --activation_checkpointing"
+TRAINS += " false --gradient_accumulation_steps 1 --max_length 200 --report_to none"
+PPO = "--num_rollouts 1 --rollout_batch_size 8 --num_minibatches 1 --value_pretraining_rollouts 0 --use_cpu true"
+PPO += " --eval_strategy no --max_completion_length 8 --learning_rate 0.02 --warmup_steps 0"
+
+
+def run(recipe, stage, *options):
+    path = ROOT / "recipes" / recipe / f"{stage}.yaml"
+    words = [word for option in options for word in ([option] if "{" in option or "/" in option else option.split())]
+    assert cli.main([stage.split("_")[0], "--config", str(path), *words]) == 0, stage
+
+
+@pytest.mark.slow
+def test_the_summaries_are_learned_from_comparisons_on_one_trunk(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    posts = [
+        f"TITLE: Post {i}\n\nPOST: My cat number {i} sleeps all day and runs all night.\n\nTL;DR:" for i in range(40)
+    ]
+    rows = [{"prompt": post, "completion": f" Cat {i} sleeps by day."} for i, post in enumerate(posts)]
+    pairs = [{"prompt": p, "chosen": f" Cat {i} sleeps by day.", "rejected": " A post."} for i, p in enumerate(posts)]
+    for name, content in (("rows", rows), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    make_base(posts, "base", shape=BaseShape(max_positions=256))
+    rows_of = "--dataset_name rows.jsonl --dataset_split train[:32] --eval_dataset_split train[32:]"
+    run("tldr-0.5b", "sft", f"--model_name_or_path base {rows_of}", TRAINS, "--eval_strategy no")
+    pairs_of = "--dataset_name pairs.jsonl --dataset_split train[:32] --eval_dataset_split train[32:]"
+    run("tldr-0.5b", "reward", pairs_of, TRAINS)
+    run("tldr-0.5b", "ppo", rows_of, PPO)
+    of_test = "--dataset_name rows.jsonl --dataset_split train[:6] --use_cpu true --max_completion_length 8"
+    run("tldr-0.5b", "eval", of_test, *rubric(tmp_path / "checks.py"))
+    metrics = json.loads((tmp_path / "runs/tldr-0.5b/eval/metrics.json").read_text())
+    assert metrics["policy"]["kl/ref"] != 0 and 0 <= metrics["win_rate"]["win_rate"] <= 1
+    assert set(metrics["win_rate"]["principles"]) and "score/mean" in metrics["reference"]
+    # An adapter on the policy's own base: there is no second model.
+    reward = json.loads((tmp_path / "runs/tldr-0.5b/reward/adapter_config.json").read_text())
+    assert reward["base_model_name_or_path"].endswith("runs/tldr-0.5b/sft")
+
+
+@pytest.mark.slow
+def test_the_constitutional_chain_runs_from_transcripts_to_a_win_rate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    words = []
+    for kind in prepare.KINDS:
+        lines = [json.dumps({"chosen": transcript(f"A {kind} question {i}?", "Yes.")}) + "\n" for i in range(40)]
+        (tmp_path / f"{kind}.jsonl").write_text("".join(lines))
+        words += [f"--{kind}_file", f"{kind}.jsonl"]
+    sizes = ["--revise", "12", "--prompts", "16", "--held_out", "6"]
+    monkeypatch.setattr("sys.argv", ["prepare.py", *words, *sizes])
+    assert prepare.main() == 0
+    texts = [f"A harmless question {i}? A helpful answer." for i in range(40)]
+    make_base(texts, "base", shape=BaseShape(max_positions=1024), chat_template=CHAT_TEMPLATE, special_tokens=SPECIAL)
+    recipe, folder = "constitutional-1.5b", tmp_path / "runs/constitutional-1.5b"
+    samples = "--use_cpu true --max_completion_length 12"
+    run(recipe, "prefs_revise", f"--model_name_or_path base {samples} --max_critique_length 12")
+    trails = [json.loads(line) for line in (folder / "revise/data/revisions.jsonl").read_text().splitlines()]
+    assert len(trails) > 6 and all(len(json.loads(row["trail"])) == 2 for row in trails)
+    run(recipe, "sft", "--model_name_or_path base --eval_size 2 --eval_strategy no", TRAINS)
+    judge = rubric(tmp_path / "checks.py")
+    run(recipe, "prefs", samples, *judge)
+    assert (folder / "prefs/data/preferences.jsonl").stat().st_size > 0
+    run(recipe, "reward", "--eval_size 3", TRAINS)
+    run(recipe, "ppo", PPO)
+    run(recipe, "eval", samples, *judge)
+    metrics = json.loads((folder / "eval/metrics.json").read_text())
+    assert len(metrics["win_rate"]["principles"]) == 4 and metrics["policy"]["kl/ref"] != 0
