@@ -18,7 +18,7 @@ VERBS = {
     "ppo": "train a LoRA policy on one frozen base by PPO",
     "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
     "run": "run several of these in a row, resumably",
-    "serve": "start the vLLM server that PPO samples from, or print its command",
+    "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
 }
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 

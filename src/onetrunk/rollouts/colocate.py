@@ -190,7 +190,7 @@ class ColocatedBackend:
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
-                f"vLLM does not start in this process: {lines[0]}. Check vllm_gpu_memory_utilization"
+                f"vLLM does not start in this process: {lines[0].rstrip('.')}. Check vllm_gpu_memory_utilization"
                 f" ({self.gpu_memory_utilization} of the GPU) and vllm_max_model_length, or set vllm_mode to 'server'"
             ) from error
         torch.set_num_threads(num_threads)

@@ -229,7 +229,7 @@ def backend_of(
     if not on_servers:
         yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
         return
-    servers = load_servers(config, roles=roles, shares_servers=True)
+    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
     try:
         yield servers
     finally:

@@ -135,12 +135,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def sampling_servers(args: PrefsArguments, longest_prompt: int, stop: StopFlag) -> Iterator[Served | None]:
+def sampling_servers(args: PrefsArguments, source: PromptSource, stop: StopFlag) -> Iterator[Served | None]:
     """Yield the servers of a run, checked, and unload what was published there at the end; None without `use_vllm`.
 
     Args:
         args: of the run.
-        longest_prompt: tokens; 0 if not known yet.
+        source: of the prompts.
         stop: checked twice a second while the servers sample.
     """
     if not args.use_vllm:
@@ -149,6 +149,7 @@ def sampling_servers(args: PrefsArguments, longest_prompt: int, stop: StopFlag) 
     servers = load_servers(args, roles=("policy",), shares_servers=True, poll=stop.check)
     try:
         servers.check()
+        longest_prompt = source.longest_prompt
         yield Served(servers, longest_prompt and longest_prompt + args.max_completion_length)
     finally:
         servers.close()

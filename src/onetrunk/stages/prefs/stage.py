@@ -120,7 +120,7 @@ def make_rows(
     source = PromptSource(args, model_args)
     with (
         Ledger(ledger_path(folder, args.part)) as ledger,
-        sampling_servers(args, source.longest_prompt, stop) as served,
+        sampling_servers(args, source, stop) as served,
     ):
         name, length = model_args.model_name_or_path, args.max_completion_length
         sampler = load_sampler(name, args, model_args, ledger, length, stop, served)
@@ -140,7 +140,7 @@ def make_rows(
             flow = PairFlow(args, source.counts, sampler, judge, constitution)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
-        about = _about(args, model_args, constitution, judge) | {"sampled by": sampled_by(sampler, critic)}
+        about = _about(args, model_args, constitution, judge) | {"sampled by": sampled_by(args, sampler, critic)}
         return _write_rows(flow, source, folder, stop, about)
 
 
@@ -266,9 +266,9 @@ def _write_rows(flow: Flow, source: PromptSource, folder: Path, stop: StopFlag, 
     return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
 
 
-def sampled_by(sampler: TextSampler, critic: TextSampler | None) -> str:
+def sampled_by(args: PrefsArguments, sampler: TextSampler, critic: TextSampler | None) -> str:
     """Return what sampled the completions, and the critiques if that was something else."""
-    name = sampler.backend.description
+    name = "Ray workers" if args.engine == "ray" else sampler.backend.description
     other = name if critic is None else critic.backend.description
     return name if other == name else f"{name}, critiques by {other}"
 
