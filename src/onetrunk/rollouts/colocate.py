@@ -342,18 +342,18 @@ class ColocatedBackend:
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
         """Wake the engine for the block, and put it to sleep after it, if it sleeps at all."""
-        if not self.sleeps:
-            yield
-            return
-        torch.cuda.empty_cache()  # What the trainer has freed is still reserved.
         with kept_generators():
+            if not self.sleeps:
+                yield
+                return
+            torch.cuda.empty_cache()  # What the trainer has freed is still reserved.
             if self._llm.llm_engine.is_sleeping():
                 self._llm.wake_up()
-        try:
-            yield
-        finally:
-            # Level 1 keeps the weights in memory; the base is never sent again, so level 2 would lose it.
-            self._llm.sleep(level=1)
+            try:
+                yield
+            finally:
+                # Level 1 keeps the weights in memory; the base is never sent again, so level 2 would lose it.
+                self._llm.sleep(level=1)
 
     def close(self) -> None:
         """End the engine and delete what was written for it."""
@@ -380,7 +380,7 @@ def eager_on_cpu() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restore Python's, NumPy's and torch's global generators after the block: vLLM seeds them when it starts."""
+    """Restore Python's, NumPy's and torch's global generators after the block: vLLM uses them."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
