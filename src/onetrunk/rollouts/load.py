@@ -130,6 +130,8 @@ class VLLMConfig(VLLMServerConfig):
     def _check_mode(self) -> None:
         if self.vllm_mode not in MODES_OF_VLLM:
             raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it must be one of {', '.join(MODES_OF_VLLM)}")
+        if self.vllm_mode != "server" and not self.use_vllm:
+            raise ValueError("vllm_mode is set and use_vllm is not; set use_vllm: true, or leave it out")
         share, length = self.vllm_gpu_memory_utilization, self.vllm_max_model_length
         if isinstance(share, str) or not 0 < share < 1:
             raise ValueError(
