@@ -90,7 +90,7 @@ def test_a_continued_adapter_and_its_reference_are_both_served(engine, base, tmp
 
 def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, monkeypatch):
     model = policy(base)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("onetrunk.rollouts.colocate.has_gpu", lambda: True)
     backend = ColocatedBackend(tmp_path, sleeps=True, gpu_memory_utilization=0.25)
     for version in range(2):
         backend.sync(shaken(model, version), version)
@@ -144,6 +144,7 @@ def test_the_engine_gets_the_policy_s_precision_rank_and_lengths_and_leaves_the_
     backend.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

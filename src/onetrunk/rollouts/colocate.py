@@ -113,7 +113,7 @@ class ColocatedBackend:
                 "vllm_mode 'colocate' works with one process; with several, set it to 'server' and start the servers"
                 " on GPUs of their own (onetrunk serve)"
             )
-        if self.sleeps and not torch.cuda.is_available():
+        if self.sleeps and not has_gpu():
             raise ValueError("vllm_enable_sleep_mode needs a GPU, and there is none; leave it out")
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
@@ -169,7 +169,7 @@ class ColocatedBackend:
         if ranks:
             settings |= {"enable_lora": True, "max_lora_rank": served_rank(max(ranks)), "max_loras": 1}
             settings["max_cpu_loras"] = 2  # The policy and the reference.
-        if torch.cuda.is_available():
+        if has_gpu():
             return settings | {
                 "gpu_memory_utilization": self.gpu_memory_utilization,
                 "enable_sleep_mode": self.sleeps,
@@ -178,7 +178,7 @@ class ColocatedBackend:
 
     def _start(self, settings: dict[str, Any]) -> None:
         os.environ.update(ENVIRONMENT)
-        if not torch.cuda.is_available():
+        if not has_gpu():
             for name, value in CPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
         self._has_process_group = dist.is_available() and dist.is_initialized()
@@ -372,10 +372,15 @@ class ColocatedBackend:
         self._files.close()
 
 
+def has_gpu() -> bool:
+    """Return whether the engine runs on a GPU."""
+    return torch.cuda.is_available()
+
+
 def eager_on_cpu() -> contextlib.AbstractContextManager[None]:
     """Return a block in which nothing is compiled on a CPU, where it takes minutes; on a GPU it changes nothing."""
     # vLLM decorates its functions when it is imported, so a stance of torch.compiler at the call would be too late.
-    return contextlib.nullcontext() if torch.cuda.is_available() else torch._dynamo.config.patch(disable=True)
+    return contextlib.nullcontext() if has_gpu() else torch._dynamo.config.patch(disable=True)
 
 
 @contextlib.contextmanager

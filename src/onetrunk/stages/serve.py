@@ -221,11 +221,23 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill processes of ours whose environment has the mark, where the system shows environments (Linux)."""
+    """Kill the processes whose environment has the mark, and wait until they are gone."""
+    deadline = time.monotonic() + STOP_S
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes whose environment has the mark, where the system shows environments (Linux)."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark.encode() in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def health(url: str) -> int | None:
