@@ -14,13 +14,21 @@ from onetrunk.models.build import build_trunk
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
 from tests.ppo.support import logged, lora, make_trainer, trained_weights
 from tests.rollouts.small import PROMPTS
-from tests.rollouts.test_vllm import assert_sampled_from, shaken
+from tests.rollouts.test_vllm import logprobs_of, shaken
 from tests.tiny import tiny_model
 
 # Heads of 32 are the smallest that vLLM computes on a CPU.
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
 STOPS = tuple(range(8, 14))
 KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
+# Rounding of float32 on a CPU; on a GPU vLLM multiplies adapters in TF32. Old weights are wrong by more than 1.
+TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-5
+
+
+def assert_sampled_from(model, rollout, temperature):
+    """Compare the sampler's logprobs with those of our own forward, adapters as they are."""
+    ours = torch.cat(logprobs_of(model, rollout, temperature))
+    torch.testing.assert_close(torch.cat(list(rollout.sampler_logprobs)), ours, atol=TOLERANCE, rtol=0)
 
 
 def sample(base: Path, folder: Path, sleeps: bool) -> None:
@@ -58,7 +66,7 @@ def train(base: Path, folder: Path, sleeps: bool) -> None:
     before = trained_weights(trainer.model)
     trainer.train()
     gaps = logged(trainer, "sampling/logprob_gap_max")
-    assert len(gaps) == 3 and max(gaps) < 1e-4, gaps
+    assert len(gaps) == 3 and max(gaps) < 10 * TOLERANCE, gaps
     after = trained_weights(trainer.model)
     assert any(not after[name].equal(weight) for name, weight in before.items() if "lora_B.default" in name)
     trainer.sampler.backend.close()
