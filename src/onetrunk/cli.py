@@ -19,9 +19,9 @@ VERBS = {
     "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
     "run": "run several of these in a row, resumably",
     "report": "write a page about how a run, several runs or a pipeline went",
-    "serve": "start the vLLM server that PPO samples from, or print its command",
     "merge": "add an adapter to its base: one model, for tools that do not load adapters",
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
+    "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
 }
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 

@@ -36,6 +36,8 @@ OTHERS: dict[str, Any] = {
     "schedule": "one_step", "max_staleness": 2, "vllm_server_base_url": ["http://b"],
     "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_clip_min": 0.5, "log_format": "lines",
+    "vllm_importance_sampling_clip_min": 0.5, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
+    "vllm_max_model_length": 64,
 }  # fmt: skip
 # What a value needs beside it, before and after the change; and what has to change with it.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -47,6 +49,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "vllm_server_host": {"use_vllm": True},
     "vllm_server_port": {"use_vllm": True},
     "vllm_server_timeout": {"use_vllm": True},
+    "vllm_mode": {"use_vllm": True},
+    "vllm_gpu_memory_utilization": {"use_vllm": True, "vllm_mode": "colocate"},
+    "vllm_max_model_length": {"use_vllm": True, "vllm_mode": "colocate"},
+    "vllm_enable_sleep_mode": {"use_vllm": True, "vllm_mode": "colocate"},
 }
 ALONG: dict[str, dict[str, Any]] = {
     "kl_in_loss": {"kl_estimator": "k2"},
@@ -56,7 +62,7 @@ ALONG: dict[str, dict[str, Any]] = {
 # Why no run here can have another value.
 REFUSED = (
     "has no meaning here", "must stay", "needs a GPU", "requires Ampere", "process group",
-    "here activation_checkpointing", "it must be 'server'",
+    "here activation_checkpointing",
 )  # fmt: skip
 BOUND = {*rules.SETTINGS["place"], "value_learning_rate", "kl_target"}
 KEPT = set(rules.SETTINGS["optimizer"]) - {"value_learning_rate"}
@@ -70,7 +76,7 @@ STEERING = {
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
     "optim_target_modules", "fsdp_config", "schedule", "max_staleness", "use_vllm",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_min", "vllm_mode",
 }  # fmt: skip
 
 

@@ -1,7 +1,12 @@
 """The settings of a vLLM server and of importance weights, and the backend that a config loads."""
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import yaml
+
+from onetrunk import rollouts
 from onetrunk.ppo.checks import check_parts, check_schedule
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rollouts.base import VersionedBackend
@@ -11,6 +16,7 @@ from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
 
 IS = "vllm_importance_sampling"
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 
 
 def config(**settings):
@@ -33,8 +39,13 @@ def test_a_server_has_one_address_or_several(settings, urls):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode 'colocate' .* set it to 'server'"),
-        ({"vllm_mode": "elsewhere"}, "vllm_mode is 'elsewhere'; it must be 'server'"),
+        ({"vllm_mode": "colocate"}, "vllm_mode is set and use_vllm is not"),
+        ({"vllm_mode": "elsewhere"}, "vllm_mode is 'elsewhere'; it must be one of server, colocate"),
+        ({**COLOCATE, "vllm_server_port": 9000}, "vllm_server_port is set, and vllm_mode 'colocate' has no server"),
+        ({**COLOCATE, "vllm_gpu_memory_utilization": 1.0}, "must be above 0 and below 1"),
+        ({**COLOCATE, "vllm_max_model_length": 1}, "vllm_max_model_length is 1; it must be a whole number"),
+        ({**COLOCATE, "schedule": "one_step"}, "vllm_mode 'colocate' has the trainer's GPU only between two updates"),
+        ({"use_vllm": True, "vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode belongs to vllm_mode 'colocate'"),
         ({"vllm_server_port": 9000}, "vllm_server_port is set and use_vllm is not"),
         ({"use_vllm": True, "vllm_server_port": 0}, "whole number from 1 to 65535"),
         ({"use_vllm": True, "vllm_server_base_url": "localhost:8000"}, "write it with its scheme"),
@@ -47,7 +58,7 @@ def test_a_server_has_one_address_or_several(settings, urls):
         ({f"{IS}_clip_min": "low"}, f"{IS}_clip_min is 'low'"),
         ({f"{IS}_clip_min": 3.0}, "the upper bound must be above 0 and above the lower one"),
         ({f"{IS}_clip_max": None}, "are both null"),
-        ({"vllm_gpu_memory_utilization": 0.5}, "vllm_gpu_memory_utilization: it belongs to vllm_mode colocate"),
+        ({"vllm_gpu_memory_utilization": 0.5}, "vllm_gpu_memory_utilization belongs to vllm_mode 'colocate'"),
         ({f"{IS}_cap": 2.0}, f"{IS}_cap: here {IS}_clip_max"),
     ],
 )
@@ -59,6 +70,13 @@ def test_a_setting_that_cannot_work_is_named_with_the_fix(settings, message):
 def test_without_a_correction_there_need_be_no_bound():
     settings = config(**{f"{IS}_clip_max": None, f"{IS}_correction": False})
     assert settings.vllm_importance_sampling_clip_max is None
+
+
+def test_the_settings_in_the_readme_are_those_of_a_run():
+    text = (Path(rollouts.__file__).parent / "README.md").read_text(encoding="utf-8")
+    shared, colocated = (config(**yaml.safe_load(block)) for block in re.findall("```yaml\n(.*?)```", text, re.DOTALL))
+    assert shared.server_urls == ["http://localhost:8000"] and not shared.is_colocated
+    assert colocated.is_colocated and colocated.vllm_enable_sleep_mode
 
 
 def test_without_a_server_this_process_samples():

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.stages.serve import RANKS
+from onetrunk.rollouts.adapters import RANKS
+from onetrunk.stages import serve
 from tests.ppo.support import base_model, sft_model
 
 
@@ -90,6 +92,7 @@ def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, mon
         (["m", "--port", "0"], "port is 0; set it to 1 or more"),
         (["m", "--port", "70000"], "port is 70000; set it to 65535 or less"),
         (["m", "--max_lora_rank", "513"], "max_lora_rank is 513, and vLLM serves ranks up to 512"),
+        (["m", "--max_restarts", "-1"], "max_restarts is -1; set it to 0 or more"),
         (["m", "--max_loras", "0"], "max_loras is 0; set it to 1 or more"),
         (["m", "--max_model_len", "1"], "max_model_len is 1; set it to 2 or more"),
         (["m", "--gpu_memory_utilization", "1.5"], "gpu_memory_utilization is 1.5; set it above 0"),
@@ -130,7 +133,7 @@ def test_the_server_is_started_with_that_command_and_its_failure_is_told(model, 
     words = [model, "--device", "cpu", "--python", python, "--port", 8200]
     _, line = printed(capsys, *words)
     assert cli.main(["serve", *map(str, words), "--api_key_env", "SERVER_KEY"]) == 1
-    assert "vLLM ended with code 3" in capsys.readouterr().err
+    assert "vLLM ended with code 3 before it was ready" in capsys.readouterr().err
     arguments, environment = json.loads((tmp_path / "started.json").read_text())
     assert arguments == line[1:]
     assert environment["VLLM_API_KEY"] == "abc123def456ghi789" and "PYTHONPATH" not in environment
@@ -151,3 +154,68 @@ def test_a_signal_ends_the_server_too(model, tmp_path):
     while os.path.exists(f"/proc/{server}"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+# Answers the health check as a list says, one status per start or answer; counts its starts in a file.
+SERVER = """
+import http.server, threading
+starts = pathlib.Path({starts!r})
+with starts.open("a") as file: file.write(f"{{os.getpid()}}\\n")
+number = len(starts.read_text().splitlines())
+child = os.fork()
+if child == 0: time.sleep(600); os._exit(0)
+with starts.with_suffix(".children").open("a") as file: file.write(f"{{child}}\\n")
+class Handler(http.server.BaseHTTPRequestHandler):
+    answers = 0
+    def log_message(self, *words): pass
+    def do_GET(self):
+        Handler.answers += 1
+        self.send_response({status}); self.send_header("content-length", "0"); self.end_headers()
+        if {dies}: threading.Thread(target=lambda: os._exit(4)).start()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("status", "dies", "reason"),
+    [
+        ("200", "True", "ended with code 4"),
+        ("200 if Handler.answers == 1 else 503", "False", "reports that its engine is dead"),
+    ],
+    ids=["ends", "engine dead"],
+)
+def test_a_server_that_was_ready_and_died_is_started_again_until_it_dies_too_often(
+    model, tmp_path, capsys, monkeypatch, status, dies, reason
+):
+    monkeypatch.setattr(serve, "PROBE_S", 0.3)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    starts = tmp_path / "starts"
+    python = fake_python(tmp_path, SERVER.format(starts=str(starts), status=status, dies=dies))
+    words = [model, "--device", "cpu", "--python", python, "--port", port, "--max_restarts", 2]
+    assert cli.main(["serve", *map(str, words)]) == 1
+    error = capsys.readouterr().err
+    assert f"vLLM {reason}; starting it again, 1 of at most 2 times" in error
+    assert f"error: vLLM {reason} after 2 restarts" in error
+    assert len(starts.read_text().splitlines()) == 3
+    # What a dead server leaves running is ended: an engine would keep the GPU's memory.
+    children = starts.with_suffix(".children").read_text().split()
+    assert len(children) == 3 and not any(map(is_alive, children))
+
+
+def test_restarts_are_counted_from_0_after_a_long_time_without_failure(monkeypatch):
+    ends = iter([serve.End("ended", 1.0), serve.End("ended", serve.STABLE_S), serve.End("ended", 1.0)] + [None] * 9)
+    monkeypatch.setattr(serve, "run_once", lambda *words: next(ends) or serve.End("ended with code 1", None))
+    with pytest.raises(RuntimeError, match="before it was ready"):
+        serve.keep_running([], {}, "", 2)
+    assert len(list(ends)) == 8
+    assert serve.health_url("0.0.0.0", 1) == "http://127.0.0.1:1/health"
+    assert serve.health_url("::", 1) == "http://[::1]:1/health"

@@ -2,7 +2,7 @@
 
 All randomness of a completion derives from (seed, prompt content, index), so it does not depend on the order of the
 prompts or on the shard. It depends on the batch only by float rounding (rollouts/local.py); therefore a chunk that is
-only partly in the ledger is sampled again in its old shape.
+only partly in the ledger is sampled again in its old shape. On a server rounding also depends on the other calls.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class TextSampler:
         identity: fingerprints of the policy, as JSON values; part of every key.
         seed: of all draws, below 2**32.
         ledger: keeps the completions; None: only `draw` can be called.
+        max_positions: most tokens of a prompt with its completion; None: no limit is known.
         num_sampled: completions sampled so far, without those from the ledger.
     """
 
@@ -53,6 +54,7 @@ class TextSampler:
     seed: int
     ledger: Ledger | None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_positions: int | None = None
     num_sampled: int = 0
 
     def sample(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:

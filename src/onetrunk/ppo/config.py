@@ -370,6 +370,11 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
             )
 
     def _check_schedule(self) -> None:
+        if self.schedule != "sync" and self.is_colocated:
+            raise ValueError(
+                f"schedule {self.schedule!r} samples during the update, and vllm_mode 'colocate' has the trainer's GPU"
+                " only between two updates; set schedule to sync, or vllm_mode to server"
+            )
         fixed = {"sync": 0, "one_step": 1}.get(self.schedule)
         if self.max_staleness is None:
             self.max_staleness = 1 if fixed is None else fixed

@@ -58,6 +58,7 @@ from onetrunk.ppo.state import (
 )
 from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
+from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 
@@ -123,7 +124,8 @@ class ExperienceStream:
         )
         corrects = config.vllm_importance_sampling_correction
         # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones.
-        self.corrects_sampler = sampler.is_versioned if corrects is None else corrects
+        has_own_weights = sampler.is_versioned or isinstance(sampler.backend, ColocatedBackend)
+        self.corrects_sampler = has_own_weights if corrects is None else corrects
         self.score_moments = RunningMoments()
         self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
         self.state = StreamState()

@@ -9,7 +9,6 @@ from typing import Any
 
 _SAMPLER = "sampling here follows the policy itself: a truncated or reshaped distribution makes the PPO ratio wrong"
 _BACKEND = "rollouts are sampled in process, or on vLLM servers with use_vllm; leave it out"
-_ENGINE = "it belongs to vllm_mode colocate, which is not supported; give it to the server (onetrunk serve)"
 _OBJECTIVE = "belongs to GRPO's objectives; override PPOTrainer.compute_loss for an objective of your own"
 
 FOREIGN_KEYS: dict[str, str] = {
@@ -29,11 +28,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "use_transformers_paged": _BACKEND,
     "use_transformers_continuous_batching": _BACKEND,
     "transformers_continuous_batching_config": _BACKEND,
-    "vllm_enable_sleep_mode": _ENGINE,
-    "vllm_gpu_memory_utilization": _ENGINE,
-    "vllm_max_model_length": _ENGINE,
-    "vllm_tensor_parallel_size": _ENGINE,
-    "vllm_model_impl": "it is an option of the server; leave it out",
+    "vllm_tensor_parallel_size": "vllm_mode colocate uses one GPU; give it to a server (onetrunk serve)",
+    "vllm_model_impl": "vLLM's own implementations are used; leave it out",
     "vllm_group_port": "adapters reach the server over HTTP, without a port of their own; leave it out",
     "vllm_structured_outputs_regex": f"{_SAMPLER}; leave it out",
     "vllm_importance_sampling_cap": "here vllm_importance_sampling_clip_max, as in TRL",

@@ -50,8 +50,7 @@ from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.load import load_backend
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -108,7 +107,7 @@ def prepare_run(
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
-    if isinstance(backend, VLLMBackend):
+    if isinstance(backend, VLLM_BACKENDS):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None and not args.use_vllm)
@@ -138,7 +137,7 @@ def load_sampled_model(
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     require_push(args)
-    if isinstance(backend, VLLMBackend):
+    if isinstance(backend, VLLM_BACKENDS):
         backend.check()
     set_seed(args.seed)
     trunk = build_trunk(

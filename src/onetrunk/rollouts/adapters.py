@@ -27,6 +27,8 @@ from onetrunk.utils.locks import WriterLock
 
 NAME = re.compile(r"onetrunk-([0-9a-f]{12})-(\d+-[a-z]+-v\d+)")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The ranks that vLLM reserves memory for.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Modules that vLLM keeps without LoRA.
 HEADS = {"lm_head", "embed_tokens", "embed_out", "wte", "score"}
 
@@ -79,6 +81,21 @@ def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
                 f"{what} {problem}, so no vLLM server can sample from it; train a plain LoRA adapter, or sample in"
                 " this process (leave the rollout backend out)"
             )
+
+
+def published_dtype(model: nn.Module, name: str = "auto") -> torch.dtype:
+    """Return the dtype in which adapters are published; "auto": that of the base, float32 if it has no such dtype."""
+    if name != "auto":
+        return DTYPES[name]
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.dtype if base.dtype in DTYPES.values() else torch.float32
+
+
+def served_rank(rank: int) -> int:
+    """Return the smallest rank that vLLM reserves memory for and that an adapter of `rank` fits in; ValueError."""
+    if rank > RANKS[-1]:
+        raise ValueError(f"the adapter has rank {rank}, and vLLM serves ranks up to {RANKS[-1]}; lower lora_r")
+    return next(served for served in RANKS if served >= rank)
 
 
 def adapter_tensors(model: PeftModel, adapter: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -170,7 +187,9 @@ def role_of(adapter: str | None) -> str:
 
 def reference_adapter(model: nn.Module) -> str | None:
     """Return the adapter of the reference; None if it is the bare base."""
-    return REFERENCE if REFERENCE in getattr(model, "peft_config", {}) else None
+    # A trunk says which of the two it is: it may keep a copy of its initial adapter that nobody asks for.
+    has_adapter = getattr(model, "has_reference_adapter", REFERENCE in getattr(model, "peft_config", {}))
+    return REFERENCE if has_adapter else None
 
 
 def policy_adapter(model: nn.Module) -> str | None:

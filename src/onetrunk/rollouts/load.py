@@ -1,14 +1,15 @@
-"""The settings of a vLLM server, and the backend that they choose. Names are those of TRL's GRPOConfig."""
+"""The settings of sampling by vLLM, and the backend that they choose. Names are those of TRL's GRPOConfig."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from onetrunk.ops.importance import MODES
 from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
@@ -16,20 +17,24 @@ from onetrunk.utils.options import option
 
 # Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
 ADAPTERS_FOLDER = "_adapters"
+# They are checked before and after the model is loaded.
+VLLM_BACKENDS = (VLLMBackend, ColocatedBackend)
+MODES_OF_VLLM = ("server", "colocate")
+SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
+ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
 
 
 @dataclass(repr=False)
-class VLLMConfig:
-    """Where completions are sampled, and how samples of another distribution are weighted.
+class VLLMServerConfig:
+    """Which vLLM servers sample. Every command that samples has these settings.
 
-    List it before TrainingArguments among the bases.
+    List it before the other bases, whose __post_init__ it calls.
     """
 
     use_vllm: bool = option(
         False,
-        "Sample on vLLM servers, which receive the adapter after every update, instead of in this process.",
+        "Sample by vLLM, which receives the adapter, instead of by the model in this process.",
     )
-    vllm_mode: str = option("server", "'server': the servers run as processes of their own (onetrunk serve).")
     vllm_server_base_url: list[str] | None = field(
         default=None,
         metadata={
@@ -42,26 +47,11 @@ class VLLMConfig:
     vllm_server_timeout: float = option(
         240.0, "Seconds to wait until a server is up, at startup and after it has failed; above 0."
     )
-    vllm_importance_sampling_correction: bool | None = option(
-        None,
-        "Multiply the policy loss of a token by the ratio of the policy's probability at the start of the update to"
-        " the sampler's. None: on with a server or a schedule that samples ahead, off if this process samples.",
-    )
-    vllm_importance_sampling_mode: str = option(
-        "token_truncate",
-        "What happens to a ratio outside the bounds: 'token_truncate' moves it to the bound, 'token_mask' leaves the"
-        " token out of the policy loss.",
-    )
-    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio, above 0; None: no bound.")
-    vllm_importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of the ratio, 0 or more and below the upper bound; None: no bound."
-    )
 
     def __post_init__(self) -> None:
         urls = self.vllm_server_base_url
         self.vllm_server_base_url = [urls] if isinstance(urls, str) else urls
         self._check_server()
-        self._check_importance()
         super().__post_init__()
 
     @property
@@ -71,13 +61,6 @@ class VLLMConfig:
         return [url.rstrip("/") for url in urls]
 
     def _check_server(self) -> None:
-        if self.vllm_mode == "colocate":
-            raise ValueError(
-                "vllm_mode 'colocate' (the engine in the training process) is not supported; set it to 'server' and"
-                " start the server with onetrunk serve"
-            )
-        if self.vllm_mode != "server":
-            raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it must be 'server'")
         for url in self.vllm_server_base_url or []:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(
@@ -91,10 +74,83 @@ class VLLMConfig:
             raise ValueError(f"vllm_server_port is {port!r}; it must be a whole number from 1 to 65535")
         if isinstance(timeout, str) or not 0 < timeout < float("inf"):
             raise ValueError(f"vllm_server_timeout is {timeout!r}; it must be a number of seconds above 0")
-        servers = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
-        changed = [n for n in servers if getattr(self, n) != VLLMConfig.__dataclass_fields__[n].default]
+        changed = _changed(self, SERVER_SETTINGS)
         if changed and not self.use_vllm:
             raise ValueError(f"{changed[0]} is set and use_vllm is not; set use_vllm: true, or leave it out")
+
+
+@dataclass(repr=False)
+class VLLMConfig(VLLMServerConfig):
+    """Where the rollouts of a training are sampled, and how samples of another distribution are weighted.
+
+    List it before TrainingArguments among the bases.
+    """
+
+    vllm_mode: str = option(
+        "server",
+        "'server': the servers run as processes of their own (onetrunk serve). 'colocate': the engine runs in the"
+        " training process and shares its GPU (not yet run on a GPU).",
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "colocate: share of the GPU's memory that the engine takes, above 0, below 1."
+    )
+    vllm_max_model_length: int | None = option(
+        None, "colocate: most tokens of a prompt with its completion, 2 or more; None: as many as the run needs."
+    )
+    vllm_enable_sleep_mode: bool = option(
+        False,
+        "colocate: between two rollouts the engine's weights are in the machine's memory and its cache is freed, so"
+        " the update has the whole GPU; waking takes time. Needs a GPU.",
+    )
+    vllm_importance_sampling_correction: bool | None = option(
+        None,
+        "Multiply the policy loss of a token by the ratio of the policy's probability at the start of the update to"
+        " the sampler's. None: on with vLLM or a schedule that samples ahead, off if this process samples.",
+    )
+    vllm_importance_sampling_mode: str = option(
+        "token_truncate",
+        "What happens to a ratio outside the bounds: 'token_truncate' moves it to the bound, 'token_mask' leaves the"
+        " token out of the policy loss.",
+    )
+    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio, above 0; None: no bound.")
+    vllm_importance_sampling_clip_min: float | None = option(
+        None, "Lower bound of the ratio, 0 or more and below the upper bound; None: no bound."
+    )
+
+    def __post_init__(self) -> None:
+        self._check_mode()
+        self._check_importance()
+        super().__post_init__()
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the engine runs in the training process."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
+    def _check_mode(self) -> None:
+        if self.vllm_mode not in MODES_OF_VLLM:
+            raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it must be one of {', '.join(MODES_OF_VLLM)}")
+        if self.vllm_mode != "server" and not self.use_vllm:
+            raise ValueError("vllm_mode is set and use_vllm is not; set use_vllm: true, or leave it out")
+        share, length = self.vllm_gpu_memory_utilization, self.vllm_max_model_length
+        if isinstance(share, str) or not 0 < share < 1:
+            raise ValueError(
+                f"vllm_gpu_memory_utilization is {share!r}; it must be above 0 and below 1, because the trainer needs"
+                " the rest"
+            )
+        if length is not None and (not isinstance(length, int) or length < 2):
+            raise ValueError(f"vllm_max_model_length is {length!r}; it must be a whole number of tokens, 2 or more")
+        if self.is_colocated:
+            changed = _changed(self, SERVER_SETTINGS)
+            if changed:
+                raise ValueError(f"{changed[0]} is set, and vllm_mode 'colocate' has no server; leave it out")
+            return
+        changed = _changed(self, ENGINE_SETTINGS)
+        if changed:
+            raise ValueError(
+                f"{changed[0]} belongs to vllm_mode 'colocate'; set use_vllm: true and vllm_mode: colocate, or give it"
+                " to the server (onetrunk serve)"
+            )
 
     def _check_importance(self) -> None:
         mode, prefix = self.vllm_importance_sampling_mode, "vllm_importance_sampling"
@@ -122,34 +178,63 @@ class VLLMConfig:
             )
 
 
-class BackendSettings(Protocol):
-    """The settings that `load_backend` reads, under the names of PPOConfig."""
+class ServerSettings(Protocol):
+    """The settings that `load_servers` reads, under the names of PPOConfig."""
 
     output_dir: str
-    max_rollout_rows: int | None
-    use_vllm: bool
     vllm_server_timeout: float
 
     @property
     def server_urls(self) -> list[str]: ...
 
+
+class BackendSettings(ServerSettings, Protocol):
+    """The settings that `load_backend` reads, under the names of PPOConfig."""
+
+    max_rollout_rows: int | None
+    use_vllm: bool
+    vllm_gpu_memory_utilization: float
+    vllm_max_model_length: int | None
+    vllm_enable_sleep_mode: bool
+
+    @property
+    def is_colocated(self) -> bool: ...
+
     @property
     def versions_in_use(self) -> int: ...
 
 
+def load_servers(config: ServerSettings, **settings: Any) -> VLLMBackend:
+    """Return the backend of the servers that a config names; `settings` are those of VLLMBackend."""
+    return VLLMBackend(
+        config.server_urls,
+        Path(config.output_dir) / ADAPTERS_FOLDER,
+        policy=ServerPolicy(wait_s=config.vllm_server_timeout),
+        **settings,
+    )
+
+
 def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> RolloutBackend:
-    """Return the backend that samples the rollouts of a run: vLLM servers with `use_vllm`, else this process.
+    """Return the backend that samples the rollouts of a run: by vLLM with `use_vllm`, else in this process.
 
     Args:
         config: of the run.
-        **hooks: `progress` and `poll` of LocalBackend. A server is called before the trainer that they belong to is
+        **hooks: `progress` and `poll` of LocalBackend. vLLM is checked before the trainer that they belong to is
             built, and gets them then.
     """
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
-    return VLLMBackend(
-        config.server_urls,
-        Path(config.output_dir) / ADAPTERS_FOLDER,
-        keep_versions=max(2, config.versions_in_use),
-        policy=ServerPolicy(wait_s=config.vllm_server_timeout),
-    )
+    if config.is_colocated:
+        return ColocatedBackend(
+            Path(config.output_dir) / ADAPTERS_FOLDER,
+            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+            max_model_length=config.vllm_max_model_length,
+            sleeps=config.vllm_enable_sleep_mode,
+            max_rows=config.max_rollout_rows,
+        )
+    return load_servers(config, keep_versions=max(2, config.versions_in_use))
+
+
+def _changed(config: Any, names: Sequence[str]) -> list[str]:
+    """Return those of the settings `names` that are not at their defaults."""
+    return [name for name in names if getattr(config, name) != VLLMConfig.__dataclass_fields__[name].default]

@@ -76,6 +76,11 @@ class LocalBackend:
                 f"max_rows is {self.max_rows}; set it to 1 or more, or to None to decode all rows at once"
             )
 
+    @property
+    def description(self) -> str:
+        """What samples, for reports."""
+        return "this process"
+
     def sync(self, model: nn.Module, version: int) -> None:
         """Sample from `model` from now on, and stamp rollouts with `version`. The weights are shared, not copied."""
         self.model, self.policy_version = model, version

@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.types import RowKey
 from onetrunk.utils.calls import CallError
 from onetrunk.utils.http import (
     check_host,
@@ -220,8 +221,16 @@ def _json(response: httpx2.Response) -> Any:
         raise CallError("a body that is not whole JSON") from None
 
 
+def require_rows(prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> None:
+    """Raise ValueError for rows without a key of their own, or an empty prompt."""
+    if len(keys) != len(prompt_ids) or len(set(keys)) < len(keys):
+        raise ValueError(f"{len(prompt_ids)} prompts and {len(set(keys))} different keys; give each row its own key")
+    if not all(prompt_ids):
+        raise ValueError("a prompt has no tokens; give it at least one, such as the beginning-of-sequence token")
+
+
 def checked_completion(answer: Any, request: Request, model: str) -> Completed:
-    """Return the completion in a parsed answer of `/v1/completions`.
+    """Return the completion in a parsed answer of `/v1/completions`, or in one of that form.
 
     Raises:
         CallError: of another model or prompt, incomplete, or of an unexpected form.

@@ -19,10 +19,8 @@ from typing import TypeVar
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 
-from onetrunk.models.adapters import role as in_role
-from onetrunk.models.parallel import gathered
 from onetrunk.models.tensor_parallel import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.adapters import (
     DTYPES,
@@ -33,12 +31,14 @@ from onetrunk.rollouts.adapters import (
     is_same_adapter,
     owner_of,
     policy_adapter,
+    published_dtype,
     reference_adapter,
     role_of,
 )
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.pool import Connection, ServerPolicy, ServerPool
-from onetrunk.rollouts.server import LEAST_VERSION, Completed, Request, VLLMServer
+from onetrunk.rollouts.proof import Probe, probe_of, require_same_base
+from onetrunk.rollouts.server import LEAST_VERSION, Completed, Request, VLLMServer, require_rows
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.calls import CallError
 from onetrunk.utils.randomness import derived_seed
@@ -47,12 +47,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The probe of the weights: prompts of pseudo-random tokens, at a temperature that tells raw logprobs from processed.
-PROBE_PROMPTS, PROBE_PROMPT_LENGTH, PROBE_TOKENS = 8, 12, 8
-PROBE_TEMPERATURE = 0.5
-# Mean difference of a token's logprob at that temperature. bfloat16 against float32 measured .03; two bases differ by
-# more than 1. A quantised base is further from the servers' one.
-LARGEST_GAP, LARGEST_QUANTISED_GAP = 0.2, 0.8
+ROLES = ("policy", "reference")
+# The servers' base itself, whatever the reference is.
+BASE = "base"
 
 
 @dataclass(eq=False, repr=False)
@@ -69,6 +66,9 @@ class VLLMBackend:
         adapter_dtype: of the published weights: "float32", "bfloat16", "float16", or "auto" for that of the base in
             the trainer. Choose the servers' own: the server converts to it anyway.
         keep_versions: policies that stay loaded, the newest included; at least 2, and staleness + 2.
+        roles: what is published and may be asked for; a stage that samples from one role publishes no other.
+        shares_servers: also work on servers on which another process publishes. A training needs its servers for
+            itself when it starts; an evaluation does not.
         policy: deadlines, waits and concurrency.
         api_key_env: environment variable that holds the servers' key.
         allow_http: plain http also to hosts outside this machine and private networks.
@@ -84,6 +84,8 @@ class VLLMBackend:
     _: KW_ONLY
     adapter_dtype: str = "auto"
     keep_versions: int = 2
+    roles: tuple[str, ...] = ROLES
+    shares_servers: bool = False
     policy: ServerPolicy = field(default_factory=ServerPolicy)
     api_key_env: str | None = None
     allow_http: bool = False
@@ -97,6 +99,8 @@ class VLLMBackend:
             raise ValueError("server_urls is empty; give the address of a vLLM server, such as http://127.0.0.1:8000")
         if self.adapter_dtype not in ("auto", *DTYPES):
             raise ValueError(f"adapter_dtype is {self.adapter_dtype!r}; expected auto, {', '.join(DTYPES)}")
+        if not self.roles or not set(self.roles) <= set(ROLES):
+            raise ValueError(f"roles is {self.roles!r}; name policy, reference, or both")
         if self.keep_versions < 2:
             raise ValueError(
                 f"keep_versions is {self.keep_versions}; set it to 2 or more: a version may be in use while the next"
@@ -113,6 +117,9 @@ class VLLMBackend:
         self._retired: dict[Published, bool] = {}
         self._role = "policy"
         self._is_checked = self._is_proved = False
+        self._vllm_version = ""
+        # Whether the reference of the model of the last sync is the servers' base.
+        self._reference_is_base = True
         # Seconds and bytes of the last publication.
         self.last_sync: dict[str, float] = {}
 
@@ -120,6 +127,12 @@ class VLLMBackend:
         # The checks run while the trainer, whose hook this is, is still being made.
         if self.poll is not None and self._is_proved:
             self.poll()
+
+    @property
+    def description(self) -> str:
+        """What samples, for reports; without addresses, because a server that moves is the same."""
+        number = len(self.pool.servers)
+        return f"vLLM {self._vllm_version}".strip() + (f" on {number} servers" if number > 1 else "")
 
     # --- checks before training --------------------------------------------------------------------------------------
 
@@ -156,6 +169,7 @@ class VLLMBackend:
         text = await connection.server.version(connection.client)
         numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
         # A build from source calls itself 0.1.dev: what it can do is seen by the probe.
+        self._vllm_version = text
         if "dev" not in text and numbers < LEAST_VERSION:
             least = ".".join(map(str, LEAST_VERSION))
             raise CallError(f"its version {text} is too old; install vLLM {least} or later", "stop")
@@ -169,7 +183,7 @@ class VLLMBackend:
             )
 
     def _require_alone(self) -> None:
-        """Unload what a training that is gone has left; RuntimeError if another one is alive."""
+        """Unload what a process that is gone has left; RuntimeError if another one needs the server."""
         for server, adapters in self._listed().items():
             for name, folder in adapters.items():
                 if f"-{self._files.nonce}-" in name:
@@ -177,7 +191,7 @@ class VLLMBackend:
                 owner = owner_of(name, folder)
                 if owner is None:
                     self._retired |= {left: False for left in self._files.left_by_another(name, folder)}
-                else:
+                elif not self.shares_servers:
                     raise RuntimeError(f"{server} is in use: {owner}; {_remedy(owner)}")
         self._sweep()
 
@@ -198,13 +212,18 @@ class VLLMBackend:
         self._check_length(longest_row)
         if self._is_proved:
             return
-        for adapter in {policy_adapter(model), reference_adapter(model)} - {None}:
+        adapters = self._adapters(model)
+        for adapter in adapters.values():
             check_servable(model.peft_config[adapter], f"the adapter {adapter!r}")
         self._prove_base(model)
-        adapter = policy_adapter(model)
-        if adapter is not None:
-            on_first_process(lambda: self._try_adapter(model, adapter))
+        if adapters:
+            on_first_process(lambda: self._try_adapter(model, next(iter(adapters.values()))))
         self._is_proved = True
+
+    def _adapters(self, model: nn.Module) -> dict[str, str]:
+        """Return the adapter of each role that is published; a role that the bare base plays has none."""
+        by_role = {"policy": policy_adapter(model), "reference": reference_adapter(model)}
+        return {role: adapter for role, adapter in by_role.items() if role in self.roles and adapter is not None}
 
     def _check_length(self, longest_row: int) -> None:
         for server in self.pool.servers:
@@ -225,40 +244,14 @@ class VLLMBackend:
 
     def _prove_base(self, model: nn.Module) -> None:
         """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
-        vocab_size = model.config.get_text_config().vocab_size
-        # vLLM ends a completion at its last position without an error.
-        positions = min(server.base.max_length or 2**31 for server in self.pool.servers)
-        length = min(PROBE_PROMPT_LENGTH, positions // 2)
-        prompts = [[derived_seed(row, place) % vocab_size for place in range(length)] for row in range(PROBE_PROMPTS)]
-        params = SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE)
-        probes = on_first_process(lambda: [self._probe(server, prompts, params) for server in self.pool.servers])
-        quantised = getattr(model.config, "quantization_config", None) is not None
-        limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
+        lengths = [server.base.max_length for server in self.pool.servers if server.base.max_length]
+        probe = probe_of(model, min(lengths, default=0))
+        probes = on_first_process(lambda: [self._probe(server, probe) for server in self.pool.servers])
         for server, completed in zip(self.pool.servers, probes, strict=True):
-            ids = torch.tensor([p + c.token_ids for p, c in zip(prompts, completed, strict=True)])
-            if ids.max() >= vocab_size:
-                raise RuntimeError(
-                    f"{server} serves another base model: it sampled the token {ids.max()}, and the policy knows"
-                    f" {vocab_size}; it loaded {server.base.root}"
-                )
-            theirs = torch.tensor([c.logprobs for c in completed])
-            processed, raw = (_base_logprobs(model, ids, length, t) for t in (PROBE_TEMPERATURE, 1.0))
-            gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
-            if raw_gap < gap and raw_gap <= limit:
-                raise RuntimeError(
-                    f"{server} returns logprobs before temperature (they agree with ours to {raw_gap:.3f} per token,"
-                    f" and after it to {gap:.3f}); start it with --logprobs-mode processed_logprobs"
-                )
-            if not gap <= limit:
-                raise RuntimeError(
-                    f"{server} serves another base model: its logprobs of {theirs.numel()} tokens differ from those of"
-                    f" {model.config.name_or_path or 'the policy'!r} by {gap:.2f} per token, and at most {limit} is"
-                    f" rounding; it loaded {server.base.root}"
-                )
-            logger.info("%s: logprobs of the base agree to %.2g per token", server, gap)
+            require_same_base(model, str(server), server.base.root, probe, completed)
 
-    def _probe(self, server: VLLMServer, prompts: Sequence[list[int]], params: SamplingParams) -> list[Completed]:
-        requests = [Request(prompt, params, seed) for seed, prompt in enumerate(prompts)]
+    def _probe(self, server: VLLMServer, probe: Probe) -> list[Completed]:
+        requests = [Request(prompt, probe.params, seed) for seed, prompt in enumerate(probe.prompts)]
         rows: dict[int, Completed] = {}
         try:
             ServerPool([server], self.policy, self.pool.poll).complete(requests, None, rows.__setitem__)
@@ -293,15 +286,14 @@ class VLLMBackend:
             ValueError, RuntimeError: as `check` and `check_policy`; a server does not load the adapter.
         """
         self.check_policy(model)
-        self._role = role_of(active_adapter(model))
-        wanted = [("reference", 0, reference_adapter(model))]
-        if self._role == "policy":
-            wanted.append(("policy", version, policy_adapter(model)))
+        self._role, adapters = role_of(active_adapter(model)), self._adapters(model)
+        self._reference_is_base = reference_adapter(model) is None
+        if self._role != "policy":
+            adapters.pop("policy", None)
 
         def publish() -> dict[tuple[str, int], Published]:
-            for role, number, adapter in wanted:
-                if adapter is not None:
-                    self._publish(model, role, number, adapter)
+            for role in sorted(adapters, reverse=True):  # The reference first.
+                self._publish(model, role, version if role == "policy" else 0, adapters[role])
             return self._published
 
         published = on_first_process(publish)
@@ -376,10 +368,7 @@ class VLLMBackend:
         self._on_each(unload)
 
     def _dtype(self, model: nn.Module) -> torch.dtype:
-        if self.adapter_dtype != "auto":
-            return DTYPES[self.adapter_dtype]
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        return base.dtype if base.dtype in DTYPES.values() else torch.float32
+        return published_dtype(model, self.adapter_dtype)
 
     def close(self) -> None:
         """Unload what this process has published, delete its files and release the folder."""
@@ -423,7 +412,7 @@ class VLLMBackend:
         It depends on nothing that a later `sync` changes, so it may run in a thread while one publishes.
 
         Args:
-            role: "policy"; or "reference", the base or the adapter that the policy started from.
+            role: "policy"; "reference", the base or the adapter that the policy started from; or "base".
             version: of the policy; published, and not older than `keep_versions`. The reference has none.
             prompt_ids, params, keys: as in `RolloutBackend.generate`.
 
@@ -432,7 +421,7 @@ class VLLMBackend:
             RuntimeError: the version is not published, no server is up in time, or a row gets no valid answer.
         """
         adapter = self._adapter_of(role, version)
-        _require_rows(prompt_ids, keys)
+        require_rows(prompt_ids, keys)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
         rows = once_per_group(lambda: self._complete(adapter, prompt_ids, params, keys))
@@ -445,13 +434,17 @@ class VLLMBackend:
         )
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
-        if role not in ("policy", "reference"):
-            raise ValueError(f"role {role!r} is neither 'policy' nor 'reference'")
+        if role not in (*ROLES, BASE):
+            raise ValueError(f"role {role!r} is none of {', '.join((*ROLES, BASE))}")
         if not self._is_checked:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
+        if role == BASE:
+            return None
         with self._lock:
             adapter = self._published.get((role, version if role == "policy" else 0))
             versions = sorted(v for r, v in self._published if r == "policy")
+        if adapter is None and role == "reference" and not self._reference_is_base:
+            raise ValueError("the reference is an adapter that is not published; name it in roles")
         if adapter is None and role == "policy":
             raise RuntimeError(
                 f"version {version} of the policy is not on the servers, which have {versions or 'none'}; call"
@@ -485,6 +478,52 @@ class VLLMBackend:
         return [rows[index] for index in range(len(requests))]
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """One model on vLLM servers as a backend of its own: a published policy, or the servers' base.
+
+    Args:
+        servers: already synced to the model.
+        role: "policy" or "base".
+        version: under which it was published.
+    """
+
+    servers: VLLMBackend
+    role: str
+    version: int
+
+    @classmethod
+    def publish(cls, servers: VLLMBackend, model: nn.Module, version: int) -> ServedModel:
+        """Publish a model and return its backend; the model is not needed any more.
+
+        Raises:
+            ValueError, RuntimeError: as `VLLMBackend.sync`; an adapter that vLLM does not serve.
+        """
+        adapter = policy_adapter(model)
+        if adapter is not None:
+            check_servable(model.peft_config[adapter])
+        servers.sync(model, version)
+        return cls(servers, BASE if adapter is None else "policy", version)
+
+    @property
+    def description(self) -> str:
+        """What samples, for reports."""
+        return self.servers.description
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of prompt and completion together; None if the servers do not say."""
+        lengths = [server.base.max_length for server in self.servers.pool.servers if server.base.max_length]
+        return min(lengths, default=None)
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """Do nothing: the model was published, and does not change."""
+
+    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
+        """Return one completion per prompt (see `VLLMBackend.generate_as`)."""
+        return self.servers.generate_as(self.role, self.version, prompt_ids, params, keys)
+
+
 def _remedy(owner: str) -> str:
     if f"process {os.getpid()} " in owner:
         return "that is this process: call close() on the earlier VLLMBackend first"
@@ -497,21 +536,3 @@ async def _named(connection: Connection, call: Callable[[Connection], Awaitable[
         return await call(connection)
     except CallError as error:
         raise CallError(f"{connection.server}: {error}", error.kind, timed_out=error.timed_out) from None
-
-
-def _require_rows(prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> None:
-    if len(keys) != len(prompt_ids) or len(set(keys)) < len(keys):
-        raise ValueError(f"{len(prompt_ids)} prompts and {len(set(keys))} different keys; give each row its own key")
-    if not all(prompt_ids):
-        raise ValueError("a prompt has no tokens; give it at least one, such as the beginning-of-sequence token")
-
-
-def _base_logprobs(model: nn.Module, ids: Tensor, length: int, temperature: float) -> Tensor:
-    """Return the float32 logprobs of the tokens after prompts of `length` tokens under the bare base, on the CPU."""
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
-    with gathered(model), in_role(model, None), torch.no_grad():
-        logits = model(input_ids=ids.to(device), use_cache=False).logits[:, length - 1 : -1]
-    model.train(was_training)
-    logprobs = (logits.float() / temperature).log_softmax(-1).cpu()
-    return logprobs.gather(2, ids[:, length:, None])[:, :, 0]

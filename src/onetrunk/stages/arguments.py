@@ -16,6 +16,7 @@ from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.data.files import looks_like_path
 from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
+from onetrunk.rollouts.load import VLLMServerConfig
 from onetrunk.utils.options import option
 from onetrunk.utils.randomness import require_seed
 
@@ -54,8 +55,8 @@ class DatasetArguments:
 
 
 @dataclass
-class SamplingArguments(DatasetArguments):
-    """Prompts, and how completions of them are sampled. The names are those of PPOConfig."""
+class SamplingArguments(VLLMServerConfig, DatasetArguments):
+    """Prompts, and where and how completions of them are sampled. The names are those of PPOConfig."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")
     seed: int = option(42, "Seed of the completions.")

@@ -1,37 +1,49 @@
-"""`onetrunk serve MODEL`: start a vLLM server that PPO can sample from, or print the command that would.
+"""`onetrunk serve MODEL`: run a vLLM server that PPO, prefs and eval can sample from, or print its command.
 
 The flags matter: `VLLMBackend` needs adapters that load while the server runs, logprobs after temperature, and the
-model's own probabilities without the defaults of its generation_config.json.
+model's own probabilities without the defaults of its generation_config.json. A server that was ready and died is
+started again: those who sample from it wait, and load their adapters again (`rollouts/pool.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from onetrunk.models.sources import adapter_base, load_config
+from onetrunk.rollouts.adapters import RANKS, served_rank
+from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.parsing import UsageError, parse
 from onetrunk.stages.running import run_stage, say
 from onetrunk.utils.http import read_secret
 from onetrunk.utils.options import option
 
 MODULE = "vllm.entrypoints.openai.api_server"
-# The ranks that vLLM reserves memory for.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
 # Without the first, adapters cannot be loaded while the server runs; the second turns telemetry off.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
-# On a CPU: torch.compile of the sampler alone takes minutes on a busy machine, longer than vLLM waits for it.
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+# Of the server and its children, to find those that are left.
+MARK = "ONETRUNK_SERVE"
+# Between two questions after its health; so many answers in a row mean that its engine is dead.
+PROBE_S, DEAD_PROBES = 2.0, 3
+# After so long without a failure, restarts are counted from 0; how long it may take to end.
+STABLE_S, STOP_S = 600.0, 30.0
 
 
 @dataclass
@@ -58,6 +70,11 @@ class ServeArguments:
     )
     device: str = option("auto", "cuda, cpu, or auto: cuda if there is a GPU.")
     api_key_env: str | None = option(None, "Environment variable with the key that calls must bring.")
+    max_restarts: int = option(
+        3,
+        "How often a server that was ready and died is started again; 0: never. The count begins anew after 10 minutes"
+        " without a failure. A server that ends before it is ready is not started again.",
+    )
     python: str | None = option(
         None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
     )
@@ -71,6 +88,8 @@ class ServeArguments:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; set it to {least} or more")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}; set it to 0 or more")
         if self.port > 65535:
             raise ValueError(f"port is {self.port}; set it to 65535 or less")
         if self.max_lora_rank > RANKS[-1]:
@@ -91,7 +110,7 @@ def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> l
         dtype: of its weights.
         on_cpu: leave out what is for GPUs.
     """
-    rank = next(rank for rank in RANKS if rank >= args.max_lora_rank)
+    rank = served_rank(args.max_lora_rank)
     words = ["--model", base, "--host", args.host, "--port", str(args.port), "--dtype", dtype]
     words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(args.max_loras)]
     # Two versions of the policy and the reference stay in memory.
@@ -112,7 +131,7 @@ def serve(args: ServeArguments) -> None:
 
     Raises:
         ValueError: no vLLM in this environment, or no interpreter at `python`.
-        RuntimeError: the server ended with an error.
+        RuntimeError: the server ended before it was ready, or died too often.
     """
     base = adapter_base(args.model, args.revision) or args.model
     on_cpu = args.device == "cpu" or (args.device == "auto" and not _has_gpu())
@@ -129,26 +148,113 @@ def serve(args: ServeArguments) -> None:
     if args.api_key_env is not None:
         environment |= {"VLLM_API_KEY": read_secret(args.api_key_env)}
     say(f"{shlex.join(words)}\nready when it says 'Application startup complete'; Ctrl-C stops it")
-    code = _run(words, {**os.environ, **environment})
-    if code:
-        raise RuntimeError(f"vLLM ended with code {code}; its last lines above say why")
-
-
-def _run(words: Sequence[str], environment: dict[str, str]) -> int:
-    """Run a command until its end; a signal to this process ends it too."""
     # A PYTHONPATH of ours would put our packages before those of its environment.
-    environment.pop("PYTHONPATH", None)
-    process = subprocess.Popen(words, env=environment)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    keep_running(words, {**inherited, **environment}, health_url(args.host, args.port), args.max_restarts)
+
+
+@dataclass(frozen=True)
+class End:
+    """How one run of the server ended: why, as the rest of a sentence, and after how many seconds of being ready."""
+
+    reason: str
+    ready_s: float | None
+
+
+def keep_running(words: Sequence[str], environment: dict[str, str], url: str, max_restarts: int) -> None:
+    """Run the server until a signal to this process; start it again when it dies after it was ready.
+
+    Args:
+        words, environment: of the server.
+        url: that answers 200 while it is well.
+        max_restarts: without `STABLE_S` seconds of being ready between them.
+
+    Raises:
+        RuntimeError: it ended before it was ready, or died too often.
+    """
+    num_restarts = 0
+    while True:
+        end = run_once(words, environment, url)
+        if end.ready_s is None:
+            raise RuntimeError(f"vLLM {end.reason} before it was ready; its last lines above say why")
+        num_restarts = 0 if end.ready_s >= STABLE_S else num_restarts
+        if num_restarts >= max_restarts:
+            raise RuntimeError(f"vLLM {end.reason} after {num_restarts} restarts; its last lines above say why")
+        num_restarts += 1
+        say(f"vLLM {end.reason}; starting it again, {num_restarts} of at most {max_restarts} times")
+
+
+def run_once(words: Sequence[str], environment: dict[str, str], url: str) -> End:
+    """Run the server until it ends, or stop it when it says that its engine is dead; a signal ends it too."""
+    # Its children inherit the mark: an engine that outlives its server would keep the GPU's memory.
+    mark = f"{MARK}={secrets.token_hex(8)}"
+    process = subprocess.Popen(words, env=environment | dict([mark.split("=")]))
+    ready_at, num_dead = None, 0
     try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
+        while True:
             try:
-                process.wait(30)
+                reason = f"ended with code {process.wait(PROBE_S)}"
+                break
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                status = health(url)
+            if status == 200 and ready_at is None:
+                ready_at = time.monotonic()
+            # A server that is only busy does not answer in time, which is no status.
+            num_dead = num_dead + 1 if status == 503 and ready_at is not None else 0
+            if num_dead >= DEAD_PROBES:
+                reason = "reports that its engine is dead"
+                break
+    finally:
+        _stop(process)
+        _kill_marked(mark)
+    return End(reason, None if ready_at is None else time.monotonic() - ready_at)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes whose environment has the mark, and wait until they are gone."""
+    deadline = time.monotonic() + STOP_S
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes whose environment has the mark, where the system shows environments (Linux)."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
+
+
+def health(url: str) -> int | None:
+    """Return the status that a URL answers with; None without an answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=PROBE_S) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def health_url(host: str, port: int) -> str:
+    """Return the address of the health check, as seen from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
 
 
 def _require_vllm(python: str | None) -> None:
@@ -185,7 +291,7 @@ def parse_serve(argv: Sequence[str]) -> tuple[Any, ...]:
         words,
         (ServeArguments,),
         "serve",
-        "Start a vLLM server that PPO can sample from: onetrunk serve MODEL --port 8000.",
+        "Run a vLLM server that PPO, prefs and eval can sample from: onetrunk serve MODEL --port 8000.",
     )
 
 

@@ -5,9 +5,10 @@ It writes metrics and samples of every side, and with a judge the win rate of th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,14 +32,16 @@ from onetrunk.ppo.callbacks import RolloutProgress
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
-from onetrunk.ppo.sampling import ScoredRollout
+from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
 from onetrunk.stages.eval.judge import hold_contest
@@ -72,6 +75,22 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """The sides of an evaluation: metrics and samples by role, the number of prompts, and what sampled each role."""
+
+    sides: dict[str, Side]
+    num_prompts: int
+    samplers: dict[str, str]
+
+    @property
+    def sampled_by(self) -> str:
+        """The samplers as a text; one name if all roles have the same."""
+        names = set(self.samplers.values())
+        by_role = ", ".join(f"{role}: {name}" for role, name in self.samplers.items())
+        return names.pop() if len(names) == 1 else by_role
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How the sides are compared."""
 
@@ -87,8 +106,8 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
     # Mistakes in opponent, checks or judge are reported before a large model loads.
     comparison = plan_comparison(args, judge_settings, model_args, rows.column_names, accelerator.is_main_process)
-    sides = sample_sides(args, config, model_args, rows, accelerator, comparison.opponent)
-    report(args, model_args.model_name_or_path, accelerator, *sides, comparison)
+    sampled = sample_sides(args, config, model_args, rows, accelerator, comparison.opponent)
+    report(args, model_args.model_name_or_path, accelerator, sampled, comparison)
     accelerator.end_training()
 
 
@@ -161,35 +180,70 @@ def sample_sides(
     rows: Dataset,
     accelerator: Accelerator,
     opponent: str | None,
-) -> tuple[dict[str, Side], int]:
-    """Return metrics and samples by role, and the number of prompts.
+) -> Sampled:
+    """Sample and measure every side.
 
     The roles are "reference" and "policy" for an adapter, "reference" alone for a base model, and "opponent" if that
-    is another model.
+    is another model. On servers every side is published under names of its own and unloaded after it was measured.
     """
     name, revision = model_args.model_name_or_path, model_args.model_revision
     from_adapter = is_adapter(name, revision)
+    roles = ("reference", "policy") if from_adapter else ("reference",)
     progress = RolloutProgress()
-    parts = load_parts(config, args.reward_funcs or [unscored], model_args, rows, accelerator, progress)
-    if from_adapter:
-        restore_reference(parts.model, name, revision)
-    sides = {}
-    for role in ("reference", "policy") if from_adapter else ("reference",):
-        sides[role] = measure_side(parts, args, accelerator, role, role, progress)
-    num_prompts = len(parts.datasets[0])
-    if opponent not in (None, REFERENCE):
-        functions = parts.sampler.rewards.functions
-        # A branch of the first trunk is built again from its name.
-        specs = zip(functions, args.reward_funcs or functions, strict=True)
-        rewards = [spec if isinstance(function, TrunkReward) else function for function, spec in specs]
-        del parts
-        gc.collect()  # Frees the first model, whose modules refer to each other in cycles.
-        opponent_args = replace(model_args, model_name_or_path=opponent, model_revision="main")
-        config.model_init_kwargs = opponent_args.init_kwargs()
-        parts = load_parts(config, rewards, opponent_args, rows, accelerator, progress)
-        # The reference of a newly loaded model is that model: the base, or a copy of the adapter.
-        sides["opponent"] = measure_side(parts, args, accelerator, "reference", "opponent", progress)
-    return sides, num_prompts
+    sampled = Sampled({}, 0, {})
+    with backend_of(config, roles, progress, on_servers=config.use_vllm) as backend:
+        parts = load_parts(config, args.reward_funcs or [unscored], model_args, rows, accelerator, backend)
+        if from_adapter:
+            restore_reference(parts.model, name, revision)
+        check_servers(parts, config)
+        sampled = replace(sampled, num_prompts=len(parts.datasets[0]))
+        for role in roles:
+            sampled.sides[role] = measure_side(parts, args, accelerator, role, role, progress)
+            sampled.samplers[role] = backend.description
+    if opponent in (None, REFERENCE):
+        return sampled
+    functions = parts.sampler.rewards.functions
+    # A branch of the first trunk is built again from its name.
+    specs = zip(functions, args.reward_funcs or functions, strict=True)
+    rewards = [spec if isinstance(function, TrunkReward) else function for function, spec in specs]
+    base = base_name(name, config.model_init_kwargs)
+    del parts, backend
+    gc.collect()  # Frees the first model, whose modules refer to each other in cycles.
+    opponent_args = replace(model_args, model_name_or_path=opponent, model_revision="main")
+    config.model_init_kwargs = opponent_args.init_kwargs()
+    on_servers = config.use_vllm and is_same_source(base_name(opponent, config.model_init_kwargs), base)
+    if config.use_vllm and not on_servers:
+        logger.warning("the servers have another base model than opponent %s: it samples in this process", opponent)
+    # The reference of a newly loaded model is that model: the base, or a copy of the adapter.
+    with backend_of(config, ("reference",), progress, on_servers) as backend:
+        parts = load_parts(config, rewards, opponent_args, rows, accelerator, backend)
+        check_servers(parts, config)
+        sampled.sides["opponent"] = measure_side(parts, args, accelerator, "reference", "opponent", progress)
+        sampled.samplers["opponent"] = backend.description
+    return sampled
+
+
+@contextlib.contextmanager
+def backend_of(
+    config: PPOConfig, roles: tuple[str, ...], progress: RolloutProgress, on_servers: bool
+) -> Iterator[LocalBackend | VLLMBackend]:
+    """Yield what samples the roles: the vLLM servers of the config, or this process."""
+    if not on_servers:
+        yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
+        return
+    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
+    try:
+        yield servers
+    finally:
+        servers.close()
+
+
+def check_servers(parts: SampledModel, config: PPOConfig) -> None:
+    """Check that the servers, if they sample, can serve this model: its base, adapters and lengths."""
+    backend = parts.sampler.backend
+    if isinstance(backend, VLLMBackend):
+        longest_prompt = longest_prompt_of(parts.datasets[0], config)
+        backend.check_policy(parts.model, longest_prompt + config.max_completion_length)
 
 
 def load_parts(
@@ -198,11 +252,10 @@ def load_parts(
     model_args: ModelArguments,
     rows: Dataset,
     accelerator: Accelerator,
-    progress: RolloutProgress,
+    backend: LocalBackend | VLLMBackend,
 ) -> SampledModel:
     """Return model, tokenizer, checked prompts and sampler, as for a PPO run."""
     check_launch(config)
-    backend = LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
     quantization = get_quantization_config(model_args)
     inputs = ModelInputs(model_args.model_name_or_path, reward_funcs, quantization_config=quantization)
     parts = load_sampled_model(inputs, config, [rows], backend)
@@ -259,8 +312,7 @@ def report(
     args: EvalArguments,
     name: str,
     accelerator: Accelerator,
-    sides: dict[str, Side],
-    num_prompts: int,
+    sampled: Sampled,
     comparison: Comparison,
 ) -> None:
     """Compare the sides; write metrics.json, report.md and all samples, and print the metrics and some samples.
@@ -268,6 +320,7 @@ def report(
     Every process must call it; the first one asks the judge and writes. A base model has only the role "reference",
     which is reported as the policy.
     """
+    sides, num_prompts = sampled.sides, sampled.num_prompts
     if "policy" not in sides:
         sides = {"policy": sides["reference"]} | {role: sides[role] for role in sides if role != "reference"}
     answers = {role: gather_answers(samples, num_prompts, accelerator) for role, (_, samples) in sides.items()}
@@ -291,7 +344,12 @@ def report(
         pairs=pairs,
         contest=contest,
         checks=passed,
-        about={"num_prompts": num_prompts, "seed": args.seed, "num_processes": accelerator.num_processes},
+        about={
+            "num_prompts": num_prompts,
+            "seed": args.seed,
+            "num_processes": accelerator.num_processes,
+            "sampled_by": sampled.sampled_by,
+        },
     )
     path = write_evaluation(Path(args.output_dir), evaluation)
     show_evaluation(evaluation, sides["policy"][1], args.num_completions_to_print)

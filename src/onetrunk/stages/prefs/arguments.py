@@ -88,6 +88,12 @@ class PrefsArguments(SamplingArguments):
         if self.engine == "ray" and self.mode == "revise":
             raise ValueError("engine ray samples for mode pairs; revise on one machine, or in shards (--shard i/n)")
 
+        if self.engine == "ray" and self.use_vllm:
+            raise ValueError(
+                "engine is ray, whose workers each hold the model, and use_vllm is set; set engine to local, and name"
+                " several servers in vllm_server_base_url"
+            )
+
     @property
     def part(self) -> Shard:
         """The shard of this run; 0/1 if none is set."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,16 @@ from onetrunk.models.base import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.sources import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
-from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams
+from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.vllm import ServedModel, VLLMBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 # Rows of a stream that are checked and tokenized together.
 WINDOW = 256
@@ -45,10 +52,17 @@ def load_sampler(
     ledger: Ledger | None,
     max_length: int,
     stop: StopFlag | None = None,
+    served: Served | None = None,
 ) -> TextSampler:
     """Load the model or adapter at `name` as a sampler of completions of at most `max_length` tokens.
 
-    `stop` is checked after every token, and sampling ends with its exception.
+    Args:
+        name: folder or Hub name.
+        args, model_args: of the run.
+        ledger: keeps the completions; None: the sampler only draws.
+        max_length: longest completion, tokens.
+        stop: checked after every token; sampling ends with its exception.
+        served: the vLLM servers that sample, if they have the model's base; None: this process samples.
     """
     kwargs = model_args.init_kwargs()
     if name != model_args.model_name_or_path:
@@ -68,17 +82,77 @@ def load_sampler(
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
     )
-    checks = LogitsProcessorList([StopCheck(stop)]) if stop is not None else None
-    model = model.to(policy_device(args.use_cpu))
+    identity = _identity(model)
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if served is not None and served.takes(name, identity["base"]):
+        backend: RolloutBackend = served.publish(model)
+        identity["sampler"] = "vLLM"
+        positions = min((n for n in (positions, backend.max_length) if n is not None), default=None)
+    else:
+        checks = LogitsProcessorList([StopCheck(stop)]) if stop is not None else None
+        model = model.to(policy_device(args.use_cpu))
+        backend = LocalBackend(model, max_rows=args.max_rollout_rows, logits_processor=checks)
     return TextSampler(
-        backend=LocalBackend(model, max_rows=args.max_rollout_rows, logits_processor=checks),
+        backend=backend,
         tokenizer=tokenizer,
         params=params,
-        identity=_identity(model),
+        identity=identity,
         seed=args.seed,
         ledger=ledger,
         chat_template_kwargs=args.chat_template_kwargs or {},
+        max_positions=positions,
     )
+
+
+@dataclass
+class Served:
+    """The vLLM servers of a run, and the models that it has published there: the policy first, then a critic.
+
+    Args:
+        servers: checked; their base is that of the first model, which is proved when it is published.
+        longest_row: most tokens of a prompt and its completion; 0 if that is not known yet.
+        base: fingerprint of the base; None before the first model.
+    """
+
+    servers: VLLMBackend
+    longest_row: int
+    base: str | None = None
+    num_models: int = 0
+
+    def takes(self, name: str, base: str) -> bool:
+        """Return whether a model on a base with this fingerprint can be sampled on the servers; warn if not."""
+        if self.base is None or self.base == base:
+            self.base = base
+            return True
+        logger.warning("the servers have another base model than %s: it samples in this process", name)
+        return False
+
+    def publish(self, model: nn.Module) -> ServedModel:
+        """Return the backend of a model, under a version of its own; the model is not needed any more."""
+        self.servers.check_policy(model, self.longest_row)
+        self.num_models += 1
+        return ServedModel.publish(self.servers, model, self.num_models)
+
+
+@contextlib.contextmanager
+def sampling_servers(args: PrefsArguments, source: PromptSource, stop: StopFlag) -> Iterator[Served | None]:
+    """Yield the servers of a run, checked, and unload what was published there at the end; None without `use_vllm`.
+
+    Args:
+        args: of the run.
+        source: of the prompts.
+        stop: checked twice a second while the servers sample.
+    """
+    if not args.use_vllm:
+        yield None
+        return
+    servers = load_servers(args, roles=("policy",), shares_servers=True, poll=stop.check)
+    try:
+        servers.check()
+        longest_prompt = source.longest_prompt
+        yield Served(servers, longest_prompt and longest_prompt + args.max_completion_length)
+    finally:
+        servers.close()
 
 
 def policy_device(use_cpu: bool) -> torch.device:
@@ -113,8 +187,7 @@ def _identity(model: nn.Module) -> dict[str, str | None]:
 
 def positions_left(sampler: TextSampler) -> int | None:
     """Return the longest prompt of this sampler in tokens; None if its model has no limit."""
-    limit = getattr(sampler.backend.model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None else limit - sampler.params.max_completion_length
+    return None if sampler.max_positions is None else sampler.max_positions - sampler.params.max_completion_length
 
 
 class PromptSource:
@@ -140,6 +213,13 @@ class PromptSource:
             rows = load_dataset_rows(args)
             self._rows = self._encoded(rows.select_columns(["prompt"]) if "prompt" in rows.column_names else rows)
             self._order = list(self._selected(self._rows["prompt"], set()))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of this shard; of a stream max_prompt_length, 0 without one."""
+        if self._rows is None:
+            return self.args.max_prompt_length or 0
+        return max((len(self._rows[index]["prompt_ids"]) for index, _ in self._order), default=0)
 
     @property
     def total(self) -> int | None:

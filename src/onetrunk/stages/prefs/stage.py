@@ -45,7 +45,7 @@ from onetrunk.stages.prefs.output import (
     write_report,
 )
 from onetrunk.stages.prefs.ray import RaySampling
-from onetrunk.stages.prefs.sampler import PromptSource, load_sampler, positions_left
+from onetrunk.stages.prefs.sampler import PromptSource, Served, load_sampler, positions_left, sampling_servers
 from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
@@ -121,10 +121,13 @@ def make_rows(
     """
     stop = StopFlag()
     source = PromptSource(args, model_args)
-    with Ledger(ledger_path(folder, args.part)) as ledger:
+    with (
+        Ledger(ledger_path(folder, args.part)) as ledger,
+        sampling_servers(args, source, stop) as served,
+    ):
         name, length = model_args.model_name_or_path, args.max_completion_length
-        sampler = load_sampler(name, args, model_args, ledger, length, stop)
-        critic = _load_critic(args, model_args, sampler) if args.mode == "revise" else None
+        sampler = load_sampler(name, args, model_args, ledger, length, stop, served)
+        critic = _load_critic(args, model_args, sampler, served) if args.mode == "revise" else None
         settings = args.deciding() | {
             "constitution": f"{constitution.name} {constitution.version}",
             "judge": judge and judge.identity,
@@ -140,13 +143,17 @@ def make_rows(
             flow = PairFlow(args, source.counts, sampler, judge, constitution)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
-        return _write_rows(flow, source, folder, stop, _about(args, model_args, constitution, judge))
+        about = _about(args, model_args, constitution, judge) | {"sampled by": sampled_by(args, sampler, critic)}
+        return _write_rows(flow, source, folder, stop, about)
 
 
-def _load_critic(args: PrefsArguments, model_args: ModelArguments, policy: TextSampler) -> TextSampler:
+def _load_critic(
+    args: PrefsArguments, model_args: ModelArguments, policy: TextSampler, served: Served | None
+) -> TextSampler:
     """Return the sampler of critiques: the policy's model, unless another is named."""
     if args.critic_model is not None:
-        return load_sampler(args.critic_model, args, model_args, policy.ledger, args.max_critique_length)
+        length = args.max_critique_length
+        return load_sampler(args.critic_model, args, model_args, policy.ledger, length, served=served)
     return replace(policy, params=replace(policy.params, max_completion_length=args.max_critique_length))
 
 
@@ -260,6 +267,13 @@ def _write_rows(flow: Flow, source: PromptSource, folder: Path, stop: StopFlag, 
             )
     statistics = flow.statistics()
     return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
+
+
+def sampled_by(args: PrefsArguments, sampler: TextSampler, critic: TextSampler | None) -> str:
+    """Return what sampled the completions, and the critiques if that was something else."""
+    name = "Ray workers" if args.engine == "ray" else sampler.backend.description
+    other = name if critic is None else critic.backend.description
+    return name if other == name else f"{name}, critiques by {other}"
 
 
 def _about(

@@ -1,0 +1,96 @@
+"""The proof that an engine has the trainer's base model: by the logprobs of a few sampled tokens.
+
+Names and paths prove nothing: the same weights have many, and other weights the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from onetrunk.models.adapters import role as in_role
+from onetrunk.models.parallel import gathered
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.server import Completed
+from onetrunk.utils.randomness import derived_seed
+
+logger = logging.getLogger(__name__)
+
+# Prompts of pseudo-random tokens, at a temperature that tells raw logprobs from processed.
+PROBE_PROMPTS, PROBE_PROMPT_LENGTH, PROBE_TOKENS = 8, 12, 8
+PROBE_TEMPERATURE = 0.5
+# Mean difference of a token's logprob at that temperature. bfloat16 against float32 measured .03; two bases differ by
+# more than 1. A quantised base is further from the engine's one.
+LARGEST_GAP, LARGEST_QUANTISED_GAP = 0.2, 0.8
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The rows that an engine's base samples: equally long prompts, and the sampling parameters."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+def probe_of(model: nn.Module, positions: int) -> Probe:
+    """Return the probe for a policy; `positions`: most tokens of prompt and completion together, 0: no limit."""
+    vocab_size = model.config.get_text_config().vocab_size
+    # vLLM ends a completion at its last position without an error.
+    positions = positions or 2**31
+    length = min(PROBE_PROMPT_LENGTH, positions // 2)
+    prompts = [[derived_seed(row, place) % vocab_size for place in range(length)] for row in range(PROBE_PROMPTS)]
+    return Probe(prompts, SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE))
+
+
+def require_same_base(model: nn.Module, engine: str, root: str, probe: Probe, completed: Sequence[Completed]) -> None:
+    """Compare an engine's logprobs with those of the model's own forward, adapters off.
+
+    Args:
+        model: the policy, unwrapped. Its forward is collective if the base is sharded.
+        engine: its name in messages.
+        root: what it has loaded, for messages.
+        probe, completed: what its base was asked and what it sampled.
+
+    Raises:
+        RuntimeError: another base model, or logprobs before temperature.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.tensor([p + c.token_ids for p, c in zip(probe.prompts, completed, strict=True)])
+    length = len(probe.prompts[0])
+    if ids.max() >= vocab_size:
+        raise RuntimeError(
+            f"{engine} serves another base model: it sampled the token {ids.max()}, and the policy knows"
+            f" {vocab_size}; it loaded {root}"
+        )
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
+    theirs = torch.tensor([c.logprobs for c in completed])
+    processed, raw = (_base_logprobs(model, ids, length, t) for t in (PROBE_TEMPERATURE, 1.0))
+    gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
+    if raw_gap < gap and raw_gap <= limit:
+        raise RuntimeError(
+            f"{engine} returns logprobs before temperature (they agree with ours to {raw_gap:.3f} per token,"
+            f" and after it to {gap:.3f}); start it with --logprobs-mode processed_logprobs"
+        )
+    if not gap <= limit:
+        raise RuntimeError(
+            f"{engine} serves another base model: its logprobs of {theirs.numel()} tokens differ from those of"
+            f" {model.config.name_or_path or 'the policy'!r} by {gap:.2f} per token, and at most {limit} is"
+            f" rounding; it loaded {root}"
+        )
+    logger.info("%s: logprobs of the base agree to %.2g per token", engine, gap)
+
+
+def _base_logprobs(model: nn.Module, ids: Tensor, length: int, temperature: float) -> Tensor:
+    """Return the float32 logprobs of the tokens after prompts of `length` tokens under the bare base, on the CPU."""
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    with gathered(model), in_role(model, None), torch.no_grad():
+        logits = model(input_ids=ids.to(device), use_cache=False).logits[:, length - 1 : -1]
+    model.train(was_training)
+    logprobs = (logits.float() / temperature).log_softmax(-1).cpu()
+    return logprobs.gather(2, ids[:, length:, None])[:, :, 0]

@@ -1,0 +1,88 @@
+"""ColocatedBackend and PPO on the real engine of vLLM; a process of its own, in an environment that has vLLM.
+
+python -m tests.rollouts.colocated_vllm FOLDER [--sleeps]
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from onetrunk.models.build import build_trunk
+from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
+from tests.ppo.support import logged, lora, make_trainer, trained_weights
+from tests.rollouts.small import PROMPTS
+from tests.rollouts.test_vllm import logprobs_of, shaken
+from tests.tiny import tiny_model
+
+# Heads of 32 are the smallest that vLLM computes on a CPU.
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
+STOPS = tuple(range(8, 14))
+KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
+# Rounding of float32 on a CPU; on a GPU vLLM multiplies adapters in TF32. Old weights are wrong by more than 1.
+TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-5
+
+
+def assert_sampled_from(model, rollout, temperature):
+    """Compare the sampler's logprobs with those of our own forward, adapters as they are."""
+    ours = torch.cat(logprobs_of(model, rollout, temperature))
+    torch.testing.assert_close(torch.cat(list(rollout.sampler_logprobs)), ours, atol=TOLERANCE, rtol=0)
+
+
+def sample(base: Path, folder: Path, sleeps: bool) -> None:
+    """Sample three versions and the reference, each from its own weights."""
+    torch.manual_seed(0)
+    model = shaken(build_trunk(str(base), lora()))
+    backend = ColocatedBackend(folder, sleeps=sleeps, gpu_memory_utilization=0.2)
+    generators = torch.get_rng_state(), random.getstate()
+    backend.check_policy(model, 64)
+    assert generators[0].equal(torch.get_rng_state()) and generators[1] == random.getstate()
+    for version in range(3):
+        backend.sync(shaken(model, version), version)
+        rollout = backend.generate(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS)
+        assert rollout.policy_version == version
+        assert_sampled_from(model, rollout, 0.7)
+        again = backend.generate(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS)
+        assert again.completion_ids == rollout.completion_ids
+        greedy = SamplingParams(12, 0.0, STOPS)
+        ours = LocalBackend(model).generate(PROMPTS, greedy, KEYS)
+        assert backend.generate(PROMPTS, greedy, KEYS).completion_ids == ours.completion_ids
+        assert backend._llm.llm_engine.list_loras() == {backend._last_id}
+    with model.as_role("reference"):
+        backend.sync(model, 3)
+        assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(12, 1.0), KEYS), 1.0)
+    backend.close()
+    print("sampled", flush=True)
+
+
+def train(base: Path, folder: Path, sleeps: bool) -> None:
+    """Train three rollouts of PPO whose samples are the engine's."""
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2}
+    model = AutoModelForCausalLM.from_pretrained(base)
+    sleep = {"vllm_enable_sleep_mode": sleeps, "use_cpu": not torch.cuda.is_available()}
+    trainer = make_trainer(folder, model=model, num_rollouts=3, temperature=0.8, **settings, **sleep)
+    before = trained_weights(trainer.model)
+    trainer.train()
+    gaps = logged(trainer, "sampling/logprob_gap_max")
+    assert len(gaps) == 3 and max(gaps) < 10 * TOLERANCE, gaps
+    after = trained_weights(trainer.model)
+    assert any(not after[name].equal(weight) for name, weight in before.items() if "lora_B.default" in name)
+    trainer.sampler.backend.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sleeps", action="store_true")
+    args = parser.parse_args()
+    base = args.folder / "base"
+    tiny_model("llama", **SIZES).save_pretrained(base)
+    sample(base, args.folder / "adapters", args.sleeps)
+    train(base, args.folder / "run", args.sleeps)
+    print("sampled and trained")
+
+
+if __name__ == "__main__":
+    main()

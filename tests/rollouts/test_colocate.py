@@ -1,0 +1,229 @@
+"""ColocatedBackend: on a fake engine with a real model, and on the real one of vLLM in an environment with it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from onetrunk.models.build import build_trunk
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
+from onetrunk.rollouts.load import load_backend
+from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
+from tests.rollouts.small import PROMPTS
+from tests.rollouts.stub_engine import install
+from tests.rollouts.test_vllm import KEYS, PARAMS, assert_equal, assert_sampled_from, shaken
+from tests.rollouts.vllm_environment import vllm_python
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    return install(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    base_model().save_pretrained(folder)
+    return folder
+
+
+def policy(base, **config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+        return shaken(build_trunk(str(base), LoraConfig(**settings)))
+
+
+def kinds(engine):
+    return [kind for kind, _ in engine.made[-1].events]
+
+
+def test_it_samples_each_version_from_an_adapter_that_is_loaded_under_a_new_name(engine, base, tmp_path):
+    model, backend = policy(base), ColocatedBackend(tmp_path)
+    assert isinstance(backend, RolloutBackend) and not isinstance(backend, VersionedBackend)
+    for version in range(3):
+        backend.sync(shaken(model, version), version)
+        rollout = backend.generate(PROMPTS, PARAMS, KEYS)
+        assert rollout.policy_version == version and list(rollout.prompt_ids) == PROMPTS
+        assert_sampled_from(model, rollout)
+        # The same version again is not published again, and its keys decide the rows.
+        backend.sync(model, version)
+        assert_equal(backend.generate(PROMPTS, PARAMS, KEYS), rollout)
+        greedy = SamplingParams(6, 0.0, (9, 10))
+        ours = LocalBackend(model).generate(PROMPTS, greedy, KEYS)
+        assert backend.generate(PROMPTS, greedy, KEYS).completion_ids == ours.completion_ids
+        # Only the files of the version in use are there.
+        assert [path.name.rsplit("-", 1)[1] for path in backend._files.path.iterdir()] == [f"v{version}"]
+    with model.as_role("reference"):
+        backend.sync(model, 3)
+        assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    backend.sync(model, 3)
+    assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    names = [name for kind, name in engine.made[0].events if kind == "load"]
+    assert len(set(names)) == len(names) == 5 and len(engine.made) == 1
+    backend.close()
+    assert kinds(engine)[-1] == "shutdown" and not list(tmp_path.glob("*/*"))
+
+
+def test_a_continued_adapter_and_its_reference_are_both_served(engine, base, tmp_path):
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())
+    shaken(adapter, 1).save_pretrained(tmp_path / "adapter")
+    model, backend = build_trunk(str(tmp_path / "adapter")), ColocatedBackend(tmp_path / "files")
+    for _ in range(2):
+        for role in ("policy", "reference"):
+            with model.as_role(role):
+                backend.sync(shaken(model, 5), 1)
+                assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    assert [kind for kind in kinds(engine) if kind == "load"] == ["load"] * 4  # Two trials, and each role once.
+    backend.close()
+
+
+def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, monkeypatch):
+    model = policy(base)
+    monkeypatch.setattr("onetrunk.rollouts.colocate.has_gpu", lambda: True)
+    backend = ColocatedBackend(tmp_path, sleeps=True, gpu_memory_utilization=0.25)
+    for version in range(2):
+        backend.sync(shaken(model, version), version)
+        assert engine.made[0].sleeping
+        assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    # The check before training; then each rollout loads its adapter between waking and sleeping.
+    rollouts = ["wake", "load", "sleep", "wake", "remove", "load", "sleep"]
+    assert kinds(engine) == ["load", "remove", "sleep", *rollouts]
+    assert {level for kind, level in engine.made[0].events if kind == "sleep"} == {1}
+    settings = engine.made[0].settings
+    assert settings["enable_sleep_mode"] and settings["gpu_memory_utilization"] == 0.25
+    backend.close()
+
+
+def test_poll_ends_a_rollout_and_leaves_the_engine_ready_for_the_next(engine, base, tmp_path):
+    class Enough(Exception):
+        pass
+
+    calls = []
+
+    def poll():
+        calls.append(1)
+        if len(calls) == 3:
+            raise Enough
+
+    told = []
+    model = policy(base)
+    backend = ColocatedBackend(tmp_path, poll=poll, progress=lambda *done: told.append(done))
+    backend.sync(model, 0)
+    with pytest.raises(Enough):
+        backend.generate(PROMPTS, PARAMS, KEYS)
+    assert engine.made[0].events[-1] == ("abort", 3) and [done for done, _, _ in told] == [1, 2]
+    assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    backend.close()
+
+
+def test_the_engine_gets_the_policy_s_precision_rank_and_lengths_and_leaves_the_generators_alone(
+    engine, base, tmp_path
+):
+    model = policy(base, r=5)
+    backend = ColocatedBackend(tmp_path, max_rows=3)
+    before = torch.get_rng_state()
+    backend.check_policy(model, 40)
+    assert torch.get_rng_state().equal(before)
+    settings = engine.made[0].settings
+    expected = {"model": str(base), "dtype": "float32", "max_model_len": 40, "max_lora_rank": 8, "max_num_seqs": 3}
+    expected |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_lora": True}
+    assert settings.items() >= expected.items()
+    with pytest.raises(RuntimeError, match="has 40 positions, and .* may have 41 tokens; set vllm_max_model_length"):
+        backend.check_policy(model, 41)
+    backend.close()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("other_prompt", "an answer to another prompt"),
+        ("no_logprobs", "0 logprobs for"),
+        ("other_adapter", "an answer of the model 'another' where"),
+    ],
+)
+def test_an_answer_that_breaks_a_check_is_never_a_sample(engine, base, tmp_path, monkeypatch, fault, message):
+    backend = ColocatedBackend(tmp_path)
+    backend.sync(policy(base), 0)
+    monkeypatch.setattr(engine, "fault", fault)
+    with pytest.raises(RuntimeError, match=f"the vLLM engine in this process: {message}"):
+        backend.generate(PROMPTS, PARAMS, KEYS)
+    backend.close()
+
+
+def test_what_cannot_be_served_is_one_message_before_training(engine, base, tmp_path, monkeypatch):
+    base_model(seed=1).save_pretrained(tmp_path / "other")
+    other = policy(tmp_path / "other")
+    other.get_base_model().config.name_or_path = str(base)
+    with pytest.raises(RuntimeError, match="the vLLM engine in this process serves another base model"):
+        ColocatedBackend(tmp_path / "a").check_policy(other)
+    with pytest.raises(ValueError, match="is DoRA"):
+        ColocatedBackend(tmp_path / "b").check_policy(policy(base, use_dora=True))
+    with pytest.raises(ValueError, match="the policy was made in memory"):
+        ColocatedBackend(tmp_path / "c").check_policy(shaken(build_trunk(base_model(), lora())))
+    with pytest.raises(RuntimeError, match="nothing is published yet"):
+        ColocatedBackend(tmp_path / "d").generate(PROMPTS, PARAMS, KEYS)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="vllm_enable_sleep_mode needs a GPU"):
+            ColocatedBackend(tmp_path / "e", sleeps=True).check()
+    monkeypatch.setattr(engine, "fault", "no_memory")
+    with pytest.raises(RuntimeError, match=r"does not start in this process: Free memory .* desired\. Check vllm_gpu"):
+        ColocatedBackend(tmp_path / "f").check_policy(policy(base))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="works with one process; with several, set it to 'server'"):
+        ColocatedBackend(tmp_path / "g").check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_extra_is_named_before_a_model_loads(tmp_path):
+    settings = {"use_vllm": True, "vllm_mode": "colocate"}
+    with pytest.raises(ValueError, match=r"vLLM is not installed here: pip install 'onetrunk\[vllm\]'.*'server'"):
+        make_trainer(tmp_path, **settings)
+
+
+def test_settings_alone_train_on_samples_of_the_engine(engine, base, tmp_path):
+    config = PPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64)
+    assert isinstance(load_backend(config), ColocatedBackend)
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "num_rollouts": 3, "temperature": 0.8}
+    evaluation = {"eval_dataset": prompts(3), "eval_strategy": "steps", "eval_steps": 2}
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trainer = make_trainer(tmp_path / "run", model=model, **settings, **evaluation)
+    trainer.train()
+    gaps = logged(trainer, "sampling/logprob_gap_max") + logged(trainer, "eval_sampling/logprob_gap_max")
+    assert len(gaps) >= 4 and max(gaps) < 1e-4
+    # Importance weights are on, as with a server.
+    assert len(logged(trainer, "sampling/effective_sample_size")) == 3
+    versions = [name.rsplit("-", 1)[1] for kind, name in engine.made[0].events if kind == "load" and "policy" in name]
+    assert versions == sorted(set(versions)) and len(versions) >= 3
+    trainer.sampler.backend.close()
+
+
+def run_real(python, folder, *options):
+    """Run the script on the real engine of an environment; our packages come first, vLLM from its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), sysconfig.get_path("purelib")])}
+    words = [str(python), "-m", "tests.rollouts.colocated_vllm", str(folder), *options]
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_real_engine_samples_each_version_and_trains_on_a_cpu(tmp_path):
+    assert "sampled and trained" in run_real(vllm_python(), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_real_engine_sleeps_between_rollouts_on_a_gpu(tmp_path):
+    assert "sampled and trained" in run_real(sys.executable, tmp_path, "--sleeps")

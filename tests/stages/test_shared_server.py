@@ -1,0 +1,208 @@
+"""`onetrunk eval` and `onetrunk prefs` on a vLLM server, which also judges: a fake one with a real model."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from onetrunk import cli
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.rollouts.proof import PROBE_PROMPTS
+from onetrunk.rollouts.vllm import VLLMBackend
+from tests.feedback import runs
+from tests.judges.stub_server import completion, send
+from tests.ppo.support import base_model
+from tests.rollouts.stub_vllm import BASE, StubVLLM
+from tests.stages.test_eval_judge import CHECKS, lines, metrics, save_adapter
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+NUM_PROMPTS = 6
+# So cold that every draw is the most probable token: a server and this process then give the same completions.
+COLD = ("--temperature", "1e-5")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = runs.make_inputs(tmp_path_factory.mktemp("inputs"), num_prompts=NUM_PROMPTS - 1)
+    (folder / "checks.py").write_text(CHECKS)
+    save_adapter(folder / "adapter", folder / "model", seed=1)
+    save_adapter(folder / "adapter-2", folder / "model", seed=2)
+    tiny_model("llama", seed=4, initializer_range=0.1).save_pretrained(folder / "rival")
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder / "rival")
+    rubric = {"warm": f"{folder}/checks.py:warm", "concise": f"{folder}/checks.py:concise"}
+    runs.write_recipe(folder, judge=["rubric"], rubric=rubric, num_samples_to_print=0)
+    return folder
+
+
+@pytest.fixture
+def stub(inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with StubVLLM(AutoModelForCausalLM.from_pretrained(inputs / "model")) as server:
+        yield server
+
+
+def evaluate(inputs, *options, out):
+    words = ["--model_name_or_path", inputs / "adapter", "--dataset_name", inputs / "prompts.jsonl"]
+    words += ["--reward_funcs", f"{inputs}/checks.py:warm", "--max_completion_length", 6, "--use_cpu", "true"]
+    return cli.main(["eval", *map(str, [*words, "--output_dir", out, "--num_completions_to_print", 0, *options])])
+
+
+def on(stub):
+    return "--use_vllm", "true", "--vllm_server_base_url", stub.url
+
+
+def published(stub):
+    """Return (nonce, number-role-version) of each adapter that was loaded, in order."""
+    names = [name.split("-", 2)[1:] for kind, name in stub.events if kind == "load"]
+    return [nonce for nonce, _ in names], [what.split("-", 1)[1] for _, what in names]
+
+
+def asked(stub):
+    """Return how many prompts of the data each adapter, or the base, has answered. A probe asks for 8 tokens."""
+    names = [body["model"] for body in stub.bodies if body["max_tokens"] == 6]
+    return [names.count(name) for name in dict.fromkeys(names)]
+
+
+def test_every_side_of_an_evaluation_samples_under_its_own_name_and_ends_as_in_this_process(stub, inputs, tmp_path):
+    options = [*COLD, "--opponent", inputs / "adapter-2"]
+    assert evaluate(inputs, *options, out="local") == 0
+    assert evaluate(inputs, *options, *on(stub), out="served") == 0
+    local, served = metrics(tmp_path / "local"), metrics(tmp_path / "served")
+    assert (local.pop("sampled_by"), served.pop("sampled_by")) == ("this process", "vLLM 0.32.0")
+    assert "sampled_by: vLLM 0.32.0" in (tmp_path / "served/report.md").read_text()
+    assert lines(tmp_path / "served/pairs.jsonl") == lines(tmp_path / "local/pairs.jsonl")
+    for role in ("policy", "reference", "opponent"):
+        for name in ("score/mean", "score/warm", "completion/length"):
+            assert served[role][name] == local[role][name]
+    assert served["policy"].keys() == local["policy"].keys()
+    # The reference is the server's base. The trial shows whether the server takes the adapter at all.
+    nonces, what = published(stub)
+    assert what == ["trial-v0", "policy-v0", "trial-v0", "reference-v0"]
+    assert nonces[0] == nonces[1] != nonces[2] == nonces[3]
+    assert asked(stub) == [NUM_PROMPTS] * 3
+    # At the end nothing is left, on the server and on the disk.
+    assert stub.adapters == {} and not stub.missing and not list((tmp_path / "served/_adapters").iterdir())
+
+
+def test_a_base_model_publishes_nothing_and_an_opponent_on_another_base_samples_in_this_process(
+    stub, inputs, tmp_path, caplog
+):
+    model = ["--model_name_or_path", inputs / "model"]
+    assert evaluate(inputs, *model, "--opponent", inputs / "rival", *COLD, *on(stub), out="out") == 0
+    assert metrics(tmp_path / "out")["sampled_by"] == "reference: vLLM 0.32.0, opponent: this process"
+    assert stub.events == [] and asked(stub) == [NUM_PROMPTS]
+    assert any("another base model than opponent" in record.message for record in caplog.records)
+
+
+def test_what_keeps_a_server_from_sampling_is_one_message_before_anything_is_written(inputs, tmp_path, capsys):
+    short = ["--max_completion_length", 40]
+    with StubVLLM(base_model(seed=1), max_length=30) as other:
+        assert evaluate(inputs, *on(other), *short, out=tmp_path / "a") == 1
+        assert "start it with --max-model-len" in capsys.readouterr().err
+        assert evaluate(inputs, *on(other), out=tmp_path / "b") == 1
+        assert "serves another base model" in capsys.readouterr().err
+        assert runs.prefs(inputs, *on(other), out=tmp_path / "c") == 1
+        assert "serves another base model" in capsys.readouterr().err
+        assert other.adapters == {}
+    down = ["--use_vllm", "true", "--vllm_server_port", 9, "--vllm_server_timeout", 0.2]
+    for command in (evaluate, runs.prefs):
+        assert command(inputs, *down, out=tmp_path / "d") == 1
+        assert "vLLM server http://127.0.0.1:9: not ready" in capsys.readouterr().err
+    assert evaluate(inputs, "--vllm_server_port", 9, out=tmp_path / "e") == 2
+    assert "vllm_server_port is set and use_vllm is not" in capsys.readouterr().err
+    assert runs.prefs(inputs, *down, "--engine", "ray", out=tmp_path / "f") == 2
+    assert "engine is ray, whose workers each hold the model, and use_vllm is set" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/metrics.json"))
+
+
+@pytest.mark.parametrize("model", ["model", "adapter"])
+def test_preferences_are_sampled_on_the_server_and_never_twice(stub, inputs, tmp_path, model):
+    options = ["--model_name_or_path", inputs / model, "--keep_ties", "true", "--num_generations", 2, *on(stub)]
+    assert runs.prefs(inputs, *options, out="served") == 0
+    statistics = json.loads((tmp_path / "served/statistics.json").read_text())
+    assert statistics["about"]["sampled by"] == "vLLM 0.32.0"
+    assert statistics["counts"]["completions"] == 2 * (NUM_PROMPTS - 1)
+    assert published(stub)[1] == (["trial-v0", "policy-v1"] if model == "adapter" else [])
+    assert stub.adapters == {} and not stub.missing
+    # The same command reads the ledger: the server is only checked.
+    rows = (tmp_path / "served/data/preferences.jsonl").read_bytes()
+    stub.bodies.clear()
+    assert runs.prefs(inputs, *options, out="served") == 0
+    assert {body["model"] for body in stub.bodies} == {BASE} and len(stub.bodies) == PROBE_PROMPTS
+    assert (tmp_path / "served/data/preferences.jsonl").read_bytes() == rows
+
+
+def completions_in(folder):
+    with Ledger(folder / "ledger/ledger.jsonl") as ledger:
+        values = [ledger.get(key) for key in ledger.keys()]
+    return sorted(value if isinstance(value, str) else value["text"] for value in values if is_text(value))
+
+
+def is_text(value):
+    return isinstance(value, str) or (isinstance(value, dict) and "text" in value)
+
+
+def test_revisions_sample_policy_and_critic_on_one_server_each_by_its_version(stub, inputs, tmp_path):
+    config = json.loads((inputs / "prefs.yaml").read_text())
+    own = {"mode": "revise", "num_generations": 1, "max_critique_length": 5, "temperature": 1e-5}
+    models = {"model_name_or_path": str(inputs / "adapter"), "critic_model": str(inputs / "adapter-2")}
+    settings = {name: value for name, value in config.items() if name not in ("judge", "rubric")}
+    (tmp_path / "revise.yaml").write_text(json.dumps(settings | own | models))
+    for out, where in (("local", ()), ("served", on(stub))):
+        assert cli.main(["prefs", "--config", "revise.yaml", "--output_dir", out, *where]) == 0
+    assert published(stub)[1] == ["trial-v0", "policy-v1", "policy-v2"]
+    assert completions_in(tmp_path / "served") == completions_in(tmp_path / "local")
+    assert stub.adapters == {} and not stub.missing
+
+
+class JudgingStub(StubVLLM):
+    """Also answers chat questions, with the model's name as the judge: the first label, a little more likely."""
+
+    num_judged = 0
+
+    async def _answer(self, method, path, body, writer):
+        if path != "/v1/chat/completions":
+            await super()._answer(method, path, body, writer)
+            return
+        self.num_judged += 1
+        entries = [{"token": label, "logprob": value} for label, value in (("A", -0.4), ("B", -1.2))]
+        position = {**entries[0], "top_logprobs": entries}
+        await send(writer, 200, completion(body["model"], "A", [position]))
+
+
+def test_one_server_samples_and_judges(inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((inputs / "prefs.yaml").read_text())
+    config.pop("rubric")
+    with JudgingStub(AutoModelForCausalLM.from_pretrained(inputs / "model")) as stub:
+        config |= {"judge": [f"{stub.url}/v1"], "judge_model": BASE, "model_name_or_path": str(inputs / "adapter")}
+        (tmp_path / "shared.yaml").write_text(json.dumps({**config, "keep_ties": True}))
+        assert cli.main(["prefs", "--config", "shared.yaml", "--output_dir", "out", *on(stub)]) == 0
+        assert stub.num_judged > 10 and published(stub)[1] == ["trial-v0", "policy-v1"] and stub.adapters == {}
+        judge = ["--judge", f"{stub.url}/v1", "--judge_model", BASE, "--constitution", inputs / "constitution.yaml"]
+        assert evaluate(inputs, *judge, *on(stub), out="eval") == 0
+    about = json.loads((tmp_path / "out/statistics.json").read_text())["about"]
+    assert (about["judge"], about["sampled by"]) == (BASE, "vLLM 0.32.0")
+    assert metrics(tmp_path / "eval")["win_rate"]["position"]["first_slot_probability"] > 0.6
+
+
+def test_an_evaluation_shares_a_server_with_a_training_that_publishes_there(stub, inputs, tmp_path):
+    training = VLLMBackend(stub.url, tmp_path / "training")
+    training._files.open()
+    name = f"onetrunk-{training._files.nonce}-1-policy-v0"
+    folder = training._files.path / "1-policy-v0"
+    shutil.copytree(inputs / "adapter", folder)
+    assert stub._load({"lora_name": name, "lora_path": str(folder)})[0] == 200
+    assert evaluate(inputs, *COLD, *on(stub), out="out") == 0
+    assert list(stub.adapters) == [name] and folder.is_dir()
+    training._files.close()
+
+
+def test_a_signal_to_prefs_unloads_its_adapter(stub, inputs, monkeypatch):
+    def interrupt(*_words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onetrunk.stages.prefs.stage._write_rows", interrupt)
+    assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub)) == 130
+    assert published(stub)[1] == ["trial-v0", "policy-v1"] and stub.adapters == {}
