@@ -35,7 +35,7 @@ OTHERS: dict[str, Any] = {
     "alarm_clip_fraction": 0.1, "alarm_skipped_steps": 0.1, "alarm_explained_variance": -2.0, "stop_on_alarm": ["kl"],
     "schedule": "one_step", "max_staleness": 2, "vllm_server_base_url": ["http://b"],
     "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_clip_min": 0.5, "log_format": "lines",
+    "log_format": "lines",
     "vllm_importance_sampling_clip_min": 0.5, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
     "vllm_max_model_length": 64,
 }  # fmt: skip
