@@ -43,13 +43,22 @@ class PPOTensorBoard(RunTensorBoard):
     def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
-        self._kept: list[tuple[Experience, Tensor]] = []
+        # For each pack: mask, log ratios and advantages [R, C].
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
         self._num_alarms = 0
 
     def keep(self, experience: Experience, logprobs: Tensor) -> None:
-        """Keep a pack of the last step of a rollout, for the histograms; nothing is computed here."""
+        """Keep what the histograms show of a pack of the last step of a rollout; nothing waits for the device.
+
+        The experience itself is not kept: with its trunk states it is large.
+        """
         if (self.trainer.state.global_step + 1) % self.trainer.args.slots_per_rollout == 0:
-            self._kept.append((experience, logprobs.detach()))
+            log_ratios = logprobs.detach() - experience.old_logprobs
+            self._kept.append((experience.loss_mask, log_ratios, experience.advantages))
+
+    def forget(self) -> None:
+        """Drop what was kept of a step that will run again."""
+        self._kept = []
 
     def show_rollout(self, scored: ScoredRollout, step: int) -> None:
         """Write the histograms and some completions of a rollout of this process."""
@@ -89,10 +98,8 @@ class PPOTensorBoard(RunTensorBoard):
         if self.tb_writer is None:
             return
         if kept:
-            masks = [experience.loss_mask for experience, _ in kept]
-            ratios = [(logprobs - experience.old_logprobs).exp() for experience, logprobs in kept]
-            self._histogram("policy/ratio", ratios, masks, state.global_step)
-            advantages = [experience.advantages for experience, _ in kept]
+            masks, log_ratios, advantages = zip(*kept, strict=True)
+            self._histogram("policy/ratio", [x.exp() for x in log_ratios], masks, state.global_step)
             self._histogram("policy/advantages", advantages, masks, state.global_step)
         raised = self.trainer.alarms.raised
         for name, explanation in raised[self._num_alarms :]:

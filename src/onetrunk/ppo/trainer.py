@@ -320,6 +320,8 @@ class PPOTrainer(ResumableTrainer):
     def _forget_step(self, model: nn.Module) -> None:
         model.zero_grad()
         self.metric_log.drop_step()
+        if self.tensorboard is not None:
+            self.tensorboard.forget()
 
     def _cannot_retry(self, packs: Sequence[Pack], reason: str) -> RuntimeError:
         rows, width = (max(pack.input_ids.shape[i] for pack in packs) for i in (0, 1))
