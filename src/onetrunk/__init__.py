@@ -50,12 +50,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'onetrunk' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # A type checker would take every name for one that exists.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'onetrunk' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

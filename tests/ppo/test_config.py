@@ -117,8 +117,10 @@ def test_an_unknown_key_fails_with_its_nearest_neighbour(key, nearest):
 
 
 def test_several_wrong_keys_are_named_together():
-    with pytest.raises(ValueError, match="kl_coef: here beta; vf_coef: here value_coef; unknown key 'zzz'$"):
-        config(kl_coef=0.1, vf_coef=0.1, zzz=1)
+    with pytest.raises(
+        ValueError, match="exp_name: here run_name; stop_token_id: here stop_tokens .*; unknown key 'zzz'$"
+    ):
+        config(exp_name="a", stop_token_id=1, zzz=1)
 
 
 def test_a_parser_that_hands_over_every_field_and_a_copy_with_changes_work():

@@ -269,6 +269,16 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
         ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),
         ("ppo", ["--num_minibatches", "3"], "set num_minibatches to"),
+        (
+            "ppo",
+            ["--lora_target_modules", "q_proj", "vproj"],
+            "'vproj' (did you mean 'v_proj'?), and the model has no",
+        ),
+        (
+            "sft",
+            ["--use_peft", "true", "--lora_target_modules", "q_proj", "vproj"],
+            "'vproj' (did you mean 'v_proj'?), and the model has no such module",
+        ),
         ("ppo", ["--lora_target_modules", "lm_head"], "the output head and the embedding are shared"),
         (
             "sft",

@@ -104,15 +104,23 @@ def check_new_adapter(
     check_adapter_config(config)
     if isinstance(model, PreTrainedModel):
         check_targets(config, model)
-    elif (
-        isinstance(model, str)
-        and not kwargs.get("trust_remote_code")
-        and not is_adapter(model, kwargs.get("revision"))
-    ):
-        source = pinned_source(kwargs.get("revision"), False)
-        empty = empty_model(AutoModelForCausalLM, read_config("model", model, **source))
-        if empty is not None:
-            check_targets(config, empty)
+    elif isinstance(model, str) and not is_adapter(model, kwargs.get("revision")):
+        check_targets_by_name(config, model, kwargs.get("revision"), kwargs.get("trust_remote_code"))
+
+
+def check_targets_by_name(
+    config: PeftConfig, name: str, revision: str | None = None, trust_remote_code: bool | None = None
+) -> None:
+    """Check LoRA's targets against the base model at `name`, without its weights; code of the Hub is not run here.
+
+    Raises:
+        ValueError: the model does not have one of the targets.
+    """
+    if trust_remote_code:
+        return
+    model = empty_model(AutoModelForCausalLM, read_config("model", name, **pinned_source(revision, False)))
+    if model is not None:
+        check_targets(config, model)
 
 
 def check_model_type(model: Any) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, set_seed
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.settings import check_streaming
 from onetrunk.data.sharded import known_rows
-from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
+from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
 from onetrunk.models.parallel import gathered
@@ -91,13 +91,15 @@ def score_peft_config(
     """Return the LoRA config of a reward adapter on a sequence-classification model; None where all weights train.
 
     Raises:
-        ValueError: the model does not have the layers of adapter_layers, or adapter_layers is set without use_peft.
+        ValueError: the model does not have the layers of adapter_layers or a module of lora_target_modules, or
+            adapter_layers is set without use_peft.
     """
     if not model_args.use_peft:
         if args.adapter_layers != "all":
             raise ValueError(f"adapter_layers is {args.adapter_layers!r} and all weights train; set use_peft: true")
         return None
     config = model_args.peft_config()
+    check_targets(config, model)
     if args.adapter_layers != "all":
         layers = decoder_layers(model)
         config = policy_config(config, parse_adapter_layers(args.adapter_layers, len(layers)), len(layers))
