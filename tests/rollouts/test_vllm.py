@@ -229,7 +229,7 @@ def test_an_older_version_is_sampled_while_a_newer_one_is_published(stub, tmp_pa
     for version in (0, 4):
         with pytest.raises(RuntimeError, match=rf"version {version} of the policy is not on .* have \[1, 2, 3\]"):
             backend.generate_as("policy", version, PROMPTS, PARAMS, KEYS)
-    with pytest.raises(ValueError, match="role 'value' is neither"):
+    with pytest.raises(ValueError, match="role 'value' is none of policy, reference, base"):
         backend.generate_as("value", 3, PROMPTS, PARAMS, KEYS)
 
 
@@ -249,6 +249,29 @@ def test_the_reference_is(continues, stub, tmp_path):
     assert_equal(backend.generate(PROMPTS, PARAMS, KEYS), of_policy)
     assert of_policy.completion_ids != reference.completion_ids
     assert sum(name.endswith("reference-v0") for _, name in stub.events) == continues
+
+
+def test_only_the_roles_that_a_backend_names_are_published(stub, tmp_path):
+    model = shaken(TrunkModel.from_adapter(sft_model()), 5)
+    backend = backend_of([stub], tmp_path, roles=("policy",))
+    backend.sync(model, 3)
+    assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    assert not any(name.endswith("reference-v0") for _, name in stub.events)
+    # Without its adapter the reference would be the base.
+    with pytest.raises(ValueError, match="the reference is an adapter that is not published; name it in roles"):
+        backend.generate_as("reference", 0, PROMPTS, PARAMS, KEYS)
+    assert_sampled_from(base_model(), backend.generate_as("base", 0, PROMPTS, PARAMS, KEYS))
+    for roles in ((), ("policy", "value")):
+        with pytest.raises(ValueError, match="name policy, reference, or both"):
+            VLLMBackend(stub.url, tmp_path, roles=roles)
+
+
+def test_a_trunk_whose_reference_is_the_base_does_not_serve_the_copy_of_its_adapter(stub, tmp_path):
+    model, backend = TrunkModel.from_adapter(sft_model()), backend_of([stub], tmp_path)
+    model.has_reference_adapter = False
+    backend.sync(model, 0)
+    assert_sampled_from(base_model(), backend.generate_as("reference", 0, PROMPTS, PARAMS, KEYS))
+    assert not any(name.endswith("reference-v0") for _, name in stub.events)
 
 
 def test_a_model_without_adapters_samples_from_the_base(stub, tmp_path):
