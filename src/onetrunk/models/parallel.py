@@ -165,11 +165,6 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
         return None
-    if layout.tensor > 1:
-        raise ValueError(
-            "tensor parallelism is supported for PPO only; launch with accelerate_configs/fsdp2.yaml, which shards the"
-            " frozen base of every training"
-        )
     if not isinstance(model, PeftModel):
         raise ValueError(
             "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"

@@ -26,6 +26,7 @@ from onetrunk.models.new_scorer import (
 from onetrunk.models.parallel import gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config
+from onetrunk.models.tensor_parallel import forwards_of_first
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
@@ -167,8 +168,8 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     train(trainer, resume)
     trainer.to_teacher_scale()
     trainer.save_model()
-    with gathered(trainer.model):
-        if trainer.is_world_process_zero():
+    with gathered(trainer.model), forwards_of_first(trainer.model) as is_first:
+        if is_first:
             report(trainer, data, teacher, pairs, held_out)
     finish("distill", trainer, result_of(student), dataset_name=data.hub_dataset)
 
