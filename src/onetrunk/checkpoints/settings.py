@@ -214,12 +214,12 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
 
 
 def check_group_settings(args: TrainingArguments) -> None:
-    """Raise ValueError for settings of SFT, a reward model or distillation that tensor parallelism cannot carry out."""
+    """Raise ValueError for settings of SFT, reward or distillation that tensor parallelism cannot carry out."""
     reasons = {
         "use_liger_kernel": "its kernels read whole matrices",
         "neftune_noise_alpha": "its noise must be the same on all processes of a group, which nothing ensures",
         "eval_use_gather_object": "it would count each row once per process of a group",
-        "activation_offloading": "it does not know divided matrices",
+        "activation_offloading": "it lists the weights, which stay on the device, before they are divided",
     }
     used = [name for name in reasons if getattr(args, name, None)]
     for name in ("dispatch_batches", "split_batches"):

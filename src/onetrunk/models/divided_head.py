@@ -1,7 +1,7 @@
 """Logprobs of the labels of TRL's SFTTrainer over a head that tensor parallelism has divided.
 
-TRL computes them from the whole weight of the head, which it gathers in every forward. Here each process keeps its rows
-of the vocabulary, and the processes exchange a few numbers per token (ops/vocab_parallel.py).
+TRL computes them from the whole weight of the head, which it gathers in every forward. Here each process keeps its
+rows of the vocabulary, and the processes exchange a few numbers per token (ops/vocab_parallel.py).
 """
 
 from __future__ import annotations

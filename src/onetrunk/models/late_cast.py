@@ -1,10 +1,10 @@
 """Load weights in another precision than that of their files, without a whole copy in the memory of every process.
 
 safetensors maps a file into memory, and all processes of a machine share those pages. A cast copies them: a bfloat16
-file that is loaded in float32 takes twice its size in every process, before anything is sharded. Inside `casting_later`
-such a weight is loaded as a `LateCast`: it keeps the mapped tensor, has the precision that was asked for, and is cast in
-each operation that reads it. `cast_now` makes it an ordinary parameter, and is called layer by layer while a base is
-sharded or divided.
+file that is loaded in float32 takes twice its size in every process, before anything is sharded. Inside
+`casting_later` such a weight is loaded as a `LateCast`: it keeps the mapped tensor, has the precision that was asked
+for, and is cast in each operation that reads it. `cast_now` makes it an ordinary parameter; it is called layer by
+layer while a base is sharded or divided.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LateCast(Tensor):
 
 @contextlib.contextmanager
 def casting_later() -> Iterator[None]:
-    """Let transformers load matrices on the CPU as LateCast inside the block, where the precision is not the file's."""
+    """Let transformers load matrices as LateCast inside the block, on the CPU and in another precision than stored."""
     original = getattr(core_model_loading, READER)
 
     def read(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:

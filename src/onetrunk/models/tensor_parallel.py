@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from onetrunk.models.adapters import find_tuner_layers
 from onetrunk.models.base import active_dropout
+from onetrunk.models.late_cast import cast_now
 from onetrunk.models.parallel import (
     Layout,
     is_divided,
@@ -109,9 +111,7 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
     require_one_base(model)
     mesh = process_mesh(size)["tensor"]
     share = _Share(mesh.get_group(), mesh.get_local_rank(), size, mesh)
-    apply_tensor_parallelism(base, mesh, plan)
-    _drop_other_shares(base)
-    base.tie_weights()
+    _divide(base, mesh, plan)
     for name, layer in _lora_layers(base):
         style = plan.get(f"{name}.base_layer")
         if style in (COLUMNS, ROWS):
@@ -130,6 +130,22 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
         f" {local_bytes(model) / 2**20:,.1f} of {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads"
         " are replicated (DDP)"
     )
+
+
+def _divide(base: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Divide a base by a plan, layer by layer, so that one layer at a time is whole in its precision."""
+    modules = {name for name, _ in base.named_modules()}
+    parts: dict[str, dict[str, str]] = {}
+    for name, style in plan.items():
+        layer = re.match(r"(.*\.\d+)\.", name)
+        outside = name if name in modules else name.rpartition(".")[0]
+        parts.setdefault(layer[1] if layer else outside, {})[name] = style
+    for part, styles in parts.items():
+        cast_now(base.get_submodule(part))
+        apply_tensor_parallelism(base, mesh, styles)
+        _drop_other_shares(base.get_submodule(part))
+    base.tie_weights()
+    cast_now(base)
 
 
 def _plan_of(base: PreTrainedModel) -> dict[str, str]:

@@ -23,7 +23,7 @@ from onetrunk.models.new_scorer import (
     scorer_from_config,
     train_tokenizer,
 )
-from onetrunk.models.parallel import gathered
+from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import forwards_of_first
@@ -200,7 +200,8 @@ def make_student(
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
         check_tokenizer(tokenizer, name, [known_rows(rows) for rows in datasets], config.vocab_size)
     set_seed(args.seed)  # The new weights are random.
-    model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
+    with cast_when_sharded():
+        model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
     return model, tokenizer, score_peft_config(args, student, model)
 
 

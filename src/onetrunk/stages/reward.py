@@ -17,7 +17,7 @@ from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
-from onetrunk.models.parallel import gathered
+from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config, pinned_source
 from onetrunk.models.tensor_parallel import forwards_of_first
@@ -70,7 +70,8 @@ def make_trainer(
         tokenizer, name, datasets, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
     )
     set_seed(args.seed)  # The new head is random.
-    model = load_with_new_head(name, **kwargs)
+    with cast_when_sharded():
+        model = load_with_new_head(name, **kwargs)
     peft_config = score_peft_config(args, model_args, model)
     return RewardModelTrainer(model, args, train, held_out, tokenizer, peft_config=peft_config)
 
