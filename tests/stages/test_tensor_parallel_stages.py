@@ -27,10 +27,11 @@ NOUNS = "cat dog bird fish tree house river stone".split()
 # SGD: weights are linear in the gradient, so that no sign of a rounding error decides. The norm of every gradient is
 # above 1, so all are clipped. 5 held-out rows: the last batch of an evaluation is not full.
 OPTIONS = "--report_to none --disable_tqdm true --lr_scheduler_type constant --optim sgd --learning_rate 0.1".split()
-OPTIONS += "--max_grad_norm 1 --max_steps 4 --save_steps 2 --logging_steps 1 --eval_steps 2".split()
-OPTIONS += "--eval_strategy steps --eval_size 5 --per_device_eval_batch_size 2".split()
+OPTIONS += "--max_grad_norm 1 --max_steps 4 --save_steps 2 --logging_steps 1".split()
 OPTIONS += "--use_peft true --lora_r 4 --dtype float32".split()
-STREAMED = "--dataset_name files --streaming true --shuffle_window 20 --max_steps 12 --eval_strategy no --eval_size 0"
+HELD_OUT = "--eval_strategy steps --eval_steps 2 --eval_size 5 --per_device_eval_batch_size 2".split()
+# Rows that are read while it trains, for more than a pass; such rows are not held out.
+STREAMED = "--dataset_name files --streaming true --shuffle_window 20 --max_steps 12 --learning_rate 0.001"
 CASES = {
     "sft": "sft --dataset_name texts.jsonl --activation_checkpointing false",
     # The head is the divided embedding; layers run again in the backward.
@@ -48,9 +49,10 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
 def words_of(name, output, processes=1):
-    rows = 4 if processes < 4 else 2
-    own = CASES[name].split()
-    return [*own[:1], *OPTIONS, *BASE, *own[1:], "--output_dir", output, "--per_device_train_batch_size", str(rows)]
+    verb, *own = CASES[name].split()
+    held_out = [] if name == "streamed" else HELD_OUT
+    rows = ["--per_device_train_batch_size", str(4 if processes < 4 else 2)]
+    return [verb, *OPTIONS, *held_out, *BASE, *own, *rows, "--output_dir", output]
 
 
 BASE = ["--model_name_or_path", "base"]

@@ -62,12 +62,16 @@ WHOLE = (
 STYLES = (COLUMNS, ROWS, *WHOLE, "embedding_rowwise", "embedding_colwise")
 
 
-@functools.cache
 def process_mesh(group_size: int) -> DeviceMesh:
     """Return the mesh ("data", "tensor") of all processes; consecutive processes form a group.
 
-    The first call is collective.
+    The first call is collective, also the first one after a training has ended torch.distributed and another begins.
     """
+    return _mesh_of(dist.group.WORLD, group_size)
+
+
+@functools.cache
+def _mesh_of(_world: dist.ProcessGroup, group_size: int) -> DeviceMesh:
     replicas = dist.get_world_size() // group_size
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return init_device_mesh(device_type, (replicas, group_size), mesh_dim_names=("data", "tensor"))
