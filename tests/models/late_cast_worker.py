@@ -32,6 +32,7 @@ SHAPE = {
     "num_hidden_layers": 10,
     "vocab_size": 4096,
 }
+M_MMAP_THRESHOLD = -3  # malloc.h
 LAYOUTS = {"fsdp2": Layout(), "tensor_parallel": Layout(1, 1, tensor=2)}
 
 
@@ -62,7 +63,6 @@ def highest() -> Iterator[list[int]]:
 def measure(name: str, kind: str, block: Any) -> dict[str, Any]:
     """Load and share a base; return private bytes in shares of the whole base, and a digest of a share."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = private_bytes()
     with highest() as peak:
         with block:
@@ -72,7 +72,6 @@ def measure(name: str, kind: str, block: Any) -> dict[str, Any]:
         model = get_peft_model(base, lora(task_type="CAUSAL_LM", r=1, target_modules=["q_proj"]))
         distribute_frozen(model, LAYOUTS[kind], torch.device(CPU))
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
     end = private_bytes() - before
     shares = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in model.named_parameters()}
     return {"peak": (peak[0] - before) / whole, "end": end / whole, "weights": tensors_digest(shares)}
@@ -80,6 +79,8 @@ def measure(name: str, kind: str, block: Any) -> dict[str, Any]:
 
 def work(rank: int, folder: str, name: str, kind: str) -> None:
     """Write what this process has measured into `folder`."""
+    # Matrices of large models are returned to the system when they are freed; so are those of this small one.
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
     join_group(CPU, folder, rank, 2)
     measure(name, kind, contextlib.nullcontext())  # Buffers that are allocated once.
     results = {"late": measure(name, kind, casting_later()), "at once": measure(name, kind, contextlib.nullcontext())}

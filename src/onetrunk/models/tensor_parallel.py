@@ -192,18 +192,19 @@ def _check_divisible(model: PeftModel, plan: dict[str, str], size: int) -> None:
             )
     if getattr(base, "quantization_method", None) is not None:
         raise ValueError(f"a quantised base is not supported by tensor parallelism; load it in bfloat16, or {advice}")
+    _check_replicated(base, plan, advice)
     if any(layer.lora_variant or type(layer) is not lora.Linear for _, layer in _lora_layers(base)):
         raise ValueError(
             "tensor parallelism supports plain LoRA on linear layers; DoRA needs the norms of whole matrices: set"
             f" use_dora to false, or {advice}"
         )
-    _check_replicated(base, plan, advice)
 
 
 def _check_replicated(base: PreTrainedModel, plan: dict[str, str], advice: str) -> None:
     """Raise ValueError for what the processes of a group would not have, or not compute, alike."""
     trained = [name for name, p in base.named_parameters() if p.requires_grad and plan.get(name)]
-    wrapped = [n for n, module in base.named_modules() if isinstance(module, AuxiliaryTrainingWrapper) and n in plan]
+    copied = [name for name, module in base.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    wrapped = [name for name in copied if replace_layer_number_by_wildcard(name) in base.tp_plan]
     if trained or wrapped:
         raise ValueError(
             f"tensor parallelism divides {(trained + wrapped)[0]}, and it trains; train adapters only (no"
