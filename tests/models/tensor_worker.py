@@ -112,7 +112,9 @@ def counted_collectives() -> Iterator[Counter]:
     def counting(name: str, original: Any) -> Any:
         def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             count[name] += 1
-            count[f"{name} of numbers"] += tensor.numel()
+            count[f"{name} of numbers"] += (
+                sum(t.numel() for t in tensor) if isinstance(tensor, list) else tensor.numel()
+            )
             return original(tensor, *args, **kwargs)
 
         return run

@@ -11,7 +11,7 @@ import torch.multiprocessing
 from peft import get_peft_model
 
 from onetrunk.models import parallel
-from onetrunk.models.parallel import Layout, replicas_of_what_trains, shard_frozen
+from onetrunk.models.parallel import Layout, replicas_of_what_trains
 from onetrunk.models.tensor_parallel import divide_frozen
 from tests.models import tensor_worker
 from tests.models.branches import a_trunk, lora
@@ -149,12 +149,24 @@ def test_a_model_that_cannot_be_divided_is_rejected_with_what_to_do(build, size,
         divided(build(), size)
 
 
-def test_trainings_other_than_ppo_reject_it(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    model = get_peft_model(tiny_model("llama"), lora(task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="supported for PPO only.*fsdp2.yaml"):
-        shard_frozen(model, Layout(1, 1, tensor=2), torch.device("cpu"))
+def test_a_model_whose_weights_all_train_is_rejected():
+    with pytest.raises(ValueError, match="all weights of this model train; set use_peft: true"):
+        divided(tiny_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"modules_to_save": ["lm_head"]}, {}, "divides lm_head, and it trains; train adapters only"),
+        ({"trainable_token_indices": {"embed_tokens": [5]}}, {}, "divides model.embed_tokens, and it trains"),
+        ({"lora_dropout": 0.1}, {}, r"not supported with dropout \(model.layers.0.*lora_dropout.default\)"),
+        ({}, {"attention_dropout": 0.1}, r"not supported with dropout \(model.layers.0.self_attn.attention_dropout\)"),
+    ],
+)
+def test_what_would_not_be_alike_on_the_processes_of_a_group_is_rejected(changes, settings, message):
+    model = get_peft_model(tiny_model("llama", **settings), lora(task_type="CAUSAL_LM", **changes))
+    with pytest.raises(ValueError, match=message):
+        divided(model)
 
 
 def test_accelerate_wraps_a_divided_base_in_ddp_where_it_would_reject_it():

@@ -31,6 +31,10 @@ def test_the_processes_agree_to_the_bit_and_training_gives_the_logprobs_of_scori
     assert all(facts["ratio is 1"] and facts["ranks agree"] for facts in ranks)
 
 
+def test_a_target_with_the_highest_logit_of_all_processes_is_known(ranks):
+    assert all(facts["top1"] == [True, True] for facts in ranks)
+
+
 def test_four_numbers_per_token_are_exchanged_and_one_vector_where_it_trains(ranks):
     sums = [[TOKENS], [3, TOKENS]]
     for facts in ranks:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from onetrunk.ops import fused_token_logprobs, token_logprobs
-from onetrunk.ops.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from onetrunk.ops.vocab_parallel import VocabShard, logprobs_and_top1, vocab_parallel_logprobs
 from tests.ops.test_logprobs import WAYS, case
 
 # Vocabularies of even shares, of a short last share, and (with 4 processes) of an empty last share.
@@ -116,7 +116,13 @@ def work(rank: int, folder: str, world_size: int) -> None:
     trained, _ = vocab_parallel_logprobs(hidden, weight[rows], targets, shard)
     gathered = [torch.empty_like(scored) for _ in range(world_size)]
     dist.all_gather(gathered, scored)
+    _, _, is_top1 = logprobs_and_top1(hidden, weight[rows], targets, shard)
+    # The target is the token with the highest logit in every second row.
+    highest = (hidden @ weight.T).argmax(dim=1)
+    chosen = torch.where(torch.arange(len(targets)) % 2 == 0, highest, (highest + 1) % 11)
+    top1 = [found.tolist() for found in (is_top1, logprobs_and_top1(hidden, weight[rows], chosen, shard)[2])]
     facts = {
+        "top1": [top1[0] == (targets == highest).tolist(), top1[1] == [i % 2 == 0 for i in range(len(targets))]],
         "float64": largest_error(rank, world_size, torch.float64),
         "float32": largest_error(rank, world_size, torch.float32),
         "bfloat16": half_precision_error(rank, world_size),

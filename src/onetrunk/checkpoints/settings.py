@@ -29,6 +29,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.utils.files import read_json
 from onetrunk.utils.options import option
 
@@ -41,7 +42,7 @@ SETTINGS_FILE = "run_settings.json"
 
 BOUND_SETTINGS = tuple(
     "per_device_train_batch_size gradient_accumulation_steps num_processes rows adapter seed data_seed optim"
-    " dataloader_drop_last train_sampling_strategy auto_find_batch_size".split()
+    " dataloader_drop_last train_sampling_strategy auto_find_batch_size tensor_parallel".split()
 )
 KEPT_SETTINGS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 FREE_SETTINGS = frozenset(
@@ -145,7 +146,8 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
     settings["rows"] = rows_digest(trainer.train_dataset)
     if isinstance(trainer.train_dataset, ShardedRows):
         settings["row_contents"] = trainer.train_dataset.contents
-    settings["num_processes"] = trainer.accelerator.num_processes
+    ranks = DataParallel(trainer.accelerator)
+    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size}
     settings["adapter"] = _adapter_settings(model) if has_adapter else None
     settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path
     # Tuples become lists, as in settings that are read from a file.
@@ -162,6 +164,8 @@ def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed
     saved = read_json(path)
     if not isinstance(saved, dict):
         raise ValueError(f"{path} does not hold the settings of a run; pass another checkpoint")
+    # Written since tensor parallelism is supported.
+    saved = {"tensor_parallel": 1, **saved}
     require_same(path, saved, current, BOUND_SETTINGS)
     keep_optimizer_settings(path, saved, current, KEPT_SETTINGS, is_allowed)
     others = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
@@ -213,6 +217,26 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
     if args.dataloader_num_workers and reads_alone:
         raise ValueError(
             "dataloader_num_workers is set, and the teacher labels streamed rows in this process; leave it out"
+        )
+
+
+def check_group_settings(args: TrainingArguments) -> None:
+    """Raise ValueError for settings of SFT, reward or distillation that tensor parallelism cannot carry out."""
+    reasons = {
+        "use_liger_kernel": "its kernels read whole matrices",
+        "neftune_noise_alpha": "its noise must be the same on all processes of a group, which nothing ensures",
+        "eval_use_gather_object": "it would count each row once per process of a group",
+        "activation_offloading": "it lists the weights, which stay on the device, before they are divided",
+    }
+    used = [name for name in reasons if getattr(args, name, None)]
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(args.accelerator_config, name):
+            used.append(f"accelerator_config.{name}")
+            reasons[used[-1]] = "it deals rows out to processes, and the processes of a group share theirs"
+    if used:
+        raise ValueError(
+            f"{used[0]} is not supported with tensor parallelism: {reasons[used[0]]}; leave it out, or launch with"
+            " accelerate_configs/fsdp2.yaml"
         )
 
 

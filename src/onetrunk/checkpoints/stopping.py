@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather
 
 from onetrunk.utils.output import lasting_output
 
@@ -120,10 +121,11 @@ class StopSignals:
 
     def agreed(self, accelerator: Accelerator) -> bool:
         """Return whether any process is to stop. Every process must call it at the same point."""
-        if accelerator.num_processes == 1:
+        # Of all processes, also where the trainer counts a group of tensor parallelism as one.
+        if accelerator.state.num_processes == 1:
             return self.received is not None
         is_stopping = torch.tensor([float(self.received is not None)], device=accelerator.device)
-        if not accelerator.gather(is_stopping).max().item():
+        if not gather(is_stopping).max().item():
             return False
         self.received = self.received or "a signal to another process"
         return True

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -73,6 +73,7 @@ from onetrunk.checkpoints.resume_point import (
 from onetrunk.checkpoints.secrets import without_secrets
 from onetrunk.checkpoints.settings import (
     SETTINGS_FILE,
+    check_group_settings,
     check_plain_settings,
     check_streaming,
     plain_settings,
@@ -82,8 +83,10 @@ from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
-from onetrunk.models.parallel import is_sharded, launch_layout, replicas_of_what_trains, shard_frozen
+from onetrunk.models.divided_head import keep_head_divided
+from onetrunk.models.parallel import is_divided, is_sharded, launch_layout, replicas_of_what_trains
 from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
+from onetrunk.models.tensor_parallel import GroupAccelerator, distribute_frozen
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
@@ -123,7 +126,7 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._continue_tensorboard()
         self.heartbeat = Heartbeat.of(self.args.output_dir, self.args.process_index)
-        sharding = shard_frozen(self.model, self._layout, self.args.device)
+        sharding = distribute_frozen(self.model, self._layout, self.args.device)
         if sharding is not None and self.args.should_log:
             tqdm.write(sharding, file=sys.stderr)
         self.add_callback(self._loop_events)
@@ -592,6 +595,21 @@ class ResumableTRLTrainer(ResumableTrainer):
             self.train_dataset = streamed
         self._settings = plain_settings(self)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Accelerator; to it a group of tensor parallelism is one process."""
+        super().create_accelerator_and_postprocess()
+        if self._group_size > 1:
+            check_group_settings(self.args)
+            GroupAccelerator.convert(self.accelerator)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the rows of an optimizer step; the processes of a group of tensor parallelism share theirs."""
+        return super().get_total_train_batch_size(args) // self._group_size
+
+    @property
+    def _group_size(self) -> int:
+        return 1 if self._layout is None else self._layout.tensor
+
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings and digests that decide what the run computes."""
         return self._settings
@@ -637,11 +655,17 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
     """
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any):
-        if not isinstance(train_dataset, ShardedRows):
+        if isinstance(train_dataset, ShardedRows):
+            sample = train_dataset.sample()
+            streamed = train_dataset.encoded(lambda rows: self._encode(rows))
+            super().__init__(*args, train_dataset=sample, streamed=streamed, **kwargs)
+            self._prepare_streamed(sample)
+        else:
             super().__init__(*args, train_dataset=train_dataset, **kwargs)
-            return
-        rows, sample = train_dataset, train_dataset.sample()
-        super().__init__(*args, train_dataset=sample, streamed=rows.encoded(lambda rows: self._encode(rows)), **kwargs)
+        if is_divided(self.model):
+            keep_head_divided(self.model.get_base_model())
+
+    def _prepare_streamed(self, sample: Dataset) -> None:
         batch: list[dict[str, Any]] = [{**row, PLACE: place} for place, row in enumerate(sample)]
         # datasets hashes what the function holds: with `self` that would be the model, which fails if it is sharded.
         source = IterableDataset.from_generator(lambda: iter(batch))

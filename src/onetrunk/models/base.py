@@ -207,6 +207,17 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(owner, name, 0.0)
 
 
+def active_dropout(model: nn.Module) -> str | None:
+    """Return the name of a dropout above 0 that `disable_dropout` would set to 0; None if there is none."""
+    for path, owner in model.named_modules():
+        if isinstance(owner, _DROPOUT_MODULES) and owner.p > 0:
+            return path
+        for name, value in vars(owner).items():
+            if isinstance(value, float) and value > 0 and _DROPOUT_NAME.fullmatch(name):
+                return f"{path}.{name}"
+    return None
+
+
 def backbone(model: nn.Module) -> nn.Module:
     """Return the decoder body whose `last_hidden_state` the head reads; `model` may be wrapped by PEFT."""
     return _base(model).get_decoder()

@@ -15,7 +15,9 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import accelerate.accelerator
 import torch
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.base import decoder_layers
+from onetrunk.models.late_cast import cast_now, casting_later
 from onetrunk.models.sources import base_fingerprint, keep_identity
 
 USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
@@ -165,11 +168,6 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
         return None
-    if layout.tensor > 1:
-        raise ValueError(
-            "tensor parallelism is supported for PPO only; launch with accelerate_configs/fsdp2.yaml, which shards the"
-            " frozen base of every training"
-        )
     if not isinstance(model, PeftModel):
         raise ValueError(
             "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"
@@ -190,7 +188,9 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     # Values and next values are views of a head's output; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in decoder_layers(model):
+        cast_now(layer)
         fully_shard(layer, mesh=mesh, ignored_params=kept)
+    cast_now(model)
     fully_shard(model, mesh=mesh, ignored_params=kept)
     model.to(device)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -203,6 +203,19 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
         f"fsdp2: the frozen base is sharded over {shards} processes{copies}: {local_bytes(model) / 2**20:,.1f} of"
         f" {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads are replicated (DDP)"
     )
+
+
+def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
+    """Return a block in which the base of this launch is loaded: if it will be sharded or divided, with late casts.
+
+    `shard_frozen` and tensor parallelism then cast layer by layer, and no process holds the whole base in another
+    precision than its files have.
+
+    Args:
+        quantization: config of a base that is quantised while it loads, which reads its weights at once.
+    """
+    is_shared = launch_layout() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return casting_later() if is_shared and quantization is None else contextlib.nullcontext()
 
 
 def require_one_base(model: PeftModel) -> None:

@@ -11,7 +11,9 @@ have to be gathered.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,9 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply, send_to_device
 from peft import PeftModel
 from peft.tuners import lora
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -32,7 +35,17 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from onetrunk.models.adapters import find_tuner_layers
-from onetrunk.models.parallel import Layout, launch_layout, local_bytes, mark_divided, require_one_base
+from onetrunk.models.base import active_dropout
+from onetrunk.models.late_cast import cast_now
+from onetrunk.models.parallel import (
+    Layout,
+    is_divided,
+    launch_layout,
+    local_bytes,
+    mark_divided,
+    require_one_base,
+    shard_frozen,
+)
 from onetrunk.models.sources import keep_identity
 from onetrunk.ops.vocab_parallel import VocabShard
 
@@ -49,15 +62,29 @@ WHOLE = (
 STYLES = (COLUMNS, ROWS, *WHOLE, "embedding_rowwise", "embedding_colwise")
 
 
-@functools.cache
 def process_mesh(group_size: int) -> DeviceMesh:
     """Return the mesh ("data", "tensor") of all processes; consecutive processes form a group.
 
-    The first call is collective.
+    The first call is collective, also the first one after a training has ended torch.distributed and another begins.
     """
+    return _mesh_of(dist.group.WORLD, group_size)
+
+
+@functools.cache
+def _mesh_of(_world: dist.ProcessGroup, group_size: int) -> DeviceMesh:
     replicas = dist.get_world_size() // group_size
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return init_device_mesh(device_type, (replicas, group_size), mesh_dim_names=("data", "tensor"))
+
+
+def distribute_frozen(model: PeftModel, layout: Layout | None, device: torch.device) -> str | None:
+    """Shard or divide the frozen weights of a model in place, as the layout of the launch asks.
+
+    Arguments, result and errors as in `shard_frozen`; one that tensor parallelism has divided already stays as it is.
+    """
+    if layout is None or layout.tensor == 1:
+        return shard_frozen(model, layout, device)
+    return None if is_divided(model) else divide_frozen(model, layout, device)
 
 
 def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str:
@@ -75,6 +102,11 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
         ValueError: the model cannot be divided like this; the message says why.
         RuntimeError: the processes loaded different bases.
     """
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            "tensor parallelism divides the frozen base here, and all weights of this model train; set use_peft: true,"
+            " or launch with accelerate_configs/ddp.yaml"
+        )
     base, size = model.get_base_model(), layout.tensor
     plan = _plan_of(base)
     _check_divisible(model, plan, size)
@@ -83,9 +115,7 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
     require_one_base(model)
     mesh = process_mesh(size)["tensor"]
     share = _Share(mesh.get_group(), mesh.get_local_rank(), size, mesh)
-    apply_tensor_parallelism(base, mesh, plan)
-    _drop_other_shares(base)
-    base.tie_weights()
+    _divide(base, mesh, plan)
     for name, layer in _lora_layers(base):
         style = plan.get(f"{name}.base_layer")
         if style in (COLUMNS, ROWS):
@@ -104,6 +134,22 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
         f" {local_bytes(model) / 2**20:,.1f} of {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads"
         " are replicated (DDP)"
     )
+
+
+def _divide(base: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Divide a base by a plan, layer by layer, so that one layer at a time is whole in its precision."""
+    modules = {name for name, _ in base.named_modules()}
+    parts: dict[str, dict[str, str]] = {}
+    for name, style in plan.items():
+        layer = re.match(r"(.*\.\d+)\.", name)
+        outside = name if name in modules else name.rpartition(".")[0]
+        parts.setdefault(layer[1] if layer else outside, {})[name] = style
+    for part, styles in parts.items():
+        cast_now(base.get_submodule(part))
+        apply_tensor_parallelism(base, mesh, styles)
+        _drop_other_shares(base.get_submodule(part))
+    base.tie_weights()
+    cast_now(base)
 
 
 def _plan_of(base: PreTrainedModel) -> dict[str, str]:
@@ -146,10 +192,29 @@ def _check_divisible(model: PeftModel, plan: dict[str, str], size: int) -> None:
             )
     if getattr(base, "quantization_method", None) is not None:
         raise ValueError(f"a quantised base is not supported by tensor parallelism; load it in bfloat16, or {advice}")
+    _check_replicated(base, plan, advice)
     if any(layer.lora_variant or type(layer) is not lora.Linear for _, layer in _lora_layers(base)):
         raise ValueError(
             "tensor parallelism supports plain LoRA on linear layers; DoRA needs the norms of whole matrices: set"
             f" use_dora to false, or {advice}"
+        )
+
+
+def _check_replicated(base: PreTrainedModel, plan: dict[str, str], advice: str) -> None:
+    """Raise ValueError for what the processes of a group would not have, or not compute, alike."""
+    trained = [name for name, p in base.named_parameters() if p.requires_grad and plan.get(name)]
+    copied = [name for name, module in base.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    wrapped = [name for name in copied if replace_layer_number_by_wildcard(name) in base.tp_plan]
+    if trained or wrapped:
+        raise ValueError(
+            f"tensor parallelism divides {(trained + wrapped)[0]}, and it trains; train adapters only (no"
+            f" modules_to_save or new tokens), or {advice}"
+        )
+    random = active_dropout(base)
+    if random is not None:
+        raise ValueError(
+            f"tensor parallelism is not supported with dropout ({random}): each process of a group would draw it for"
+            f" its own part of a layer; set lora_dropout and the dropouts of the model's config to 0, or {advice}"
         )
 
 
@@ -266,15 +331,15 @@ class DataParallel:
 
     @property
     def process_index(self) -> int:
-        return self.accelerator.process_index // self.group_size
+        return self.accelerator.state.process_index // self.group_size
 
     @property
     def num_processes(self) -> int:
-        return self.accelerator.num_processes // self.group_size
+        return self.accelerator.state.num_processes // self.group_size
 
     @property
     def is_first_of_group(self) -> bool:
-        return self.accelerator.process_index % self.group_size == 0
+        return self.accelerator.state.process_index % self.group_size == 0
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all these processes, of equal shapes, joined along the first dimension."""
@@ -303,6 +368,82 @@ class DataParallel:
     @property
     def _group(self) -> dist.ProcessGroup:
         return process_mesh(self.group_size)["data"].get_group()
+
+
+class GroupAccelerator(Accelerator):
+    """An Accelerator to which a group of tensor parallelism is one process, for trainers that know of no groups.
+
+    What it deals out and reduces (rows of a DataLoader, metrics, counts) then counts each row once. What all processes
+    must agree on is not reduced with it.
+    """
+
+    @classmethod
+    def convert(cls, accelerator: Accelerator) -> None:
+        """Make an Accelerator that a trainer has created one of this class."""
+        accelerator.__class__ = cls
+
+    @property
+    def num_processes(self) -> int:
+        return DataParallel(self).num_processes
+
+    @property
+    def process_index(self) -> int:
+        return DataParallel(self).process_index
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all groups, or of nested containers of tensors, joined along the first dimension."""
+        ranks = DataParallel(self)
+        return recursively_apply(lambda own: ranks.gather(own if own.ndim else own[None]), tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum or the mean over the groups, times `scale` (as Accelerator.reduce)."""
+        ranks = DataParallel(self)
+        factor = scale / ranks.num_processes if reduction == "mean" else scale
+        return recursively_apply(lambda own: ranks.sum(own) * factor, tensor)
+
+
+@contextlib.contextmanager
+def forwards_of_first(model: nn.Module) -> Iterator[bool]:
+    """Let the first of all processes run forwards of a divided model on its own; yield True on it, False elsewhere.
+
+    The other processes of its group run the same forwards until its block ends, and only then enter theirs. The
+    forwards have no gradient. With a model that is not divided nothing is done.
+    """
+    is_first = is_first_process()
+    if not is_divided(model):
+        yield is_first
+        return
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    group = process_mesh(launch_layout().tensor)["tensor"].get_group()
+    if 0 not in dist.get_process_group_ranks(group):
+        yield False
+        return
+    if not is_first:
+        _follow(base, group)
+        yield False
+        return
+
+    def tell(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        dist.broadcast_object_list([(base.training, args, kwargs)], src=0, group=group)
+
+    hook = base.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        yield True
+    finally:
+        hook.remove()
+        dist.broadcast_object_list([None], src=0, group=group)
+
+
+@torch.no_grad()
+def _follow(base: nn.Module, group: dist.ProcessGroup) -> None:
+    """Run the forwards that the first process tells of, until it tells that there are no more."""
+    while True:
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, src=0, group=group)
+        if message[0] is None:
+            return
+        is_training, args, kwargs = send_to_device(message[0], next(base.parameters()).device)
+        base.train(is_training)(*args, **kwargs)
 
 
 def once_per_group(compute: Callable[[], T]) -> T:

@@ -113,7 +113,7 @@ def fused_token_logprobs(
     """
     check_operands(hidden, weight, targets, bias, len(weight))
     head = Head(autocast_once(weight), autocast_once(bias), temperature, softcap, logit_scale)
-    return logprobs_by_tiles(hidden, targets, head, chunk_size, chunk_bytes, entropy_grad)
+    return logprobs_by_tiles(hidden, targets, head, chunk_size, chunk_bytes, entropy_grad)[:2]
 
 
 def logprobs_by_tiles(
@@ -124,8 +124,11 @@ def logprobs_by_tiles(
     chunk_bytes: int | None = None,
     entropy_grad: bool = False,
     new_chunk: Callable[..., Chunk] = Chunk,
-) -> tuple[Tensor, Tensor]:
-    """Return what `fused_token_logprobs` returns, over checked operands; `new_chunk` makes the Chunks."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `fused_token_logprobs` returns, over checked operands, and whether no logit is above the target's.
+
+    `new_chunk` makes the Chunks.
+    """
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
     # Decided here: inside the forward of a Function grad mode is off, and needs_input_grad ignores torch.no_grad().
     wants_grad = torch.is_grad_enabled() and hidden.requires_grad
@@ -158,11 +161,12 @@ class _Tiling:
 
 class _FusedTokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Head, tiling: _Tiling) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Head, tiling: _Tiling) -> tuple[Tensor, ...]:
         ctx.hidden_dtype = hidden.dtype
         hidden = autocast_once(hidden)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
+        is_top1 = hidden.new_empty(len(hidden), dtype=torch.bool)
         wanted = (tiling.wants_grad, tiling.entropy_grad)
         grads = [torch.empty_like(hidden, dtype=dtype) if is_wanted else None for is_wanted in wanted]
         # The operands have their dtypes already; autocast would cast the sums of a tile.
@@ -171,17 +175,18 @@ class _FusedTokenLogprobs(torch.autograd.Function):
                 width = tiling.width(rows.stop - rows.start, dtype)
                 chunk = tiling.new_chunk(hidden[rows], targets[rows], head, width, *wanted)
                 logprobs[rows], entropy[rows], *chunk_grads = chunk.run()
+                is_top1[rows] = chunk.sums.target >= chunk.sums.highest
                 for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
                     if grad is not None:
                         grad[rows] = chunk_grad
         ctx.save_for_backward(*(grad for grad in grads if grad is not None))
-        if not tiling.entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        constants = (is_top1,) if tiling.entropy_grad else (is_top1, entropy)
+        ctx.mark_non_differentiable(*constants)
+        return logprobs, entropy, is_top1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         grad = torch.zeros((), device=grad_logprobs.device)
         for upstream, grads in zip((grad_logprobs, grad_entropy), ctx.saved_tensors, strict=False):
             grad = grad + upstream[:, None] * grads

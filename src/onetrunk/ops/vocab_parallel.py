@@ -65,6 +65,29 @@ def vocab_parallel_logprobs(
     Raises:
         ValueError: as `fused_token_logprobs`.
     """
+    options = (temperature, bias, softcap, logit_scale)
+    sizes = {"chunk_size": chunk_size, "chunk_bytes": chunk_bytes, "entropy_grad": entropy_grad}
+    return logprobs_and_top1(hidden, weight, targets, shard, *options, **sizes)[:2]
+
+
+def logprobs_and_top1(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    *,
+    chunk_size: int | None = None,
+    chunk_bytes: int | None = None,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `vocab_parallel_logprobs` returns, and a bool [N]: whether no logit is above that of the target.
+
+    Arguments and errors as there.
+    """
     check_operands(hidden, weight, targets, bias, shard.vocab_size)
     head = _HeadShard(autocast_once(weight), autocast_once(bias), temperature, softcap, logit_scale, shard)
     return logprobs_by_tiles(hidden, targets, head, chunk_size, chunk_bytes, entropy_grad, _ShardChunk)

@@ -26,10 +26,10 @@ from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.cache import TrunkCache, choose_place
-from onetrunk.models.parallel import is_divided, launch_layout, shard_frozen
+from onetrunk.models.parallel import cast_when_sharded, is_divided, launch_layout
 from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
-from onetrunk.models.tensor_parallel import divide_frozen
+from onetrunk.models.tensor_parallel import distribute_frozen
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import (
     check_launch,
@@ -140,23 +140,22 @@ def load_sampled_model(
     if isinstance(backend, VLLM_BACKENDS):
         backend.check()
     set_seed(args.seed)
-    trunk = build_trunk(
-        model,
-        inputs.peft_config,
-        value_head=args.value_head,
-        adapter_layers=args.adapter_layers,
-        quantization_config=inputs.quantization_config,
-        model_init_kwargs=args.model_init_kwargs,
-    )
+    with cast_when_sharded(inputs.quantization_config):
+        trunk = build_trunk(
+            model,
+            inputs.peft_config,
+            value_head=args.value_head,
+            adapter_layers=args.adapter_layers,
+            quantization_config=inputs.quantization_config,
+            model_init_kwargs=args.model_init_kwargs,
+        )
     if rewards.trunk_reward is not None:
         attach_score_adapter(trunk, rewards.trunk_reward.adapter)
     if args.value_head_init is not None:
         init_value_head(trunk, args.value_head_init)
     trunk.use_padding_free(args.padding_free)
     repair_padding(tokenizer, trunk.get_base_model().config)
-    layout = launch_layout()
-    distribute = shard_frozen if layout is None or layout.tensor == 1 else divide_frozen
-    sharding = distribute(trunk, layout, args.device)
+    sharding = distribute_frozen(trunk, launch_layout(), args.device)
     if sharding is not None and args.should_log:
         tqdm.write(sharding, file=sys.stderr)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}

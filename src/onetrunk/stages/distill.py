@@ -23,9 +23,10 @@ from onetrunk.models.new_scorer import (
     scorer_from_config,
     train_tokenizer,
 )
-from onetrunk.models.parallel import gathered
+from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config
+from onetrunk.models.tensor_parallel import forwards_of_first
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
@@ -167,8 +168,8 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     train(trainer, resume, "distill", data, student)
     trainer.to_teacher_scale()
     trainer.save_model()
-    with gathered(trainer.model):
-        if trainer.is_world_process_zero():
+    with gathered(trainer.model), forwards_of_first(trainer.model) as is_first:
+        if is_first:
             report(trainer, data, teacher, pairs, held_out)
     finish("distill", trainer, result_of(student), dataset_name=data.hub_dataset)
 
@@ -199,7 +200,8 @@ def make_student(
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
         check_tokenizer(tokenizer, name, [known_rows(rows) for rows in datasets], config.vocab_size)
     set_seed(args.seed)  # The new weights are random.
-    model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
+    with cast_when_sharded():
+        model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
     return model, tokenizer, score_peft_config(args, student, model)
 
 

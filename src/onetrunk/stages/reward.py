@@ -17,9 +17,10 @@ from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
-from onetrunk.models.parallel import gathered
+from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.scorer import ScoreScale
 from onetrunk.models.sources import load_config, pinned_source
+from onetrunk.models.tensor_parallel import forwards_of_first
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
@@ -52,8 +53,8 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     trainer = make_trainer(args, model_args, rows, held_out)
     train(trainer, resume, "reward", data, model_args)
     trainer.save_model()
-    with gathered(trainer.model):
-        if trainer.is_world_process_zero():
+    with gathered(trainer.model), forwards_of_first(trainer.model) as is_first:
+        if is_first:
             report(trainer, model_args.model_name_or_path, rows, held_out)
     finish("reward", trainer, result_of(model_args), dataset_name=data.hub_dataset)
 
@@ -69,7 +70,8 @@ def make_trainer(
         tokenizer, name, datasets, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
     )
     set_seed(args.seed)  # The new head is random.
-    model = load_with_new_head(name, **kwargs)
+    with cast_when_sharded():
+        model = load_with_new_head(name, **kwargs)
     peft_config = score_peft_config(args, model_args, model)
     return RewardModelTrainer(model, args, train, held_out, tokenizer, peft_config=peft_config)
 

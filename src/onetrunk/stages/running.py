@@ -36,6 +36,7 @@ LIBRARY_ERRORS = (ValueError, OSError, ImportError)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A lost signal is sent again after this time.
 RETRY_SIGNAL_S = 0.02
+TRAININGS = ("sft", "reward", "distill", "ppo")
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -50,10 +51,10 @@ class Terminated(BaseException):
 def check_launch_of(verb: str) -> None:
     """Raise ValueError if the accelerate config of the launch asks for what the stage does not support."""
     layout = launch_layout()
-    if layout is not None and layout.tensor > 1 and verb != "ppo":
+    if layout is not None and layout.tensor > 1 and verb not in TRAININGS:
         raise ValueError(
-            f"tensor parallelism is supported by onetrunk ppo, not by onetrunk {verb}; launch it with"
-            " accelerate_configs/fsdp2.yaml, which shards the frozen base"
+            f"tensor parallelism is supported by onetrunk {', '.join(TRAININGS)}, not by onetrunk {verb}; launch it"
+            " with accelerate_configs/fsdp2.yaml, which shards the frozen base"
         )
 
 

@@ -16,6 +16,7 @@ from onetrunk.data.prompts import without_written_bos
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.base import load_base, load_tokenizer
 from onetrunk.models.build import check_targets_by_name
+from onetrunk.models.parallel import cast_when_sharded
 from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments
@@ -65,7 +66,8 @@ def make_trainer(
         check_tokenizer(tokenizer, name, datasets, vocab_size)
     for rows in datasets:
         check_room(rows, tokenizer, args)
-    model = load_base(name, quantization_config=quantization, **kwargs)
+    with cast_when_sharded(quantization):
+        model = load_base(name, quantization_config=quantization, **kwargs)
     with template_errors(tokenizer):
         return ResumableSFTTrainer(
             model=model,

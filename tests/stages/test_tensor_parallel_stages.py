@@ -1,0 +1,244 @@
+"""`onetrunk sft`, `reward` and `distill` under tensor parallelism, through the shipped config: the run of one process.
+
+Two processes form one group, which trains on all rows; four form two groups, which train on different rows.
+"""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.models.reward_adapters import saved_base
+from tests.places import CPU, REPEATED, launch_environment, on_gpus, places
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "accelerate_configs/tensor_parallel.yaml")
+WORKER = str(Path(__file__).with_name("stages_worker.py"))
+NOUNS = "cat dog bird fish tree house river stone".split()
+# SGD: weights are linear in the gradient, so that no sign of a rounding error decides. The norm of every gradient is
+# above 1, so all are clipped. 5 held-out rows: the last batch of an evaluation is not full.
+OPTIONS = "--report_to none --disable_tqdm true --lr_scheduler_type constant --optim sgd --learning_rate 0.1".split()
+OPTIONS += "--max_grad_norm 1 --max_steps 4 --save_steps 2 --logging_steps 1".split()
+OPTIONS += "--use_peft true --lora_r 4 --dtype float32".split()
+HELD_OUT = "--eval_strategy steps --eval_steps 2 --eval_size 5 --per_device_eval_batch_size 2".split()
+# Rows that are read while it trains, for more than a pass; such rows are not held out.
+STREAMED = "--dataset_name files --streaming true --shuffle_window 20 --max_steps 12 --learning_rate 0.001"
+CASES = {
+    "sft": "sft --dataset_name texts.jsonl --activation_checkpointing false",
+    # The head is the divided embedding; layers run again in the backward.
+    "tied head": "sft --dataset_name texts.jsonl --model_name_or_path tied --activation_checkpointing true",
+    # The logits of the whole vocabulary, gathered.
+    "smoothed": "sft --dataset_name texts.jsonl --label_smoothing_factor 0.1 --activation_checkpointing false",
+    "streamed": f"sft {STREAMED} --activation_checkpointing false",
+    "reward": "reward --dataset_name pairs.jsonl --adapter_layers top-2 --activation_checkpointing false",
+    "distill": "distill --dataset_name pairs.jsonl --activation_checkpointing false",
+}
+LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("sft", "reward", "distill")}
+RUNS = [(processes, name) for processes in (2, 4) for name in LAUNCHED[processes]]
+PLACED = [(CPU, *run) for run in RUNS] + [on_gpus("cuda", *run, processes=run[0]) for run in RUNS]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+
+def words_of(name, output, processes=1):
+    verb, *own = CASES[name].split()
+    held_out = [] if name == "streamed" else HELD_OUT
+    rows = ["--per_device_train_batch_size", str(4 if processes < 4 else 2)]
+    return [verb, *OPTIONS, *held_out, *BASE, *own, *rows, "--output_dir", output]
+
+
+BASE = ["--model_name_or_path", "base"]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_material(folder):
+    saved_base(folder / "base")
+    saved_base(folder / "tied", "qwen2")
+    rows = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(37)]
+    # Of different lengths: the groups have different numbers of tokens.
+    texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ." + " the dog" * (i % 3)} for n, o, i in rows]
+    write(folder / "texts.jsonl", texts)
+    (folder / "files").mkdir()
+    for number, part in enumerate((texts[:15], texts[15:])):
+        write(folder / "files" / f"{number}.jsonl", part)
+    pairs = [{"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
+             for n, o, i in rows]  # fmt: skip
+    write(folder / "pairs.jsonl", pairs)
+
+
+def launch(folder, place, processes, cases, name):
+    """Run cases, {name: words}, in one launch."""
+    (folder / f"{name}.cases").write_text(json.dumps(cases))
+    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
+    launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
+    command = [sys.executable, *launcher, WORKER, f"{name}.cases", name]
+    env = launch_environment(place, processes)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=3000)
+
+
+@cache
+def material():
+    folder = Path(mkdtemp())
+    make_material(folder)
+    return folder
+
+
+@cache
+def launched(place, processes):
+    """Run the cases in one launch; return the folder of the results."""
+    folder = Path(mkdtemp()) / "runs"
+    copytree(material(), folder)
+    cpu = ["--use_cpu", "true"] if (place, processes) == (CPU, 1) else []
+    cases = {name: [*words_of(name, name, processes), *cpu] for name in LAUNCHED[processes]}
+    done = launch(folder, place, processes, cases, "facts")
+    assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def facts(place, processes, name, rank=0):
+    return json.loads((launched(place, processes) / f"facts-{rank}.json").read_text())[name]
+
+
+def adapter(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def log_of(folder):
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return json.loads((last / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.parametrize(("place", "processes", "name"), PLACED)
+def test_every_process_holds_its_share_of_the_base(place, processes, name):
+    alone = facts(place, 1, name)
+    for rank in range(processes):
+        found = facts(place, processes, name, rank)
+        assert found["code"] == 0 and found["world_size"] == processes
+        assert found["distributed_type"] == f"MULTI_{'CPU' if place == CPU else 'GPU'}"
+        assert found["is_wrapped"] == "DistributedDataParallel"
+        assert ["DTensor", False] in found["kinds"] and ["DTensor", True] not in found["kinds"]
+        # Half of all matrices; what trains, norms and score heads are whole.
+        matrices = alone["local_bytes"] - found["whole_bytes"]
+        assert found["local_bytes"] - found["whole_bytes"] == pytest.approx(matrices / 2, rel=0.01)
+        # Neither the head nor any other matrix is gathered, in the forward, the backward or an evaluation.
+        assert ("all_gather_single" in found["collectives"]) == (name == "smoothed")
+
+
+@pytest.mark.parametrize(("place", "processes", "name"), PLACED)
+def test_all_processes_together_train_the_adapter_of_one(place, processes, name):
+    found, alone = (adapter(launched(place, n) / name) for n in (processes, 1))
+    assert found.keys() == alone.keys()
+    for key, expected in alone.items():
+        # The same sums in another order.
+        torch.testing.assert_close(found[key], expected, atol=2e-5, rtol=1e-4)
+    assert all(found[key].any() for key in found if "lora_B" in key), "nothing was trained"
+    assert (launched(place, processes) / "stdout").read_text().count(f"saved an adapter in {name}") <= 1
+
+
+@pytest.mark.parametrize(("place", "processes", "name"), PLACED)
+def test_the_log_counts_each_row_once(place, processes, name):
+    found, alone = (log_of(launched(place, n) / name) for n in (processes, 1))
+    assert len(found) == len(alone)
+    compared = set()
+    for one, other in zip(found, alone, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            # The mean over the tokens of a batch depends on its rows, and two groups fill up the last one.
+            is_other = processes == 4 and key.startswith("eval_")
+            if not is_other and not key.endswith(("runtime", "per_second", "lr")):
+                compared.add(key)
+                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-4), key
+    assert "grad_norm" in compared
+    if name == "sft":
+        assert {"num_tokens", "entropy", "mean_token_accuracy", "loss"} <= compared
+    if name in ("reward", "distill"):
+        assert {"pairs/accuracy", "score/mean", "loss"} <= compared
+    if processes == 2 and name != "streamed":
+        assert {"eval_loss", "eval_pairs/lead" if name in ("reward", "distill") else "eval_entropy"} <= compared
+
+
+@pytest.mark.parametrize("name", ["reward", "distill"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_held_out_rows_are_measured_with_the_divided_model(processes, name):
+    found, alone = (json.loads((launched(CPU, n) / name / "metrics.json").read_text()) for n in (processes, 1))
+    part = "held_out" if name == "reward" else "fidelity"
+    assert found["num_processes"] == processes / 2
+    assert found[part].keys() == alone[part].keys()
+    for key, value in alone[part].items():
+        if isinstance(value, float):
+            assert found[part][key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+    files = [sorted(p.name for p in (launched(CPU, n) / name).iterdir()) for n in (processes, 1)]
+    assert files[0] == files[1]
+
+
+def test_the_adapter_is_one_normal_folder_of_peft():
+    base = AutoModelForCausalLM.from_pretrained(material() / "base")
+    ids = torch.arange(3, 20)[None]
+    logits = [
+        PeftModel.from_pretrained(base, launched(CPU, n) / "sft")(input_ids=ids).logits.detach() for n in (1, 2, 4)
+    ]
+    assert (logits[0] - base(input_ids=ids).logits).abs().max() > 0.1 or len(logits) == 3
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], atol=1e-3, rtol=1e-3)
+
+
+@cache
+def resumed(place):
+    """Resume each kind of training in the middle, and with another tp_size; return the folder and stderr."""
+    whole = launched(place, 2)
+    cases = {}
+    for name in ("sft", "reward", "distill"):
+        copytree(whole / name / "checkpoint-2", whole / f"{name}-resumed" / "checkpoint-2")
+        cases[name] = [*words_of(name, f"{name}-resumed", 2), "--resume", "auto"]
+    copytree(launched(place, 1) / "sft" / "checkpoint-2", whole / "of-one" / "checkpoint-2")
+    cases["of one"] = [*words_of("sft", "of-one", 2), "--resume", "auto"]
+    cases["all weights"] = [*words_of("sft", "all-weights", 2), "--use_peft", "false"]
+    cases["dropout"] = [*words_of("sft", "dropout", 2), "--lora_dropout", "0.1"]
+    cases["noise"] = [*words_of("sft", "noise", 2), "--neftune_noise_alpha", "5"]
+    done = launch(whole, place, 2, cases, "resumed")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return whole, done.stderr
+
+
+@pytest.mark.parametrize("place", places(2))
+@pytest.mark.parametrize("name", ["sft", "reward", "distill"])
+def test_a_training_resumes_in_the_middle(place, name):
+    folder, _ = resumed(place)
+    whole = adapter(folder / name)
+    for key, found in adapter(folder / f"{name}-resumed").items():
+        torch.testing.assert_close(found, whole[key], **(REPEATED[place] or {"atol": 0, "rtol": 0}))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of one", "was written with tensor_parallel 1 (here 2)"),
+        ("all weights", "all weights of this model train; set use_peft: true, or launch with"),
+        ("dropout", "is not supported with dropout (model.layers.0.self_attn.q_proj.lora_dropout.default)"),
+        ("noise", "neftune_noise_alpha is not supported with tensor parallelism"),
+    ],
+)
+def test_what_cannot_work_is_rejected_with_one_message(name, message):
+    folder, printed = resumed(CPU)
+    assert json.loads((folder / "resumed-0.json").read_text())[name]["code"] == 1
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_one_process_does_not_resume_a_training_of_a_group(tmp_path):
+    copytree(launched(CPU, 2) / "sft" / "checkpoint-2", material() / "of-two" / "checkpoint-2")
+    cases = {"of two": [*words_of("sft", "of-two"), "--resume", "auto", "--use_cpu", "true"]}
+    done = launch(material(), CPU, 1, cases, "of-two-facts")
+    assert "was written with tensor_parallel 2 (here 1)" in done.stderr
