@@ -127,6 +127,7 @@ class BackendSettings(Protocol):
 
     output_dir: str
     max_rollout_rows: int | None
+    compile_decoding: bool
     use_vllm: bool
     vllm_server_timeout: float
 
@@ -146,7 +147,7 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
             built, and gets them then.
     """
     if not config.use_vllm:
-        return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
+        return LocalBackend(max_rows=config.max_rollout_rows, compiles=config.compile_decoding, **hooks)
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
