@@ -7,7 +7,6 @@ vocabulary are stop tokens, so that their lengths are geometric, as many as fit 
 
 - `shared`: the completions of a prompt share its forward; without, every row has a prompt of its own, equally long.
 - `refill`: rows that wait take the places of finished ones; without, one batch of `--rows` decodes after another.
-- `compiled` (with `--compile`): a step is compiled and its cache static; without, it is eager.
 """
 
 from __future__ import annotations

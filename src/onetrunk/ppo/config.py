@@ -109,8 +109,8 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     compile_decoding: bool = option(
         False,
         "Sample with a compiled step (torch.compile, a static cache, CUDA graphs): for a GPU, where launching kernels"
-        " bounds an eager step (not yet run on hardware). Compiling takes about a minute per size of the batch, of"
-        " which there are four. Models that it cannot serve sample eagerly, and the log says why.",
+        " bounds an eager step (not yet run on hardware). Each of four sizes of the batch is compiled when it is first"
+        " needed. Models that it cannot serve sample eagerly, and the log says why.",
     )
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
