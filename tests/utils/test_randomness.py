@@ -12,7 +12,7 @@ from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.base import Principle, prompt_key
 from onetrunk.ppo.sampling import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.local import row_uniforms
+from onetrunk.rollouts.draws import row_uniforms
 from onetrunk.utils import randomness
 from onetrunk.utils.randomness import (
     DEAL_STREAM,

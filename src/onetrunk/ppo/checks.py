@@ -99,6 +99,11 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
         raise ValueError(
             f"use_vllm is set and rollout_backend is a {type(rollout_backend).__name__}; give one of them"
         )
+    if rollout_backend is not None and args.compile_decoding:
+        raise ValueError(
+            f"compile_decoding is set and rollout_backend is a {type(rollout_backend).__name__}, which has settings of"
+            " its own; leave compile_decoding out, or pass LocalBackend(compiles=True)"
+        )
 
 
 def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:

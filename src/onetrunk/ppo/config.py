@@ -111,6 +111,12 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
     temperature: float = option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
     max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
+    compile_decoding: bool = option(
+        False,
+        "Sample with a compiled step (torch.compile, a static cache, CUDA graphs): for a GPU, where launching kernels"
+        " bounds an eager step (not yet run on hardware). Each of four sizes of the batch is compiled when it is first"
+        " needed. Models that it cannot serve sample eagerly, and the log says why.",
+    )
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
 
@@ -331,7 +337,7 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
-        for name in ("padding_free", "score_early"):
+        for name in ("padding_free", "score_early", "compile_decoding"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
@@ -351,6 +357,11 @@ class PPOConfig(AlarmConfig, CheckpointConfig, VLLMConfig, SecretFreeArguments, 
                 raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
 
     def _check_rollout(self) -> None:
+        if self.compile_decoding and self.use_vllm:
+            raise ValueError(
+                "compile_decoding is about sampling in this process, and use_vllm samples on a server;"
+                " leave one of them out"
+            )
         if self.num_rollouts is not None:
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):

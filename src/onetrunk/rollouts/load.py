@@ -192,6 +192,7 @@ class BackendSettings(ServerSettings, Protocol):
     """The settings that `load_backend` reads, under the names of PPOConfig."""
 
     max_rollout_rows: int | None
+    compile_decoding: bool
     use_vllm: bool
     vllm_gpu_memory_utilization: float
     vllm_max_model_length: int | None
@@ -223,7 +224,7 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
             built, and gets them then.
     """
     if not config.use_vllm:
-        return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
+        return LocalBackend(max_rows=config.max_rollout_rows, compiles=config.compile_decoding, **hooks)
     if config.is_colocated:
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,

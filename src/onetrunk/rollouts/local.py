@@ -1,8 +1,8 @@
 """Sampling on the policy itself, in this process: one decode loop over a key-value cache, token ids in and out.
 
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
-row's randomness derives from its key alone, and a finished row leaves the batch with its share of the cache. Prompts
-are padded on the LEFT, so that the next token of every row is in the same column; positions come from the mask.
+row's randomness derives from its key alone, a finished row leaves the batch with its share of the cache, and one that
+waits takes its place. decoding.py has the rows and their cache, draws.py the draws.
 
 The backend shares its weights with the trainer, so it serves the synchronous schedule only. A sharded base is gathered
 once per call, so that each process runs as many forwards as its own rows need.
@@ -13,36 +13,33 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import LogitsProcessorList
 
-from onetrunk.models.base import decoder_layers
 from onetrunk.models.parallel import gathered, is_divided
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.narrow import Positions
 from onetrunk.models.speedups.packed import packed_weights
-from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.compiled import CompiledDecoder, first_line, is_compile_error
+from onetrunk.rollouts.decoding import (
+    Completion,
+    DecodeState,
+    SamplingCall,
+    StateCapture,
+    capturing,
+    next_logits,
+    prefill,
+)
+from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of
 from onetrunk.types import Rollout, RowKey
-from onetrunk.utils.randomness import generator_of
 
 logger = logging.getLogger(__name__)
-
-RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
-FAULTS = {
-    NOT_FINITE: "policy logits are not finite at {}; look for a non-finite weight after the last update, or for an"
-    " overflow in float16",
-    NO_TOKEN_LEFT: "logits_processor left no token to draw, or a score that is not finite, at {}; let at least one"
-    " token keep a finite score",
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -56,10 +53,12 @@ class LocalBackend:
         model: a transformers causal LM or a PEFT model over one; may be left to `sync`.
         max_rows: most rows that decode at once; bounds the memory of the cache. None: all of them.
         logits_processor: applied to the float32 logits AFTER the temperature; its `input_ids` are the rows that still
-            decode, padded on the left. The logprobs are those after it, so a processor makes the sampler another
-            policy than the one that trains: meant for evaluation and constraints.
+            decode, padded on the left; they need not have equally many tokens. The logprobs are those after it, so a
+            processor makes the sampler another policy than the one that trains: meant for evaluation and constraints.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever rows finish.
         poll: called before each token; may raise to stop sampling.
+        compiles: decode with a compiled step (compiled.py). Of models that it cannot serve the log says why, once, and
+            they decode eagerly.
     """
 
     model: nn.Module | None = None
@@ -68,7 +67,10 @@ class LocalBackend:
     logits_processor: LogitsProcessorList | None = None
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
+    compiles: bool = False
     policy_version: int = field(default=0, init=False)
+    _decoder: CompiledDecoder | None = field(default=None, init=False)
+    _obstacle: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.max_rows is not None and self.max_rows < 1:
@@ -115,15 +117,16 @@ class LocalBackend:
         num_tokens = 0
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
+        last_only = {"logits_to_keep": 1} if _keeps_logits(model) else {}
+        call = SamplingCall(model, prompt_ids, params, keys, capture, last_only)
         # Merged first: its proof is a forward, which must not be captured.
         # A sharded base is whole in here, so rows may end at different steps on different processes.
         with gathered(model), torch.no_grad(), _eval_mode(model), merged_policy(model):
-            with packed_weights(model), _capturing(capture, model):
-                for finished in self._sample(model, prompt_ids, params, keys, capture):
-                    done.update(finished)
-                    num_tokens += sum(len(completion.token_ids) for completion in finished.values())
-                    if self.progress is not None:
-                        self.progress(len(done), len(prompt_ids), num_tokens)
+            for finished in self._sample(call):
+                done.update(finished)
+                num_tokens += sum(len(completion.token_ids) for completion in finished.values())
+                if self.progress is not None:
+                    self.progress(len(done), len(prompt_ids), num_tokens)
         completions = [done[row] for row in range(len(prompt_ids))]
         return Rollout(
             prompt_ids=[list(ids) for ids in prompt_ids],
@@ -134,79 +137,120 @@ class LocalBackend:
             states=None if capture is None else capture.states,
         )
 
-    def _sample(
-        self,
-        model: nn.Module,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        capture: StateCapture | None,
-    ) -> Iterator[dict[int, Completion]]:
+    def _sample(self, call: SamplingCall) -> Iterator[dict[int, Completion]]:
         """Yield rows as they finish. If memory runs out, restart the unfinished rows, half as many at once."""
-        unfinished = sorted(range(len(prompt_ids)), key=lambda row: -len(prompt_ids[row]))
+        # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
+        prompts = call.prompt_ids
+        unfinished = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), prompts[row]))
         most = self.max_rows or max(len(unfinished), 1)
         while unfinished:
             message = None
             try:
-                state = left_padded(unfinished[:most], prompt_ids, params, keys, model)
-                for finished in self._decode(model, state, params, capture):
+                for finished in self._decode(call, self._compiled_decoder(call), unfinished, most):
                     unfinished = [row for row in unfinished if row not in finished]
                     yield finished
             except RuntimeError as error:
                 # The processes of a group decode in step, so one of them cannot decode fewer rows.
-                if not is_out_of_memory(error) or is_divided(model):
+                if not is_out_of_memory(error) or is_divided(call.model):
                     raise
                 message = str(error).splitlines()[0]
             if message is not None:  # Outside the `except` block, whose error holds tensors.
-                state = None
                 free_memory()
                 most = self.max_rows = _half(min(most, len(unfinished)), message)
 
     def _decode(
-        self, model: nn.Module, state: DecodeState, params: SamplingParams, capture: StateCapture | None
+        self, call: SamplingCall, decoder: CompiledDecoder | None, rows: Sequence[int], most: int
     ) -> Iterator[dict[int, Completion]]:
-        """Sample the rows of `state` to their ends; yield {row: completion} as they finish."""
-        stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=state.token_ids.device)
-        last_only = {"logits_to_keep": 1} if _keeps_logits(model) else {}
-        keeps_last = capture is not None and capture.keeps_last
-        staying = list(range(len(state.rows)))
-        for t in range(params.max_completion_length + keeps_last):
+        """Sample `rows` to their ends, at most `most` at once; yield {row: completion} as they finish."""
+        if decoder is None:
+            with packed_weights(call.model), capturing(call.capture, call.model):
+                yield from self._decode_eagerly(call, rows, most)
+            return
+        decoder.processor, decoder.version = self.logits_processor, self.policy_version
+        try:
+            yield from decoder.decode(call, rows, most, self.poll)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                decoder.size = 0
+            if not is_compile_error(error):
+                raise
+            self._stop_compiling(f"torch.compile failed ({first_line(error)})")
+
+    def _compiled_decoder(self, call: SamplingCall) -> CompiledDecoder | None:
+        """Return the decoder of the call's model, or None: rows decode eagerly. Decided once for a model."""
+        if not self.compiles:
+            return None
+        if self._decoder is None or self._decoder.model is not call.model:
+            if self._decoder is not None:
+                self._decoder.close()
+            self._decoder, self._obstacle = CompiledDecoder(call.model, call.last_only), None
+            obstacle = self._decoder.obstacle()
+            if obstacle is not None:
+                self._stop_compiling(obstacle)
+        return None if self._obstacle else self._decoder
+
+    def _stop_compiling(self, obstacle: str) -> None:
+        self._obstacle = obstacle
+        self._decoder.close()
+        logger.warning("compile_decoding is not possible with this model, so it decodes eagerly: %s", obstacle)
+
+    def _decode_eagerly(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
+        waiting, state = list(rows), None
+        staying: list[int] = []
+        while waiting or state is not None:
             if self.poll is not None:
                 self.poll()
-            if capture is not None:
-                capture.expected = state.next_tokens()
-            logits = _next_logits(model, state, last_only)
-            if keeps_last:
-                # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
-                if not staying:
-                    return
-                logits = logits[staying]
-                state.keep(staying)
-            tokens, logprobs = self._pick(logits, state, params.temperature, t)
-            state.append(tokens, logprobs, t)
-            status = _status(tokens, logprobs, logits, stop_ids)
-            for row, code in zip(state.rows, status, strict=True):
-                if code in FAULTS:
-                    place = f"row {row}, token {t} (policy version {self.policy_version})"
-                    raise RuntimeError(FAULTS[code].format(place))
-            at_limit = t + 1 == params.max_completion_length
-            leaving = [i for i, code in enumerate(status) if code == STOPPED or at_limit]
-            staying = [i for i, code in enumerate(status) if code != STOPPED and not at_limit]
-            if leaving:
-                yield {state.rows[i]: state.completion(i, t + 1, status[i] == STOPPED) for i in leaving}
-            if not keeps_last:
-                if not staying:
-                    return
-                state.keep(staying)
+            logits = None
+            if state is not None:
+                logits = next_logits(call, state)
+                if call.keeps_last:
+                    # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
+                    state, logits = state.kept(staying), logits[staying]
+            room = most if state is None else _room(state, most, call.refill_share)
+            if waiting and room:
+                new, new_logits = prefill(call, waiting[:room])
+                del waiting[:room]
+                if state is None:
+                    state, logits = new, new_logits
+                else:
+                    state.join(new, call.params.pad_token_id)
+                    logits = torch.cat([logits, new_logits])
+            if state is None:  # The forward was that of the last tokens.
+                return
+            finished, staying = self._draw(call, state, logits)
+            if finished:
+                yield finished
+            if not call.keeps_last:
+                state = state.kept(staying)
 
-    def _pick(self, logits: Tensor, state: DecodeState, temperature: float, t: int) -> tuple[Tensor, Tensor]:
-        """Return completion token number t of every row and its logprob, both [b]."""
+    def _draw(self, call: SamplingCall, state: DecodeState, logits: Tensor) -> tuple[dict[int, Completion], list[int]]:
+        """Add a token to every row; return the rows that are finished, and the indices of the others."""
+        tokens, logprobs = self._pick(logits, state, call.params.temperature)
+        state.append(tokens, logprobs)
+        stop_ids = torch.tensor(call.params.stop_token_ids, dtype=torch.int64, device=tokens.device)
+        status = status_of(tokens, logprobs, logits, stop_ids).tolist()  # The only wait for the device in a step.
+        for row, count, code in zip(state.rows, state.counts, status, strict=True):
+            if code in FAULTS:
+                place = f"row {row}, token {count - 1} (policy version {self.policy_version})"
+                raise RuntimeError(FAULTS[code].format(place))
+        longest = call.params.max_completion_length
+        has_ended = [c == STOPPED or n == longest for c, n in zip(status, state.counts, strict=True)]
+        leaving = [i for i, ended in enumerate(has_ended) if ended]
+        finished = {state.rows[i]: state.completion(i, status[i] == STOPPED) for i in leaving}
+        return finished, [i for i, ended in enumerate(has_ended) if not ended]
+
+    def _pick(self, logits: Tensor, state: DecodeState, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the next token of every row and its logprob, both [b]."""
         scores = logits / temperature if temperature > 0 else logits
         if self.logits_processor is not None:
             scores = self.logits_processor(state.token_ids[:, : state.width], scores)
-        logprobs = scores.log_softmax(-1)
-        tokens = inverse_cdf(logprobs, state.uniforms[:, t]) if temperature > 0 else logprobs.argmax(-1)
-        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+        return draw(scores, state.next_uniforms() if temperature > 0 else None)
+
+
+def _room(state: DecodeState, most: int, share: int) -> int:
+    """Return how many rows may join now: none until a share of the places is free, so that prompts run together."""
+    free = most - len(state.rows)
+    return free if free * share >= most and state.can_be_joined else 0
 
 
 def _require_inputs(
@@ -268,199 +312,3 @@ def _half(num_rows: int, error: str) -> int:
 def _keeps_logits(model: nn.Module) -> bool:
     causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
     return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
-
-
-def _next_logits(model: nn.Module, state: DecodeState, last_only: dict[str, int]) -> Tensor:
-    """Run the columns that the cache has not seen; return float32 logits [b, V] of the next token."""
-    new = slice(state.seen, state.width)
-    # Prompts are padded, and of the last layer only the last column is read.
-    is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
-    with model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext():
-        outputs = model(
-            input_ids=state.token_ids[:, new],
-            attention_mask=state.attention_mask[:, : state.width],
-            position_ids=state.position_ids[:, new],
-            past_key_values=state.cache,
-            use_cache=True,  # Trainer sets config.use_cache to False
-            **last_only,
-        )
-    state.seen = state.width
-    cached = state.cache.get_seq_length()
-    if cached != state.seen:
-        raise RuntimeError(
-            f"{type(model).__name__} left {cached} of {state.seen} tokens in the key-value cache that it was given; "
-            "use an architecture that supports DynamicCache, or a rollout backend of your own"
-        )
-    return outputs.logits[:, -1].float()
-
-
-def _status(tokens: Tensor, logprobs: Tensor, logits: Tensor, stop_ids: Tensor) -> list[int]:
-    """Return RUNNING, STOPPED, NOT_FINITE or NO_TOKEN_LEFT for each row; the only wait for the device in a step."""
-    status = torch.where(torch.isin(tokens, stop_ids), STOPPED, RUNNING)
-    status = status.masked_fill(~logprobs.isfinite(), NO_TOKEN_LEFT)
-    is_finite = logits.sum(-1, dtype=torch.float64).isfinite()  # float64: the sum of float32 numbers can't overflow.
-    return status.masked_fill(~is_finite, NOT_FINITE).tolist()
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished row; `logprobs` are on the CPU."""
-
-    token_ids: list[int]
-    logprobs: Tensor
-    stopped: bool
-
-
-@dataclass
-class DecodeState:
-    """The b rows that still decode; P prompt and C completion columns.
-
-    Args:
-        rows: their b indices in the call of `generate`.
-        token_ids: [b, P + C] int64; padding, prompt, completion so far.
-        attention_mask: [b, P + C] int64, 0 at padding; read up to `width`.
-        position_ids: [b, P + C] int64.
-        uniforms: [b, C] float64.
-        logprobs: [b, C] float32, filled as far as the completion is.
-        cache: keys and values of the first `seen` columns.
-        seen: columns that went through the model.
-        width: columns that are filled.
-    """
-
-    rows: list[int]
-    token_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    uniforms: Tensor
-    logprobs: Tensor
-    cache: DynamicCache
-    seen: int
-    width: int
-
-    def next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows [b], positions [b, t] and bool [b, t], False at padding, of the columns not seen yet."""
-        new = slice(self.seen, self.width)
-        rows = torch.tensor(self.rows, device=self.token_ids.device)
-        return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
-
-    def prompt_positions(self) -> Positions:
-        """Return the positions of the prompts' tokens, of which only the last column is read."""
-        mask = self.attention_mask[:, : self.width].bool()
-        last = torch.arange(1, len(mask) + 1, device=mask.device) * self.width - 1
-        return Positions.at(mask, last)
-
-    def append(self, tokens: Tensor, logprobs: Tensor, t: int) -> None:
-        """Add completion token number t of every row."""
-        self.token_ids[:, self.width] = tokens
-        self.logprobs[:, t] = logprobs
-        self.width += 1
-
-    def completion(self, i: int, length: int, stopped: bool) -> Completion:
-        """Return row i with its first `length` completion tokens."""
-        token_ids = self.token_ids[i, self.width - length : self.width].tolist()
-        return Completion(token_ids, self.logprobs[i, :length].cpu(), stopped)
-
-    def keep(self, staying: list[int]) -> None:
-        """Drop every row but those at the indices `staying`."""
-        if len(staying) == len(self.rows):
-            return
-        index = torch.tensor(staying, device=self.token_ids.device)
-        self.rows = [self.rows[i] for i in staying]
-        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "logprobs"):
-            setattr(self, name, getattr(self, name).index_select(0, index))
-        # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
-        self.cache.reorder_cache(index)
-
-
-def left_padded(
-    rows: list[int], prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: nn.Module
-) -> DecodeState:
-    """Return the state of `rows` (indices into `prompt_ids` and `keys`) before their first completion token."""
-    prompt_width = max(len(prompt_ids[row]) for row in rows)
-    shape = (len(rows), prompt_width + params.max_completion_length)
-    token_ids = torch.full(shape, params.pad_token_id)
-    attention_mask = torch.ones(shape, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        start = prompt_width - len(prompt_ids[row])
-        token_ids[i, start:prompt_width] = torch.tensor(prompt_ids[row])
-        attention_mask[i, :start] = 0
-    uniforms = np.zeros((len(rows), params.max_completion_length))
-    if params.temperature > 0:
-        uniforms = np.stack([row_uniforms(keys[row], params.max_completion_length) for row in rows])
-    device = next(model.parameters()).device
-    return DecodeState(
-        rows=rows,
-        token_ids=token_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).to(device),
-        uniforms=torch.from_numpy(uniforms).to(device),
-        logprobs=torch.zeros(len(rows), params.max_completion_length, device=device),
-        cache=DynamicCache(config=model.config),
-        seen=0,
-        width=prompt_width,
-    )
-
-
-def row_uniforms(key: RowKey, count: int) -> np.ndarray:
-    """Return `count` float64 uniforms in [0, 1), one per completion token; a longer list starts with a shorter one.
-
-    Args:
-        key: non-negative integers below 2**32. Keys of one length never collide; (1, 2) and (1, 2, 0) do.
-        count: tokens.
-    """
-    return generator_of(key).random(count)
-
-
-def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token per row: the first whose cumulative probability exceeds the row's uniform.
-
-    The float64 cumulative sum is compared with uniform * total, so float32 probabilities that do not add up to 1 leave
-    no gap at the end. Tokens of probability 0 are never drawn, whatever a parallel sum rounds to.
-
-    Args:
-        logprobs: [b, V], log-softmax; -inf at excluded tokens. Each row has a probability above 0.
-        uniforms: [b] float64 in [0, 1).
-
-    Returns:
-        [b] int64 token ids.
-    """
-    probs = logprobs.exp()
-    cdf = probs.cumsum(-1, dtype=torch.float64)
-    possible = probs > 0
-    hit = possible & (cdf > uniforms[:, None] * cdf[:, -1:])
-    first_hit = hit.byte().argmax(-1)
-    last_possible = probs.shape[-1] - 1 - possible.flip(-1).byte().argmax(-1)
-    return torch.where(hit.any(-1), first_hit, last_possible)
-
-
-@dataclass
-class StateCapture:
-    """The states [n, T, H] that enter a layer while rows are sampled, prompts included.
-
-    Args:
-        shape: (n, T); T is the longest prompt plus the longest completion.
-        keeps_last: whether rows stay until their last token has run.
-        expected: `DecodeState.next_tokens` of the next forward.
-        states: None before the first forward.
-    """
-
-    shape: tuple[int, int]
-    keeps_last: bool
-    expected: tuple[Tensor, Tensor, Tensor] | None = None
-    states: Tensor | None = None
-
-    def take(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the layer's input; a pre-hook."""
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        if self.states is None:
-            self.states = hidden.new_zeros(*self.shape, hidden.shape[-1])
-        rows, positions, is_token = self.expected
-        rows = rows[:, None].expand_as(positions)[is_token]
-        self.states.index_put_((rows, positions[is_token]), hidden[is_token])
-
-
-def _capturing(capture: StateCapture | None, model: nn.Module) -> AbstractContextManager:
-    if capture is None:
-        return nullcontext()
-    layer = decoder_layers(model.get_base_model())[model.cut]
-    return layer.register_forward_pre_hook(capture.take, with_kwargs=True)

@@ -1,0 +1,340 @@
+"""The rows that decode: their tokens, their key-value cache, and how rows join it and leave it.
+
+Rows are padded on the LEFT, so that the next token of every row is in the same column, also after rows with shorter or
+longer prompts have joined; positions come from the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from onetrunk.models.base import decoder_layers
+from onetrunk.models.speedups.narrow import Positions
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.draws import row_uniforms
+from onetrunk.types import RowKey
+
+# Layers whose rows can be put together; models with others decode one batch after another.
+JOINABLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,
+)
+REFILL_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished row; `logprobs` are on the CPU."""
+
+    token_ids: list[int]
+    logprobs: Tensor
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class SamplingCall:
+    """The arguments of one call of `generate`.
+
+    Args:
+        model: what samples.
+        prompt_ids, keys: of the n rows.
+        params: of all rows.
+        capture: takes the states at the cut, or None.
+        last_only: keywords that limit the model's logits to the last column.
+        refill_share: rows that wait join when one in so many places is free, so that several prompts run together.
+    """
+
+    model: nn.Module
+    prompt_ids: Sequence[list[int]]
+    params: SamplingParams
+    keys: Sequence[RowKey]
+    capture: StateCapture | None
+    last_only: dict[str, int]
+    refill_share: int = REFILL_SHARE
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether a row that ended stays for one more forward, which computes the state of its last token."""
+        return self.capture is not None and self.capture.keeps_last
+
+    def uniforms(self, rows: Sequence[int]) -> Tensor:
+        """Return the uniforms [b, C] of `rows`, float64."""
+        count = self.params.max_completion_length
+        if self.params.temperature == 0:
+            return torch.zeros(len(rows), count, dtype=torch.float64)
+        return torch.from_numpy(np.stack([row_uniforms(self.keys[row], count) for row in rows]))
+
+
+@dataclass
+class DecodeState:
+    """The b rows that decode now; W columns, and C completion tokens at most.
+
+    Args:
+        rows: their b indices in the call of `generate`.
+        counts: completion tokens of each row so far.
+        token_ids: [b, W] int64; padding, prompt, completion so far.
+        attention_mask: [b, W] int64, 0 at padding; read up to `width`.
+        position_ids: [b, W] int64.
+        uniforms: [b, C] float64.
+        logprobs: [b, C] float32, filled as far as the completion is.
+        places: [b] int64, `counts` on the device.
+        cache: keys and values of the first `seen` columns.
+        seen: columns that went through the model.
+        width: columns that are filled.
+    """
+
+    rows: list[int]
+    counts: list[int]
+    token_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    uniforms: Tensor
+    logprobs: Tensor
+    places: Tensor
+    cache: DynamicCache
+    seen: int
+    width: int
+
+    def next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [b], positions [b, t] and bool [b, t], False at padding, of the columns not seen yet."""
+        new = slice(self.seen, self.width)
+        rows = torch.tensor(self.rows, device=self.token_ids.device)
+        return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
+
+    def prompt_positions(self) -> Positions:
+        """Return the positions of the prompts' tokens, of which only the last column is read."""
+        mask = self.attention_mask[:, : self.width].bool()
+        last = torch.arange(1, len(mask) + 1, device=mask.device) * self.width - 1
+        return Positions.at(mask, last)
+
+    def next_uniforms(self) -> Tensor:
+        """Return the uniforms [b] of the next tokens."""
+        return self.uniforms.gather(1, self.places[:, None])[:, 0]
+
+    def append(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Add the next completion token of every row."""
+        self.token_ids[:, self.width] = tokens
+        self.logprobs.scatter_(1, self.places[:, None], logprobs[:, None])
+        self.places = self.places + 1
+        self.counts = [count + 1 for count in self.counts]
+        self.width += 1
+
+    def completion(self, i: int, stopped: bool) -> Completion:
+        """Return row i with its completion tokens so far."""
+        token_ids = self.token_ids[i, self.width - self.counts[i] : self.width].tolist()
+        return Completion(token_ids, self.logprobs[i, : self.counts[i]].cpu(), stopped)
+
+    def kept(self, staying: list[int]) -> DecodeState | None:
+        """Return this state without the rows that are not at the indices `staying`; None if no row is left."""
+        if staying and len(staying) < len(self.rows):
+            self._select(staying)
+        return self if staying else None
+
+    def _select(self, indices: list[int]) -> None:
+        """Replace the rows by those at `indices`, in their order; one may come several times."""
+        index = torch.tensor(indices, device=self.token_ids.device)
+        self.rows, self.counts = ([old[i] for i in indices] for old in (self.rows, self.counts))
+        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "logprobs", "places"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
+        self.cache.reorder_cache(index)
+
+    def join(self, other: DecodeState, pad_token_id: int) -> None:
+        """Add the rows of `other`. All columns of both that are filled went through the model.
+
+        Columns that are padding in every row are dropped, so fewer than the longest prompt and 2 C are ever filled.
+        """
+        width, count = max(self.width, other.width), self.logprobs.shape[1]
+        states = (self, other)
+        masks = [F.pad(state.attention_mask[:, : state.width], (width - state.width, 0)) for state in states]
+        mask = torch.cat(masks)
+        unused = int(mask.any(0).byte().argmax())
+        tokens = [
+            F.pad(state.token_ids[:, : state.width], (width - state.width, count), value=pad_token_id)
+            for state in states
+        ]
+        self.token_ids = torch.cat(tokens)[:, unused:].contiguous()
+        self.attention_mask = F.pad(mask[:, unused:], (0, count), value=1)
+        self.position_ids = positions_of(self.attention_mask)
+        for name in ("uniforms", "logprobs", "places"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        join_caches(self.cache, other.cache, unused)
+        self.rows, self.counts = self.rows + other.rows, self.counts + other.counts
+        self.seen = self.width = width - unused
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether rows can be added: the layers of the cache are of kinds that are known here."""
+        return all(type(layer) in JOINABLE_LAYERS for layer in self.cache.layers)
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Return [b, W]: the first token of a row has position 0, its padding too."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def join_caches(cache: DynamicCache, other: DynamicCache, unused: int) -> None:
+    """Add the rows of `other` to `cache`; the last columns of both are the same, and the first `unused` are dropped.
+
+    Args:
+        cache, other: of layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
+        unused: columns, counted from the first one of the longer cache.
+    """
+    for own, new in zip(cache.layers, other.layers, strict=True):
+        if isinstance(own, DynamicLayer):
+            _join_keys(own, new, unused)
+        if isinstance(own, LinearAttentionCacheLayerMixin):
+            for states in ("conv_states", "recurrent_states"):
+                mine, theirs = getattr(own, states), getattr(new, states)
+                for i in mine:
+                    mine[i] = None if mine[i] is None else torch.cat([mine[i], theirs[i]])
+
+
+def _join_keys(own: DynamicLayer, new: DynamicLayer, unused: int) -> None:
+    if not own.is_initialized:  # A layer that reads the keys of another one.
+        return
+    is_sliding = isinstance(own, DynamicSlidingWindowLayer)
+    columns = max(own.get_seq_length(), new.get_seq_length()) - unused
+    # A sliding layer keeps the last columns only.
+    kept = min(max(own.keys.shape[-2], new.keys.shape[-2]), columns)
+    for name in ("keys", "values"):
+        parts = [getattr(layer, name)[..., -kept:, :] for layer in (own, new)]
+        setattr(own, name, torch.cat([F.pad(part, (0, 0, kept - part.shape[-2], 0)) for part in parts]))
+    if is_sliding:
+        own.cumulative_length = columns
+
+
+def prefill(call: SamplingCall, rows: Sequence[int]) -> tuple[DecodeState, Tensor]:
+    """Run the prompts of `rows`; return their state and the logits [b, V] of their first completion tokens.
+
+    Rows with the same prompt run once, and share what it computed.
+    """
+    places: dict[tuple[int, ...], int] = {}
+    copies = [places.setdefault(tuple(call.prompt_ids[row]), len(places)) for row in rows]
+    first = [rows[copies.index(place)] for place in range(len(places))]
+    state = left_padded(first, call)
+    logits = next_logits(call, state)
+    if len(first) < len(rows):
+        state._select(copies)
+        logits = logits.index_select(0, torch.tensor(copies, device=logits.device))
+        if call.capture is not None:
+            call.capture.copy([first[place] for place in copies], rows)
+    state.rows, state.uniforms = list(rows), call.uniforms(rows).to(state.token_ids.device)
+    return state, logits
+
+
+def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:
+    """Return the state of `rows` before their first completion token, without their uniforms."""
+    prompts = [call.prompt_ids[row] for row in rows]
+    prompt_width, count = max(map(len, prompts)), call.params.max_completion_length
+    shape = (len(rows), prompt_width + count)
+    token_ids = torch.full(shape, call.params.pad_token_id)
+    attention_mask = torch.ones(shape, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        start = prompt_width - len(prompt)
+        token_ids[i, start:prompt_width] = torch.tensor(prompt)
+        attention_mask[i, :start] = 0
+    device = next(call.model.parameters()).device
+    return DecodeState(
+        rows=rows,
+        counts=[0] * len(rows),
+        token_ids=token_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        position_ids=positions_of(attention_mask).to(device),
+        uniforms=torch.zeros(len(rows), 0, dtype=torch.float64, device=device),
+        logprobs=torch.zeros(len(rows), count, device=device),
+        places=torch.zeros(len(rows), dtype=torch.int64, device=device),
+        cache=DynamicCache(config=call.model.config),
+        seen=0,
+        width=prompt_width,
+    )
+
+
+def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
+    """Run the columns that the cache has not seen; return float32 logits [b, V] of the next token."""
+    if call.capture is not None:
+        call.capture.expected = state.next_tokens()
+    new = slice(state.seen, state.width)
+    model = call.model
+    # Prompts are padded, and of the last layer only the last column is read.
+    is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
+    with model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext():
+        outputs = model(
+            input_ids=state.token_ids[:, new],
+            attention_mask=state.attention_mask[:, : state.width],
+            position_ids=state.position_ids[:, new],
+            past_key_values=state.cache,
+            use_cache=True,  # Trainer sets config.use_cache to False
+            **call.last_only,
+        )
+    state.seen = state.width
+    cached = state.cache.get_seq_length()
+    if cached != state.seen:
+        raise RuntimeError(
+            f"{type(model).__name__} left {cached} of {state.seen} tokens in the key-value cache that it was given; "
+            "use an architecture that supports DynamicCache, or a rollout backend of your own"
+        )
+    return outputs.logits[:, -1].float()
+
+
+@dataclass
+class StateCapture:
+    """The states [n, T, H] that enter a layer while rows are sampled, prompts included.
+
+    Args:
+        shape: (n, T); T is the longest prompt plus the longest completion.
+        keeps_last: whether rows stay until their last token has run.
+        expected: `DecodeState.next_tokens` of the next forward.
+        states: None before the first forward.
+    """
+
+    shape: tuple[int, int]
+    keeps_last: bool
+    expected: tuple[Tensor, Tensor, Tensor] | None = None
+    states: Tensor | None = None
+
+    def take(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the layer's input; a pre-hook."""
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if self.states is None:
+            self.states = hidden.new_zeros(*self.shape, hidden.shape[-1])
+        rows, positions, is_token = self.expected
+        rows = rows[:, None].expand_as(positions)[is_token]
+        self.states.index_put_((rows, positions[is_token]), hidden[is_token])
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give each row of `targets` the states of the row of `sources` at its place: their prompts are the same."""
+        pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
+        source, target = torch.tensor(pairs, device=self.states.device).T
+        self.states[target] = self.states[source]
+
+
+def capturing(capture: StateCapture | None, model: nn.Module) -> AbstractContextManager:
+    """Let `capture` take the states of the forwards in the block; None: take none."""
+    if capture is None:
+        return nullcontext()
+    layer = decoder_layers(model.get_base_model())[model.cut]
+    return layer.register_forward_pre_hook(capture.take, with_kwargs=True)

@@ -1,0 +1,108 @@
+"""Rows that take the places of finished ones, and prompts that come more than once."""
+
+import pytest
+import torch
+
+from onetrunk.ops.packing import make_pack
+from onetrunk.rollouts import LocalBackend, SamplingParams, decoding
+from tests.models.branches import a_trunk
+from tests.rollouts.small import MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
+
+MANY = PROMPTS * 3
+
+
+def shapes_of(model):
+    """Record rows and columns of every forward, and the columns that its mask covers."""
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append((*kwargs["input_ids"].shape, kwargs["attention_mask"].shape[1])),
+        with_kwargs=True,
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "hybrid"])
+def test_a_row_that_joins_others_in_mid_batch_has_the_same_completion(family):
+    model = tiny(family)
+    params = mixed_params(temperature=1.3)
+    together = generate(model, params, MANY, MANY_KEYS)
+    shapes = shapes_of(model)
+    joined = generate(model, params, MANY, MANY_KEYS, max_rows=4)
+    assert_same(joined, together)
+    # Some forwards over prompts come between forwards over single tokens of several rows.
+    kinds = ["prompts" if columns > 1 else "tokens" for _, columns, _ in shapes]
+    assert kinds.index("tokens") < len(kinds) - 1 - kinds[::-1].index("prompts")
+    assert max(rows for rows, _, _ in shapes) == 4
+
+
+def test_columns_that_are_padding_in_every_row_are_dropped():
+    model, params = tiny(), mixed_params(temperature=1.3)
+    shapes = shapes_of(model)
+    generate(model, params, MANY, MANY_KEYS, max_rows=2)
+    # Each step adds a column. A row that joins has at most as many before it as one that was there has tokens.
+    bound = max(map(len, MANY)) + 2 * params.max_completion_length
+    assert max(width for _, _, width in shapes) < bound < len(shapes)
+
+
+def test_joining_saves_the_forwards_of_rows_that_are_left_alone():
+    model = tiny()
+    params = mixed_params(temperature=1.3)
+    shapes = shapes_of(model)
+    generate(model, params, MANY, MANY_KEYS, max_rows=4)
+    joined = len(shapes)
+    shapes.clear()
+    backend = LocalBackend(model)
+    order = sorted(range(len(MANY)), key=lambda row: -len(MANY[row]))
+    for start in range(0, len(order), 4):
+        rows = order[start : start + 4]
+        backend.generate([MANY[row] for row in rows], params, [MANY_KEYS[row] for row in rows])
+    assert joined < 0.9 * len(shapes)
+
+
+def test_a_cache_whose_rows_cannot_be_put_together_decodes_one_batch_after_another(monkeypatch):
+    model = tiny()
+    params = mixed_params(temperature=1.3)
+    together = generate(model, params, MANY, MANY_KEYS)
+    monkeypatch.setattr(decoding, "JOINABLE_LAYERS", ())
+    shapes = shapes_of(model)
+    assert_same(generate(model, params, MANY, MANY_KEYS, max_rows=4), together)
+    starts = [i for i, (_, columns, _) in enumerate(shapes) if columns > 1]
+    assert all(shapes[i - 1][0] <= 4 for i in starts) and len(starts) >= 3
+
+
+@pytest.mark.parametrize("max_rows", [None, 3])
+def test_a_prompt_that_comes_several_times_runs_once(max_rows):
+    model = tiny()
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    params = mixed_params()
+    alone = [LocalBackend(model).generate([p], params, [key]) for p, key in zip(prompts, MANY_KEYS, strict=True)]
+    shapes = shapes_of(model)
+    rollout = generate(model, params, prompts, MANY_KEYS, max_rows=max_rows)
+    for row, other in enumerate(alone):
+        assert rollout.completion_ids[row] == other.completion_ids[0]
+        torch.testing.assert_close(rollout.sampler_logprobs[row], other.sampler_logprobs[0], atol=1e-5, rtol=1e-5)
+    if max_rows is None:
+        assert shapes[0][:2] == (len(PROMPTS), max(map(len, PROMPTS)))
+        assert shapes[1][0] > len(PROMPTS)  # One row for each completion from its second token on.
+    else:
+        assert shapes[0][:2] == (1, 20) and shapes[1][0] > 1
+
+
+@pytest.mark.parametrize("keeps_last", [False, True])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_states_of_rows_that_share_a_prompt_or_join_late_are_captured(keeps_last, compiles, monkeypatch):
+    monkeypatch.setattr("onetrunk.rollouts.compiled.COMPILER", "eager")
+    trunk = a_trunk("mistral", base=tiny("mistral"), adapter_layers="top-2")
+    prompts = [PROMPTS[row] for row in (0, 0, 1, 3, 3, 3, 4)]
+    params = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(8, 14)))
+    backend = LocalBackend(trunk, max_rows=3, compiles=compiles)
+    rollout = backend.generate(
+        prompts, params, MANY_KEYS[: len(prompts)], keeps_states=True, keeps_last_state=keeps_last
+    )
+    lengths = [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
+    for row, length in enumerate(lengths):
+        pack = make_pack([rollout.prompt_ids[row]], [rollout.completion_ids[row]], 0)
+        end = length if keeps_last else length - 1
+        expected = trunk(pack=pack, roles=("trunk",)).states[:end]
+        torch.testing.assert_close(rollout.states[row, :end], expected, atol=2e-5, rtol=1e-5)
+        assert not rollout.states[row, end:].any()
