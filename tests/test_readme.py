@@ -341,8 +341,15 @@ def test_every_link_of_a_document_leads_to_a_file(path):
 
 def test_the_readme_is_short_and_leads_to_every_folder_with_a_readme():
     assert len(README.split()) <= MOST_WORDS
-    folders = [relative(path) for path in [*ROOMS.glob("*/README.md"), *(ROOT / "recipes").glob("*/README.md")]]
-    assert [folder for folder in folders if f"({folder})" not in README] == []
+    assert [room for room in map(relative, ROOMS.glob("*/README.md")) if f"({room})" not in README] == []
+    assert "(recipes/README.md)" in README
+    gallery = (ROOT / "recipes" / "README.md").read_text()
+    recipes = [path.parent.name for path in (ROOT / "recipes").glob("*/README.md")]
+    assert [
+        name
+        for name in recipes
+        if f"({name}/README.md)" not in gallery and f"(recipes/{name}/README.md)" not in README
+    ] == []
 
 
 def test_the_readme_shows_every_room():

@@ -59,7 +59,6 @@ def test_a_server_has_one_address_or_several(settings, urls):
         ({f"{IS}_clip_min": 3.0}, "the upper bound must be above 0 and above the lower one"),
         ({f"{IS}_clip_max": None}, "are both null"),
         ({"vllm_gpu_memory_utilization": 0.5}, "vllm_gpu_memory_utilization belongs to vllm_mode 'colocate'"),
-        ({f"{IS}_cap": 2.0}, f"{IS}_cap: here {IS}_clip_max"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named_with_the_fix(settings, message):

@@ -332,7 +332,7 @@ class EnsembleJudge(Judge):
         self.judges = list(judges)
         self.names = _unique([judge.name for judge in judges])
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
-        self.is_remote = all(judge.is_remote for judge in self.judges)
+        self.is_remote = all(getattr(judge, "is_remote", False) for judge in self.judges)
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         for start in range(0, len(items), SLICE):

@@ -32,7 +32,6 @@ FOREIGN_KEYS: dict[str, str] = {
     "vllm_model_impl": "vLLM's own implementations are used; leave it out",
     "vllm_group_port": "adapters reach the server over HTTP, without a port of their own; leave it out",
     "vllm_structured_outputs_regex": f"{_SAMPLER}; leave it out",
-    "vllm_importance_sampling_cap": "here vllm_importance_sampling_clip_max, as in TRL",
     "loss_type": _OBJECTIVE,
     "importance_sampling_level": _OBJECTIVE,
     "top_entropy_quantile": _OBJECTIVE,
