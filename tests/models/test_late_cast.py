@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+import json
 
 import pytest
 import torch
+import torch.multiprocessing
 from peft import get_peft_model
 from transformers import core_model_loading
 
@@ -14,6 +16,7 @@ from onetrunk.models.late_cast import READER, LateCast, cast_now, casting_later
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.parallel import cast_when_sharded, launch_layout
 from onetrunk.models.sources import base_fingerprint, base_marks
+from tests.models import late_cast_worker
 from tests.models.branches import lora
 from tests.tiny import tiny_model
 
@@ -111,3 +114,20 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
     signature = inspect.signature(getattr(core_model_loading, READER))
     assert list(signature.parameters) == ["tensor", "device", "dtype"]
     assert f"{READER}(tensor, device, dtype)" in inspect.getsource(core_model_loading.spawn_materialize)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.parametrize("kind", ["tensor_parallel"])
+def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(kind, tmp_path):
+    name = saved(tmp_path / "base", "mistral", **late_cast_worker.SHAPE)
+    torch.multiprocessing.spawn(late_cast_worker.work, args=(str(tmp_path), name, kind), nprocs=2)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        # Private bytes above those before, in shares of the base in float32: half of it stays. In between come one
+        # layer or the embedding, whole (1/12 each), and what the allocator has not returned.
+        assert 0.45 < found["late"]["end"] < 0.6
+        assert found["late"]["peak"] < 0.75
+        # The usual way: a copy of the base, and then the half.
+        assert found["at once"]["peak"] > 0.95
+        assert found["late"]["weights"] == found["at once"]["weights"]
