@@ -32,6 +32,8 @@ OPTIONS += "--use_peft true --lora_r 4 --dtype float32".split()
 HELD_OUT = "--eval_strategy steps --eval_steps 2 --eval_size 5 --per_device_eval_batch_size 2".split()
 # Rows that are read while it trains, for more than a pass; such rows are not held out.
 STREAMED = "--dataset_name files --streaming true --shuffle_window 20 --max_steps 12 --learning_rate 0.001"
+# 14 pairs: two groups would fill up the fourth batch.
+PAIRS = "--dataset_name pairs.jsonl --max_steps 3 --activation_checkpointing false"
 CASES = {
     "sft": "sft --dataset_name texts.jsonl --activation_checkpointing false",
     # The head is the divided embedding; layers run again in the backward.
@@ -39,8 +41,8 @@ CASES = {
     # The logits of the whole vocabulary, gathered.
     "smoothed": "sft --dataset_name texts.jsonl --label_smoothing_factor 0.1 --activation_checkpointing false",
     "streamed": f"sft {STREAMED} --activation_checkpointing false",
-    "reward": "reward --dataset_name pairs.jsonl --adapter_layers top-2 --activation_checkpointing false",
-    "distill": "distill --dataset_name pairs.jsonl --activation_checkpointing false",
+    "reward": f"reward {PAIRS} --adapter_layers top-2",
+    "distill": f"distill {PAIRS}",
 }
 LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("sft", "reward", "distill")}
 RUNS = [(processes, name) for processes in (2, 4) for name in LAUNCHED[processes]]
@@ -141,8 +143,8 @@ def test_all_processes_together_train_the_adapter_of_one(place, processes, name)
     found, alone = (adapter(launched(place, n) / name) for n in (processes, 1))
     assert found.keys() == alone.keys()
     for key, expected in alone.items():
-        # The same sums in another order.
-        torch.testing.assert_close(found[key], expected, atol=2e-5, rtol=1e-4)
+        # Gradients agree to 1e-4 of their largest entry (tests/models); the learning rate is 0.1.
+        torch.testing.assert_close(found[key], expected, atol=1e-4, rtol=1e-3)
     assert all(found[key].any() for key in found if "lora_B" in key), "nothing was trained"
     assert (launched(place, processes) / "stdout").read_text().count(f"saved an adapter in {name}") <= 1
 
