@@ -3,7 +3,6 @@
 Several tests share one server, because a start takes half a minute.
 """
 
-import json
 import os
 import signal
 import socket
@@ -30,8 +29,6 @@ from tests.learning import EOS, FIRST, FORBIDDEN_BIAS, PAD, TASK_B
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
-from tests.stages import small_runs
-from tests.stages.test_eval_judge import save_adapter
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -204,44 +201,6 @@ def test_a_server_with_raw_logprobs_is_noticed_and_a_signal_ends_it(base, tmp_pa
             backend_of(server, tmp_path).check_policy(policy())
     finally:
         server.kill()
-
-
-def server_of(process):
-    """Return the process of vLLM that `onetrunk serve` has started."""
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(child)
-
-
-def test_eval_and_prefs_sample_on_it_and_it_is_started_again_after_it_was_killed(serving, base, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_runs.make_material(tmp_path)
-    save_adapter(tmp_path / "adapter", base, seed=1)
-    where = ["--use_vllm", "true", "--vllm_server_base_url", serving.url, "--vllm_server_timeout", 600]
-    model = ["--model_name_or_path", tmp_path / "adapter", "--temperature", 1e-5]
-    figures = []
-    for out in ("before", "after"):
-        assert small_runs.run("eval", *model, *where, "--output_dir", out) == 0
-        figures.append(json.loads((tmp_path / out / "metrics.json").read_text()))
-        assert figures[-1]["sampled_by"].startswith("vLLM 0.")
-        if out == "before":
-            killed = server_of(serving.process)
-            os.kill(killed, signal.SIGKILL)
-            while not Path(f"/proc/{serving.process.pid}/task/{serving.process.pid}/children").read_text().strip():
-                time.sleep(0.1)
-            serving.wait()
-            assert server_of(serving.process) != killed
-    assert small_runs.run("eval", *model, "--output_dir", "local") == 0
-    figures.append(json.loads((tmp_path / "local/metrics.json").read_text()))
-    for role in ("policy", "reference"):
-        scores = [figure[role]["score/mean"] for figure in figures]
-        assert scores == [scores[0]] * 3
-    assert small_runs.run("prefs", *model[:2], *where, "--keep_ties", "true") == 0
-    statistics = json.loads((tmp_path / "out-prefs/statistics.json").read_text())
-    assert statistics["about"]["sampled by"] == figures[0]["sampled_by"]
-    backend = backend_of(serving, tmp_path / "last")
-    backend.check()
-    assert backend._listed() == {backend.pool.servers[0]: {}}
-    backend.close()
 
 
 def served_task_model(seed):
