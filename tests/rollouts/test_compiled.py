@@ -79,7 +79,9 @@ class Without(LogitsProcessor):
     """Rules out the tokens that a row has already, as no mask over the vocabulary alone could."""
 
     def __call__(self, input_ids, scores):
-        return scores.scatter(1, input_ids, -torch.inf)
+        ruled_out = scores.scatter(1, input_ids, -torch.inf)
+        ruled_out[:, 1] = scores[:, 1]  # The padding, of which there may be any number.
+        return ruled_out
 
 
 def test_a_logits_processor_sees_the_rows_that_decode_padded_on_the_left():
@@ -108,7 +110,7 @@ def test_a_model_that_cannot_be_compiled_decodes_eagerly_and_one_line_says_so(ca
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert_same(backend.generate(PROMPTS, params, MANY_KEYS[:5]), generate(model, params, PROMPTS, MANY_KEYS))
-    assert [record.message.count("layers of other kinds") for record in caplog.records] == [1]
+    assert sum("layers of other kinds" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_an_attention_without_masks_and_a_cache_that_changes_the_logits_are_obstacles(monkeypatch):
