@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from peft import PeftModel
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.utils.files import read_json
-from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -213,44 +211,3 @@ def _adapter_settings(model: PeftModel) -> dict[str, Any]:
     config = model.peft_config[model.active_adapter]
     values = {name: getattr(config, name, None) for name in ADAPTER_SETTINGS}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
-
-
-@dataclass(repr=False)
-class CheckpointConfig:
-    """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
-
-    allow_config_change: bool = option(
-        False, "Resume from a checkpoint although settings that steer what is learnt have changed."
-    )
-    continue_ended_run: bool = option(
-        False,
-        "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false: such a run"
-        " is finished, however many steps are planned.",
-    )
-    checkpoint_mirror: str | None = option(
-        None,
-        "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks there if"
-        " output_dir has no checkpoint.",
-    )
-
-    def __post_init__(self) -> None:
-        _check_intervals(self)
-        super().__post_init__()
-
-
-def _check_intervals(args: TrainingArguments) -> None:
-    for kind in ("save", "eval", "logging"):
-        value, is_used = getattr(args, f"{kind}_steps"), getattr(args, f"{kind}_strategy") == "steps"
-        if kind == "eval" and value is None:
-            continue  # It means logging_steps.
-        if is_used and not (value or 0) > 0:
-            raise ValueError(
-                f"{kind}_steps is {value!r}, and {kind}_strategy is 'steps'; set a whole number above 0 or a share of"
-                f" all steps between 0 and 1, or set {kind}_strategy to 'no'"
-            )
-    if (args.load_best_model_at_end or args.save_strategy == "best") and args.eval_strategy == "no":
-        setting = "load_best_model_at_end" if args.load_best_model_at_end else "save_strategy 'best'"
-        raise ValueError(
-            f"{setting} needs evaluations to choose by, and eval_strategy is 'no'; set eval_strategy to 'steps' or"
-            " 'epoch', with held-out rows, or leave it out"
-        )
