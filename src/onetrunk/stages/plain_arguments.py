@@ -6,13 +6,15 @@ One field is one YAML key and one command line option. The module imports neithe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from onetrunk.data.names import looks_like_path
 from onetrunk.judges.load import REWARD, JudgeConfig
 from onetrunk.ppo.settings import MONITOR_ACTIONS, PPOSettings, check_monitor
+from onetrunk.stages.options.schema import UsageError
 from onetrunk.utils.options import option, require_seed
 
 # Fields of TRL's ModelConfig that a stage rejects, and why.
@@ -22,6 +24,10 @@ WITHOUT_MEANING = {
     "lora_task_type": "it is always CAUSAL_LM",
     "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
 }
+# The ranks that vLLM reserves memory for.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cuda", "cpu")
 # Words in reward_funcs that stand for the judge.
 JUDGE, PAIRWISE = "judge", "pairwise"
 
@@ -44,8 +50,6 @@ class DatasetArguments:
     @property
     def hub_dataset(self) -> str | None:
         """The dataset's name for a model card; None for a local dataset, which the Hub does not know."""
-        from onetrunk.data.files import looks_like_path
-
         is_local = Path(self.dataset_name).exists() or looks_like_path(self.dataset_name)
         return None if is_local else self.dataset_name
 
@@ -219,6 +223,64 @@ def check_judges(
             f"monitor_judge {same[0]} is what the reward is made of, and would see no gap; name a judge that PPO does"
             " not see"
         )
+
+
+@dataclass
+class ServeArguments:
+    """The options of `onetrunk serve`; names as in `vllm serve` and `trl vllm-serve`."""
+
+    model: str | None = option(
+        None, "Name or folder of the base model that PPO trains on; for an adapter, its base is served."
+    )
+    host: str = option(
+        "127.0.0.1", "Address to listen on. Whoever reaches it can load adapters, so do not open it to others."
+    )
+    port: int = option(8000, "Port to listen on, 1 to 65535.")
+    revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.")
+    dtype: str = option("auto", "auto (the checkpoint's own), float32, bfloat16 or float16; as the trainer's base.")
+    max_lora_rank: int = option(16, "Largest rank of an adapter, 1 to 512; rounded up to a rank that vLLM knows.")
+    max_loras: int = option(2, "Adapters that sample at the same time, at least 1; others wait on the CPU or on disk.")
+    max_model_len: int | None = option(
+        None, "Most tokens of a prompt with its completion, at least 2; the model's own positions if left out."
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share the model, at least 1.")
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it beside a trainer."
+    )
+    device: str = option("auto", "cuda, cpu, or auto: cuda if there is a GPU.")
+    api_key_env: str | None = option(None, "Environment variable with the key that calls must bring.")
+    python: str | None = option(
+        None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
+    )
+    print: bool = option(False, "Print the command instead of starting the server.")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
+        at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; set it to {least} or more")
+        if self.port > 65535:
+            raise ValueError(f"port is {self.port}; set it to 65535 or less")
+        if self.max_lora_rank > RANKS[-1]:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank}, and vLLM serves ranks up to {RANKS[-1]}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; set it above 0, at most 1")
+        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
+
+
+def named_model(argv: Sequence[str]) -> list[str]:
+    """Return the words of `onetrunk serve` with the model, which may be the first of them, as an option."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        if "--model" in words:
+            raise UsageError(f"the model is named twice, {words[0]!r} and by --model; write it once")
+        words = ["--model", *words]
+    return words
 
 
 def require_output_dir_is_set(args: Any) -> None:

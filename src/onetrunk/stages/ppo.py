@@ -7,6 +7,7 @@ run's folder, so that a resumed run gets the same answers.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,4 +170,15 @@ parse_ppo = partial(
     knows_ppo=True,
     check=check_judges,
 )
-main = partial(run_stage, "ppo", parse_ppo, run)
+DRY_RUN = ("--dry_run", "--dry-run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage, or print what it would do; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not set(DRY_RUN) & set(words):
+        return run_stage("ppo", parse_ppo, run, words)
+    from onetrunk.stages.dry_run import DryRun, dry_run
+
+    words = [word for word in words if word not in DRY_RUN]
+    return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)),), dry_run, words)
