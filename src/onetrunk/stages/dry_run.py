@@ -174,7 +174,8 @@ def memory_lines(
     sampling = kv_cache_bytes(shape, decoding * width, compute) + decoding * shape.vocab_size * 4 * SAMPLER_COPIES
     parts = {
         "weights of the base": int(size.base * itemsize),
-        "adapters, gradients, optimizer": size.trained * (TRAINED_BYTES_8BIT if "8bit" in str(args.optim) else TRAINED_BYTES),
+        "adapters, gradients, optimizer": size.trained
+        * (TRAINED_BYTES_8BIT if "8bit" in str(args.optim) else TRAINED_BYTES),
         "states of the frozen layers": (
             trunk_states_bytes(shape, plan.rows_per_rank * width, compute)
             if size.first_layer and args.trunk_cache in ("auto", "device")
