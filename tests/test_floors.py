@@ -33,7 +33,7 @@ FLOORS = {
     "plan": 10,
     "stages": 11,
     "cli": 12,
-    "__main__": 12,
+    "__main__": 13,
 }
 HUGGING_FACE = set("transformers peft trl accelerate datasets huggingface_hub tokenizers safetensors".split())
 # Their authors call these unstable.

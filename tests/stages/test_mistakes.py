@@ -20,7 +20,7 @@ OK = "ppo --config good.yaml"
 # What is typed, lines added to good.yaml, what the message says, and the exit code.
 MISTAKES = [
     ("pppo --config good.yaml", "", "did you mean 'ppo'?", 2),
-    ("train --config good.yaml", "", "expected one of sft, prefs", 2),
+    ("rlhf --config good.yaml", "", "expected one of sft, prefs", 2),
     ("ppo", "", "dataset_name is not set; give a file", 2),
     ("ppo good.yaml", "", "for a recipe write --config good.yaml", 2),
     ("ppo --config", "", "--config needs a YAML file after it", 2),
@@ -88,7 +88,7 @@ def test_a_mistake_is_answered_before_a_stage_is_imported(
     out, err = capsys.readouterr()
     assert out == "" and message in err and "Traceback" not in err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and len(err.splitlines()) == (1 if typed.split()[0] in ("pppo", "train") else expected)
+    assert len(errors) == 1 and len(err.splitlines()) == (1 if typed.split()[0] in ("pppo", "rlhf") else expected)
 
 
 def test_there_are_forty_mistakes_and_none_is_the_same_twice():

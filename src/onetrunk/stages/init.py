@@ -49,7 +49,7 @@ class Recipe:
         model, data, reward: as in PPO's options; reward None: a file with a function to change is written.
         gpu_gib: memory of one GPU; 0: none.
         billions: weights of the model in billions; None: not known.
-        num_layers: of the model; None: not known.
+        num_layers, positions: of the model; None: not known.
     """
 
     folder: Path
@@ -59,6 +59,7 @@ class Recipe:
     gpu_gib: float
     billions: float | None
     num_layers: int | None
+    positions: int | None = None
 
     @property
     def weights_gib(self) -> float | None:
@@ -98,15 +99,18 @@ def recipe_of(words: Any) -> Recipe:
         raise UsageError(f"--gpu_gib is {words.gpu_gib:g}; give the memory of one GPU in GiB, or 0 for none")
     if words.billions is not None and words.billions <= 0:
         raise UsageError(f"--billions is {words.billions:g}; give the number of weights in billions, such as 0.5")
-    billions, num_layers = words.billions, None
+    billions, num_layers, positions = words.billions, None, None
     path = Path(words.model) / "config.json"
     if path.is_file():
-        shape = ModelShape.from_config(SimpleNamespace(**read_json(path)))
+        config = read_json(path)
+        shape, positions = ModelShape.from_config(SimpleNamespace(**config)), config.get("max_position_embeddings")
         billions, num_layers = billions or shape.parameters / 1e9, shape.num_layers
     if billions is None:
         named = re.search(r"(\d+(?:\.\d+)?)\s*([bBmM])(?![A-Za-z])", words.model.rpartition("/")[2])
         billions = named and float(named[1]) / (1000 if named[2] in "mM" else 1)
-    return Recipe(Path(words.folder), words.model, words.data, words.reward, words.gpu_gib, billions, num_layers)
+    return Recipe(
+        Path(words.folder), words.model, words.data, words.reward, words.gpu_gib, billions, num_layers, positions
+    )
 
 
 def write_recipe(recipe: Recipe) -> list[Path]:
@@ -159,7 +163,7 @@ def config_of(recipe: Recipe, reward: str) -> str:
         "",
         f"rollout_batch_size: {128 if on_gpu else 16}  # prompts per rollout",
         "num_rollouts: 100",
-        "max_completion_length: 256",
+        f"max_completion_length: {min(256, (recipe.positions or 512) // 2)}",
         "num_ppo_epochs: 4",
         "num_minibatches: 4  # 16 optimizer steps per rollout",
         f"per_device_train_batch_size: {128 if on_gpu else 8}  # rows in one forward; it does not change the result",

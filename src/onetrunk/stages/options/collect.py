@@ -92,6 +92,8 @@ def options_of(dataclass_types: Sequence[type]) -> list[Option]:
         old = next((old for old, new in RENAMED.items() if new == name and default is None and old in owners), None)
         # TRL's trainers set the old name by default.
         default = default if old is None else _default_of(owners[old][1])
+        # An empty text that stands for an empty list (debug) is no value of the list's type.
+        default = [] if default == "" and action.nargs == "+" else default
         kind = "mapping" if is_mapping(name, hints[name]) else _type_name(action.type)
         options.append(
             Option(
