@@ -23,6 +23,8 @@ PREFIX = "checkpoint-"
 STAGING = ".saving"
 # A stage writes this file last, next to the result. A name with an underscore is not uploaded to the Hub.
 FINISHED = "_finished.json"
+# What a finished run leaves next to its checkpoints: an adapter, or a whole model.
+RESULTS = ("adapter_config.json", "config.json")
 # So many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
 
@@ -38,6 +40,24 @@ def checkpoint_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoint folders of a run in the order of their steps, damaged ones included."""
     folders = [path for path in Path(output_dir).glob(f"{PREFIX}*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
+
+
+def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the checkpoints and of the result that a training has left in a folder."""
+    results = [name for name in RESULTS if (Path(output_dir) / name).is_file()]
+    return [path.name for path in checkpoint_folders(output_dir)] + results
+
+
+def require_free(output_dir: str | os.PathLike[str], overwrites: bool) -> None:
+    """Raise ValueError for a folder that holds a run already: new checkpoints would be sorted among the old ones,
+    which could then be resumed in their place.
+    """
+    names = [] if overwrites else left_by_a_run(output_dir)
+    if names:
+        raise ValueError(
+            f"{output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
+            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
+        )
 
 
 def checkpoint_problems(folder: str | os.PathLike[str]) -> list[str]:

@@ -29,7 +29,6 @@ REFERENCE = "reference"
 REWARD = "reward"
 ADAPTER_FILE = "adapter_model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
-VALUE_HEADS = ("shared", "detached", "adapter")
 # LoRA options that are not supported, and why.
 UNSUPPORTED_OPTIONS = {
     "trainable_token_indices": "trains rows of the embedding, which every role shares",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete
+from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete, require_free
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
 from onetrunk.report.report import write_report_of
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
 
-# What a finished run leaves next to its checkpoints: an adapter, or a whole model.
-RESULTS = ("adapter_config.json", "config.json")
 # Branches that only some runs save: those of an old run would be taken for the new run's.
 BRANCHES = ("reference", "value")
 # Pushing a result rewrites it.
@@ -61,13 +59,8 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
             print(f"{verb}: {message}")
         return True, None
     resume = _resume_point(args, needed or LOOP_FILES)
-    names = [] if resume or args.overwrite_output_dir else left_by_a_run(args.output_dir)
-    if names:
-        # The new checkpoints would be sorted among the old ones, which could then be resumed in their place.
-        raise ValueError(
-            f"{args.output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
-            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
-        )
+    if not resume:
+        require_free(args.output_dir, args.overwrite_output_dir)
     return False, resume
 
 
@@ -215,12 +208,6 @@ def has_result(output_dir: str | os.PathLike[str]) -> bool:
 def result_problems(output_dir: str | os.PathLike[str]) -> list[str]:
     """Return how a result differs from its manifest, one phrase per problem."""
     return [problem for problem in problems(output_dir) if not problem.startswith(f"{CARD}:")]
-
-
-def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the checkpoints and of the result that a training has left in a folder."""
-    results = [name for name in RESULTS if (Path(output_dir) / name).is_file()]
-    return [path.name for path in checkpoint_folders(output_dir)] + results
 
 
 def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments
+from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.plain_arguments import DatasetArguments, SamplingArguments
 from onetrunk.utils.options import option
 
 # Fields that PPOConfig does not have.

@@ -8,7 +8,7 @@ from typing import Any
 
 from onetrunk.feedback.preferences import PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.arguments import SamplingArguments
+from onetrunk.stages.plain_arguments import SamplingArguments
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")
