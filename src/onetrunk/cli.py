@@ -50,3 +50,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
             return code
     module = PLAIN_VERBS.get(verb, f"onetrunk.stages.{verb}")
     return import_module(module).main(list(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

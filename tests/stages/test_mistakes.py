@@ -63,6 +63,7 @@ MISTAKES = [
     (f"{OK} --output_dir rows.jsonl", "", "is a file; name a folder", 1),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
     ("serve owner/model --port 99999", "", "set it to 65535 or less", 2),
+    ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
     ("eval --config good.yaml --resume checkpoint-3", "", "this stage has no checkpoints and resumes by itself", 2),
 ]
 

@@ -22,6 +22,7 @@ from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.names import looks_like_path, missing_path
 from onetrunk.judges.load import REWARD, JudgeConfig
 from onetrunk.ppo.settings import PPOSettings
+from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
 from onetrunk.stages.options.helping import help_text, help_topic
 from onetrunk.stages.options.reading import RESUME, parsed_values, read
 from onetrunk.stages.options.report_words import report_words
@@ -31,7 +32,6 @@ from onetrunk.stages.plain_arguments import (
     WITHOUT_MEANING,
     PPODataArguments,
     PPOJudgeArguments,
-    SamplingArguments,
     ServeArguments,
     TrainingDataArguments,
     check_judges,
@@ -44,6 +44,8 @@ from onetrunk.utils.redaction import add_stored_token, redact
 
 Settings = TypeVar("Settings")
 Values = Mapping[str, Any]
+# Verbs whose settings are those of PPO.
+KNOW_PPO = ("ppo", "eval")
 # Words of `resume_from_checkpoint` that name no folder.
 NO_FOLDER = ("none", "false", "true", "auto", "")
 
@@ -98,7 +100,7 @@ def check(verb: str, argv: Sequence[str], options: Sequence[Option]) -> None:
         ValueError, FileNotFoundError: a file or folder that is missing or in use.
     """
     words = named_model(argv) if verb == "serve" else [word for word in argv if word not in ("--dry_run", "--dry-run")]
-    values = parsed_values(read(words, options, knows_ppo=verb == "ppo"), options)
+    values = parsed_values(read(words, options, knows_ppo=verb in KNOW_PPO), options)
     defaults = {option.name: option.default for option in options}
     try:
         VALUE_CHECKS[verb](values, defaults)
@@ -162,8 +164,16 @@ def _check_ppo(values: Values, defaults: Values) -> None:
     check_judges(data, args, SimpleNamespace(**values), judges, arguments)
 
 
-def _check_sampling(values: Values, defaults: Values) -> None:
-    _made(SamplingArguments, values)
+def _check_eval(values: Values, defaults: Values) -> None:
+    args, judges = _made(EvalArguments, values), _made(JudgeConfig, values)
+    _check_model(values, defaults)
+    check_purpose(args, judges, SimpleNamespace(**values))
+
+
+def _check_prefs(values: Values, defaults: Values) -> None:
+    from onetrunk.stages.prefs.arguments import PrefsArguments  # Here: it imports pyarrow.
+
+    _made(PrefsArguments, values)
     _made(JudgeConfig, values)
     _check_model(values, defaults)
 
@@ -181,8 +191,8 @@ VALUE_CHECKS: dict[str, Callable[[Values, Values], None]] = {
     "reward": _check_training,
     "distill": _check_training,
     "ppo": _check_ppo,
-    "prefs": _check_sampling,
-    "eval": _check_sampling,
+    "prefs": _check_prefs,
+    "eval": _check_eval,
     "serve": _check_serve,
 }
 
