@@ -34,6 +34,7 @@ FLOORS = {
     "report": 10,
     "stages": 11,
     "cli": 12,
+    "__main__": 13,
 }
 HUGGING_FACE = set("transformers peft trl accelerate datasets huggingface_hub tokenizers safetensors".split())
 # Their authors call these unstable.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Message = dict[str, str]
 Conversation = list[Message]
@@ -36,6 +37,7 @@ def as_completion(prompt: Prompt, text: str) -> Completion:
 
 def to_device(item: T, device: torch.device | str) -> T:
     """Return a copy of a dataclass of this module with all its tensors, also nested ones, on `device`."""
+    from torch import Tensor  # Here: settings are checked before torch is imported, and judges import this module.
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from onetrunk.checkpoints import settings as checkpoint_settings
+from onetrunk.checkpoints import config as checkpoint_config
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.reward_models.distill import RewardDistillationConfig
 from onetrunk.reward_models.trainer import RewardModelConfig
@@ -23,11 +23,17 @@ def config(kind, tmp_path, **settings):
 def test_a_tracker_without_its_package_is_rejected_before_anything_loads(tmp_path, kind, tracker, monkeypatch):
     settings = {"use_cpu": True, "bf16": False}
     found = dict.fromkeys((tracker,))
-    monkeypatch.setattr(checkpoint_settings, "find_spec", lambda name: found.get(name, find_spec("json")))
-    with pytest.raises(ValueError, match=f"report_to names {tracker}, and its package is not installed; pip install"):
+    monkeypatch.setattr(checkpoint_config, "find_spec", lambda name: found.get(name, find_spec("json")))
+    with pytest.raises(ValueError, match=f"report_to names {tracker}, which is not installed; pip install {tracker}"):
         kind(output_dir=str(tmp_path), report_to=[tracker], **settings)
-    monkeypatch.setattr(checkpoint_settings, "find_spec", lambda name: find_spec("json"))
+    monkeypatch.setattr(checkpoint_config, "find_spec", lambda name: find_spec("json"))
     assert kind(output_dir=str(tmp_path), report_to=[tracker], **settings).report_to == [tracker]
+
+
+def test_the_trackers_are_those_of_transformers():
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    assert set(checkpoint_config.TRACKERS) == set(INTEGRATION_TO_CALLBACK)
 
 
 def test_an_unknown_tracker_is_answered_with_the_nearest(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from onetrunk.ppo.checks import plan_batches
-from onetrunk.ppo.config import INHERITED_WITHOUT_MEANING, PPOConfig
+from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.foreign_keys import FOREIGN_KEYS, SAME_MEANING
+from onetrunk.ppo.settings import INHERITED_WITHOUT_MEANING
 
 # Fields of the last PPOConfig in TRL (1.12) that have another name or none here; from its documentation.
 TRL_PPO = """exp_name reward_model_path model_adapter_name ref_adapter_name num_mini_batches total_episodes

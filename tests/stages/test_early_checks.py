@@ -20,6 +20,7 @@ def material(tmp_path_factory):
     make_material(folder)
     shutil.copytree(folder / "base", folder / "unloadable")
     (folder / "unloadable" / "model.safetensors").write_bytes(b"these are no weights")
+    (folder / "nowhere").mkdir()  # A path that is missing would be named first.
     return folder
 
 

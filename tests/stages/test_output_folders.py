@@ -21,6 +21,7 @@ STAGES = tuple(OWN)
 def material(tmp_path_factory):
     folder = tmp_path_factory.mktemp("material")
     make_material(folder)
+    (folder / "nowhere").mkdir()  # A path that is missing would be named first.
     return folder
 
 

@@ -8,11 +8,11 @@ import pytest
 from trl import SFTConfig
 
 from onetrunk import __version__, cli
-from onetrunk.ppo.alarms import RULES
-from onetrunk.stages import parsing
+from onetrunk.ppo.alarm_rules import RULES
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.options.collect import StageParser
+from onetrunk.stages.options.schema import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.stage import parse_run
@@ -200,7 +200,7 @@ def test_broken_json_for_a_field_that_trl_reads_as_text_is_refused_too(tmp_path,
 
 
 def test_a_field_that_may_be_a_path_stays_a_text(tmp_path):
-    parser = parsing.StageParser([SFTConfig])
+    parser = StageParser([SFTConfig])
     assert parser.parse_known_args(["--deepspeed", "zero2.json"])[0].deepspeed == "zero2.json"
 
 
@@ -224,9 +224,10 @@ def test_a_word_that_is_no_option_is_refused():
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_lists_the_options(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
-    own = {"run": "--until", "report": "--price_per_gpu_hour", "serve": "--max_lora_rank"}
-    own |= {"recipes": "list|copy", "merge": "--dtype"}
-    assert own.get(verb, "--dataset_columns") in capsys.readouterr().out
+    own = {"run": "--until", "serve": "--max_lora_rank", "config": "distill", "completion": "fish", "init": "--model"}
+    own |= {"report": "--price_per_gpu_hour", "recipes": "list|copy", "merge": "--dtype"}
+    own["doctor"] = "usage: onetrunk doctor"
+    assert own.get(verb, "dataset_columns") in capsys.readouterr().out
 
 
 def test_the_command_line_answers_without_loading_torch():

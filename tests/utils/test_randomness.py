@@ -14,13 +14,13 @@ from onetrunk.ppo.sampling import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.draws import row_uniforms
 from onetrunk.utils import randomness
+from onetrunk.utils.options import require_seed
 from onetrunk.utils.randomness import (
     DEAL_STREAM,
     EVALUATION_STREAM,
     MINIBATCH_STREAM,
     ROLLOUT_STREAM,
     derived_seed,
-    require_seed,
 )
 from tests.fakes import CannedBackend
 from tests.tiny import tiny_tokenizer

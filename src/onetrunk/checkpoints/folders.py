@@ -90,12 +90,11 @@ def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
     return [path.name for path in checkpoint_folders(output_dir)] + results
 
 
-def require_unused(output_dir: str | os.PathLike[str]) -> None:
-    """Raise a ValueError if a training has left checkpoints or a result in a folder.
-
-    New checkpoints would be sorted among the old ones, which could then be resumed in their place.
+def require_free(output_dir: str | os.PathLike[str], overwrites: bool) -> None:
+    """Raise ValueError for a folder that holds a run already: new checkpoints would be sorted among the old ones,
+    which could then be resumed in their place.
     """
-    names = left_by_a_run(output_dir)
+    names = [] if overwrites else left_by_a_run(output_dir)
     if names:
         raise ValueError(
             f"{output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"

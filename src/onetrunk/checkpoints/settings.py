@@ -13,25 +13,20 @@ the free ones; `tests/checkpoints/test_config_changes.py` checks that each of it
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 from peft import PeftModel
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.utils.files import read_json
-from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -64,9 +59,6 @@ FREE_PREFIXES = (
 )  # fmt: skip
 # Has one of the prefixes, but decides which rows a step gets.
 NOT_FREE = ("dataloader_drop_last",)
-# The packages of the trackers that people use most, by module; for the others transformers says what is missing.
-TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
-TRACKER_PACKAGES |= {"swanlab": "swanlab", "comet_ml": "comet-ml"}
 # The fields of an adapter's config that are compared.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "layers_to_transform")
 
@@ -244,62 +236,3 @@ def _adapter_settings(model: PeftModel) -> dict[str, Any]:
     config = model.peft_config[model.active_adapter]
     values = {name: getattr(config, name, None) for name in ADAPTER_SETTINGS}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
-
-
-@dataclass(repr=False)
-class CheckpointConfig:
-    """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
-
-    allow_config_change: bool = option(
-        False, "Resume from a checkpoint although settings that steer what is learnt have changed."
-    )
-    continue_ended_run: bool = option(
-        False,
-        "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false: such a run"
-        " is finished, however many steps are planned.",
-    )
-    checkpoint_mirror: str | None = option(
-        None,
-        "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks there if"
-        " output_dir has no checkpoint.",
-    )
-    overwrite_output_dir: bool = option(
-        False, "Start over in an output_dir that holds a run: its checkpoints are deleted when training begins."
-    )
-
-    def __post_init__(self) -> None:
-        _check_intervals(self)
-        super().__post_init__()
-        check_trackers(self.report_to)
-
-
-def check_trackers(names: Iterable[str]) -> None:
-    """Raise ValueError if `report_to` names a tracker that there is not, or one whose package is missing."""
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            near = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(INTEGRATION_TO_CALLBACK)}"
-            raise ValueError(f"report_to names {name!r}, which is no tracker: {hint}")
-        if name in TRACKER_PACKAGES and find_spec(name) is None:
-            raise ValueError(
-                f"report_to names {name}, and its package is not installed; pip install {TRACKER_PACKAGES[name]}, or"
-                " set report_to to tensorboard or none"
-            )
-
-
-def _check_intervals(args: TrainingArguments) -> None:
-    for kind in ("save", "eval", "logging"):
-        value, is_used = getattr(args, f"{kind}_steps"), getattr(args, f"{kind}_strategy") == "steps"
-        if kind == "eval" and value is None:
-            continue  # It means logging_steps.
-        if is_used and not (value or 0) > 0:
-            raise ValueError(
-                f"{kind}_steps is {value!r}, and {kind}_strategy is 'steps'; set a whole number above 0 or a share of"
-                f" all steps between 0 and 1, or set {kind}_strategy to 'no'"
-            )
-    if (args.load_best_model_at_end or args.save_strategy == "best") and args.eval_strategy == "no":
-        setting = "load_best_model_at_end" if args.load_best_model_at_end else "save_strategy 'best'"
-        raise ValueError(
-            f"{setting} needs evaluations to choose by, and eval_strategy is 'no'; set eval_strategy to 'steps' or"
-            " 'epoch', with held-out rows, or leave it out"
-        )

@@ -41,7 +41,7 @@ from onetrunk.checkpoints.folders import (
     delete_old_run,
     described,
     publish,
-    require_unused,
+    require_free,
     rotate,
     set_aside_later,
 )
@@ -263,9 +263,8 @@ class ResumableTrainer(Trainer):
     def _take_output_dir(self) -> None:
         """Reject an output folder that holds another run, or delete that run if the settings say so."""
         if self._resume_from is None and not self._has_begun:
-            if not self.args.overwrite_output_dir:
-                require_unused(self.args.output_dir)
-            elif self.args.should_save:
+            require_free(self.args.output_dir, self.args.overwrite_output_dir)
+            if self.args.overwrite_output_dir and self.args.should_save:
                 delete_old_run(self.args.output_dir)
         # Training once more with the same object goes on with its own run.
         self._has_begun = True

@@ -19,10 +19,10 @@ import yaml
 from datasets import Dataset, DatasetDict
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.utils.files import read_json, require_inside, require_relative
 from onetrunk.utils.yaml_files import check_aliases
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # The files that tell the loader which files of a folder hold rows.
 CARDS = ("README.md", ".huggingface.yaml")
 
@@ -54,22 +54,12 @@ def load_rows(
     if path.exists():
         rows = _load_local(path, split, config_name)
     elif looks_like_path(str(name_or_path)):
-        remedy = "set streaming to true to read files there" if "*" in path.name or "://" in str(name_or_path) else ""
-        remedy = remedy or "give an existing path"
-        raise FileNotFoundError(f"{name_or_path} does not exist (working folder {Path.cwd()}); {remedy}")
+        raise missing_path(str(name_or_path))
     else:
         rows = _load_hub(str(name_or_path), split, config_name)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
     return _rename_columns(rows, columns or {})
-
-
-def looks_like_path(name: str) -> bool:
-    """Return whether a name that does not exist here was meant as a path, not as a dataset on the Hub."""
-    if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
-        return True
-    # A dataset on the Hub is named "owner/name", so one separator does not make a path.
-    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:

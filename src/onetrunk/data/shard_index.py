@@ -24,7 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onetrunk.data.files import BUILDERS, check_folder, hub_errors, looks_like_path
+from onetrunk.data.files import check_folder, hub_errors
+from onetrunk.data.names import BUILDERS, looks_like_path
 from onetrunk.utils.files import atomic_write_bytes
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from onetrunk.types import SampledText, as_completion
 from onetrunk.types import as_text as plain
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
-PAIRINGS = ("all", "best_worst", "random")
 COLUMNS: dict[str, type] = {
     "prompt": list,
     "chosen": list,
@@ -157,25 +156,6 @@ def logit(probability: float) -> float:
     """Return log(p / (1 - p)) for p in [0.5, 1], at most 9.2."""
     p = min(probability, SUREST)
     return math.log(p / (1 - p))
-
-
-def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:
-    """Check the settings of the pairing.
-
-    Raises:
-        ValueError: no prompt could have a pair, or the settings contradict each other.
-    """
-    if pairing not in PAIRINGS:
-        raise ValueError(f"pairing is {pairing!r}; set one of {', '.join(PAIRINGS)}")
-    if num_completions < 2:
-        raise ValueError(f"num_completions is {num_completions}; a pair needs two completions: set 2 or more")
-    if (pairs_per_prompt is not None) != (pairing == "random"):
-        raise ValueError(
-            f"pairing is {pairing!r} and pairs_per_prompt is {pairs_per_prompt}; set pairs_per_prompt with the pairing"
-            " 'random', and only there"
-        )
-    if pairs_per_prompt is not None and pairs_per_prompt < 1:
-        raise ValueError(f"pairs_per_prompt is {pairs_per_prompt}; set it to 1 or more")
 
 
 def all_pairs(completions: Sequence[str], words: Sequence[int]) -> list[tuple[int, int]]:

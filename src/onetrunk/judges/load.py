@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from onetrunk.judges.base import Done, Items, Judge, Principle, Rating, Verdict, ask
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
@@ -27,6 +25,7 @@ from onetrunk.judges.template import VERDICT_TOKENS
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 RUBRIC, REWARD, SERVER = "rubric", "reward:", ("http://", "https://")
@@ -279,6 +278,8 @@ def _tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
 
 def judge_device(name: str | None) -> torch.device:
     """Return the device of that name; for None the accelerator, or the CPU without one."""
+    import torch  # Here: the command line checks JudgeConfig before it imports torch.
+
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:

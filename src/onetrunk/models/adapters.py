@@ -30,7 +30,6 @@ REFERENCE = "reference"
 REWARD = "reward"
 ADAPTER_FILE = "adapter_model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
-VALUE_HEADS = ("shared", "detached", "adapter")
 # Modules that no adapter may change, because every role shares them.
 HEAD_MODULES = frozenset(("lm_head", "embed_tokens", "wte", "embed_out"))
 # LoRA options that are not supported, and why.

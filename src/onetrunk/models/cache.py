@@ -16,7 +16,6 @@ from torch import Tensor
 
 from onetrunk.costs import host_memory_bytes
 
-PLACES = ("auto", "off", "device", "cpu", "disk")
 # The share of a place's memory that `auto` may use before it takes the next place. A share of the total memory, not of
 # the free memory: the choice must not depend on when a run starts.
 DEVICE_SHARE = 0.1
@@ -27,7 +26,7 @@ def choose_place(setting: str, num_bytes: int, device: torch.device) -> str:
     """Return "device", "cpu" or "disk" for the states of a rollout.
 
     Args:
-        setting: one of PLACES except "off"; any but "auto" is returned unchanged.
+        setting: one of TRUNK_CACHES except "off"; any but "auto" is returned unchanged.
         num_bytes: most bytes of the states of one rollout, on one process.
         device: of the trunk. On a CPU "device" and "cpu" are one place.
     """

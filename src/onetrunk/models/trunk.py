@@ -25,7 +25,6 @@ from onetrunk.models.adapters import (
     REFERENCE,
     REWARD,
     VALUE,
-    VALUE_HEADS,
     ValueHead,
     copy_adapter,
     find_tuner_layers,
@@ -59,6 +58,7 @@ from onetrunk.models.tensor_parallel import vocab_shard
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs
 from onetrunk.types import Pack, PackOutput
+from onetrunk.utils.options import VALUE_HEADS
 from onetrunk.utils.quiet import peft_calls
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from onetrunk.ops.losses import LOG_RATIO_LIMIT
 from onetrunk.ops.masking import at_least_float32, widest_dtype
-
-MODES = ("token_truncate", "token_mask")
+from onetrunk.utils.options import IMPORTANCE_MODES
 
 
 class ImportanceWeights(NamedTuple):
@@ -46,8 +45,8 @@ def importance_weights(
     Raises:
         ValueError: an unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
+    if mode not in IMPORTANCE_MODES:
+        raise ValueError(f"mode {mode!r} is none of {', '.join(IMPORTANCE_MODES)}")
     difference = at_least_float32(old_logprobs) - at_least_float32(sampler_logprobs)
     ratio = torch.where(mask, difference, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     is_clipped = torch.zeros_like(mask)

@@ -16,7 +16,8 @@ from onetrunk.models.build import check_model_type, check_new_adapter
 from onetrunk.models.parallel import launch_layout
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
-from onetrunk.ppo.config import REFUSED_OPTIMIZERS, PPOConfig
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rollouts.base import RolloutBackend, VersionedBackend
 from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.utils.files import require_name, require_output_dir

@@ -1,4 +1,7 @@
-"""Names of TRL's GRPOConfig and PPOConfig and older TrainingArguments that have another name or replacement here."""
+"""Names that people bring from TRL, axolotl, LLaMA-Factory, other trainers and habit, and their names here.
+
+The module imports no library: the command line explains keys before it imports any.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,104 @@ FOREIGN_KEYS: dict[str, str] = {
     "whiten_rewards_and_advantages": "here whiten_rewards, whiten_advantages",
     "ds3_gather_for_generation": "DeepSpeed is not supported yet",
     "exp_name": "here run_name",
-    # TrainingArguments before transformers 5.23
-    "gradient_checkpointing": "here activation_checkpointing (its name since transformers 5.23)",
-    "gradient_checkpointing_kwargs": "here activation_checkpointing_kwargs (its name since transformers 5.23)",
+}
+
+
+# Old names that are read as the new ones, in every stage: their names since transformers 5.23.
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+# Name here -> names elsewhere. The first name that a stage has counts where a name stands twice.
+_ELSEWHERE = {
+    "model_name_or_path": "base_model model model_name model_path model_id pretrained_model"
+    " pretrained_model_name_or_path policy_model pretrain",
+    "model_revision": "revision base_model_revision",
+    "dtype": "torch_dtype precision model_dtype",
+    "attn_implementation": "flash_attention flash_attn attn attention flash_attn_2 attn_impl",
+    "load_in_4bit": "quantization_bit quantization qlora bnb_4bit use_qlora four_bit",
+    "use_peft": "use_lora lora peft adapter finetuning_type",
+    "lora_r": "r rank lora_rank lora_dim lora_R",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules lora_target lora_modules lora_target_linear target_module",
+    "dataset_name": "dataset datasets data data_path dataset_path train_file train_data train_dataset data_files"
+    " prompt_data prompts prompt_dataset",
+    "dataset_split": "split train_split",
+    "dataset_config": "subset dataset_subset config_name dataset_config_name",
+    "eval_dataset_name": "eval_dataset eval_data eval_file val_file validation_file test_datasets val_dataset",
+    "eval_size": "val_size val_set_size test_size validation_size validation_split eval_ratio",
+    "output_dir": "output out out_dir output_path save_path save_dir ckpt_path",
+    "overwrite_output_dir": "overwrite force overwrite_output",
+    "resume_from_checkpoint": "auto_resume_from_checkpoints resume_from resume_path load_checkpoint",
+    "reward_funcs": "reward_func reward_fn reward reward_function reward_functions reward_model reward_pretrain"
+    " remote_rm_url reward_model_name_or_path",
+    "learning_rate": "lr actor_learning_rate policy_lr actor_lr",
+    "value_learning_rate": "critic_learning_rate critic_lr value_lr vf_lr",
+    "lr_scheduler_type": "lr_scheduler scheduler lr_schedule lr_decay_style",
+    "warmup_steps": "warmup lr_warmup_steps num_warmup_steps warmup_iters",
+    "optim": "optimizer",
+    "weight_decay": "wd l2",
+    "max_grad_norm": "grad_clip clip_grad clip_grad_norm gradient_clipping max_norm gradient_clip_val",
+    "num_train_epochs": "epochs num_epochs n_epochs max_epochs epoch",
+    "max_steps": "steps max_iters num_steps total_steps train_steps max_train_steps",
+    "num_rollouts": "num_iters total_rollouts num_updates",
+    "rollout_batch_size": "batch_size train_batch_size global_batch_size n_prompts",
+    "per_device_train_batch_size": "micro_batch_size micro_train_batch_size per_gpu_train_batch_size bs batch_size"
+    " train_batch_size per_device_batch_size batch",
+    "per_device_eval_batch_size": "eval_batch_size per_gpu_eval_batch_size",
+    "num_generations": "n_samples_per_prompt num_samples num_return_sequences group_size n_samples"
+    " num_samples_per_prompt",
+    "num_ppo_epochs": "ppo_epochs num_iterations max_ppo_epochs update_epochs",
+    "num_minibatches": "minibatches nminibatches n_minibatches",
+    "max_completion_length": "max_new_tokens generate_max_len max_response_length completion_length max_tokens"
+    " max_gen_length response_length",
+    "max_prompt_length": "prompt_max_len max_input_length prompt_length",
+    "max_length": "max_seq_length max_seq_len sequence_len cutoff_len seq_length seq_len block_size max_len",
+    "temperature": "temp sampling_temperature",
+    "stop_tokens": "stop eos_tokens stop_sequences stop_strings",
+    "beta": "kl kl_beta kl_penalty init_kl_coef init_kl_coeff kl_coeff kl_coef",
+    "kl_target": "target",
+    "epsilon": "clip_range clip_ratio eps_clip clip_eps clip_param clip_coef clip cliprange",
+    "epsilon_high": "clip_ratio_high eps_clip_high",
+    "value_clip": "vf_clip vf_clip_param cliprange_value clip_range_vf",
+    "value_coef": "vf_coef value_loss_coef vf_loss_coeff critic_coef",
+    "entropy_coef": "ent_coef entropy_coeff entropy_loss_coef",
+    "gamma": "discount discount_factor",
+    "lam": "gae_lambda lambd lambda_ lambda",
+    "packing": "sample_packing",
+    "train_sampling_strategy": "group_by_length",
+    "eval_strategy": "evaluation_strategy",
+    "eval_steps": "evals_per_epoch eval_every eval_freq",
+    "save_steps": "saves_per_epoch save_every save_freq checkpoint_every",
+    "save_total_limit": "max_checkpoints keep_checkpoints",
+    "logging_steps": "log_every log_freq log_interval print_every",
+    "report_to": "wandb use_wandb logger log_to trackers log_with",
+    "run_name": "wandb_name wandb_run_name name exp_name experiment_name",
+    "project": "wandb_project project_name",
+    "seed": "random_seed",
+    "bf16": "bfloat16 use_bf16",
+    "use_cpu": "cpu no_cuda",
+    "use_vllm": "vllm",
+    "push_to_hub": "push upload",
+    "hub_model_id": "hub_id repo_id hub_repo push_to_hub_model_id",
+    "judge": "judge_name llm_judge",
+    "judge_api_key_env": "api_key openai_api_key",
+}
+# Settings of others without a counterpart, in every stage.
+_REASONS = {
+    "warmup_ratio": "here warmup_steps: a number below 1 is a share of all steps",
+    "mini_batch_size": "here num_minibatches (how many, not how large)",
+    "ppo_mini_batch_size": "here num_minibatches (how many, not how large)",
+    "tokenizer": "the tokenizer is that of model_name_or_path; leave it out",
+    "tokenizer_name": "the tokenizer is that of model_name_or_path; leave it out",
+    "tokenizer_name_or_path": "the tokenizer is that of model_name_or_path; leave it out",
+    "ref_model": "the reference is the frozen base, or a copy of the adapter that PPO starts from; leave it out",
+    "gpus": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
+    "num_gpus": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
+    "n_gpus": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
+    "num_processes": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
+    "device": "an accelerator is used if there is one; use_cpu: true prevents it",
 }
 
 
@@ -177,10 +275,20 @@ def _is_default(key: str, keys: dict[str, Any], defaults: dict[str, Any]) -> boo
 
 
 def explain_key(key: str, known: list[str]) -> str:
-    """Return the replacement of a key that is not among the known ones, or the most similar known key."""
+    """Return the replacement of a key that is not among the known ones, or the most similar known key; for PPO."""
     if key in FOREIGN_KEYS:
         return f"{key}: {FOREIGN_KEYS[key]}"
     if key.startswith(("vespo_", "sapo_", "entropy_coef_", "entropy_target")):
         return f"{key}: {_OBJECTIVE}"
+    return nearest_key(key, known)
+
+
+def nearest_key(key: str, known: list[str]) -> str:
+    """Return the name here of a key from elsewhere, or the most similar known key; for every stage."""
+    if key in _REASONS:
+        return f"{key}: {_REASONS[key]}"
+    name = next((name for name, others in _ELSEWHERE.items() if name in known and key in others.split()), None)
+    if name is not None:
+        return f"{key}: here {name}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")

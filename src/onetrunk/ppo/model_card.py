@@ -21,6 +21,7 @@ from onetrunk.models.base import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.utils.files import atomic_write_text
+from onetrunk.utils.options import VLLM_RANKS
 from onetrunk.utils.redaction import redact
 
 CARD = "README.md"
@@ -53,8 +54,6 @@ vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={wh
 ```"""
 MERGE = """`onetrunk merge {where} --output_dir merged` makes one model of base and adapter, for tools that load no
 adapters."""
-# The ranks that vLLM reserves memory for.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def write_card(
@@ -119,7 +118,7 @@ def _use(trainer: Trainer, folder: Path, name: str, base: str) -> list[str]:
         near = os.path.relpath(base, published_path(folder))
     use = (USE if near is None else USE_WITH_BASE).format(where=where, base=near)
     parts = [use, *([HERE] if where == "." else [])]
-    rank = next((rank for rank in RANKS if rank >= config.r), None)
+    rank = next((rank for rank in VLLM_RANKS if rank >= config.r), None)
     if rank is not None and not config.use_dora and config.bias == "none":
         served = near or (base if base and not Path(base).exists() else "BASE")
         parts.append(SERVE.format(name=name.split("/")[-1], base=served, rank=rank, where=where))

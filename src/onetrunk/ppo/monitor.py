@@ -27,12 +27,12 @@ from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import Memory, kept_ratings
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.settings import check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Prompt, as_text
 
 logger = get_logger(__name__)
 
-ACTIONS = ("warn", "stop")
 SERIES = ("proxy", "judge")
 # A measurement with fewer of its prompts rated is left out.
 LEAST_RATED = 0.5
@@ -182,7 +182,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         num_rows: int = 64,
         memory: Memory | None = None,
     ):
-        check_settings(every, window, action, num_rows)
+        check_monitor(every, window, action, num_rows)
         self.samples = JudgedSamples(judge, constitution, memory)
         self.every, self.window, self.action = every, window, action
         self.num_rows = num_rows
@@ -367,18 +367,6 @@ class HackingMonitor(EndingCallback, ExportableState):
         best = None if self.best is None else {"step": int(self.best[0]), "judge_score": self.best[1]}
         counts = {"alarms": self.num_alarms, "left_out": self.num_left_out}
         return {"judge": self._judge_name, **counts, "best": best, "last_alarm": self.explanation}
-
-
-def check_settings(every: int, window: int, action: str, num_rows: int) -> None:
-    """Raise ValueError for a setting of a monitor that is out of range."""
-    if every < 1:
-        raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
-    if window < 2:
-        raise ValueError(f"monitor_window is {window}; a change takes two measurements: set it to 2 or more")
-    if num_rows < 2:
-        raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
-    if action not in ACTIONS:
-        raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
 
 
 def _baseline(values: Sequence[float | None]) -> list[float]:

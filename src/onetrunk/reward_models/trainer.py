@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
+from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.checkpoints.settings import CheckpointConfig
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import SIDES, stopped_column, validate_preferences
 from onetrunk.data.sharded import ShardedRows
@@ -33,8 +33,7 @@ from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
 from onetrunk.rewards.model import encode_rows
-from onetrunk.utils.options import option
-from onetrunk.utils.randomness import require_seed
+from onetrunk.utils.options import option, require_seed
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from onetrunk.models.adapters import ADAPTER_FILE, POLICY, REFERENCE, adapter_parameters, find_tuner_layers, is_active
 from onetrunk.utils.files import load_tensors, save_tensors
 from onetrunk.utils.locks import WriterLock
+from onetrunk.utils.options import VLLM_RANKS
 
 NAME = re.compile(r"onetrunk-([0-9a-f]{12})-(\d+-[a-z]+-v\d+)")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The ranks that vLLM reserves memory for.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Modules that vLLM keeps without LoRA.
 HEADS = {"lm_head", "embed_tokens", "embed_out", "wte", "score"}
 
@@ -93,9 +92,9 @@ def published_dtype(model: nn.Module, name: str = "auto") -> torch.dtype:
 
 def served_rank(rank: int) -> int:
     """Return the smallest rank that vLLM reserves memory for and that an adapter of `rank` fits in; ValueError."""
-    if rank > RANKS[-1]:
-        raise ValueError(f"the adapter has rank {rank}, and vLLM serves ranks up to {RANKS[-1]}; lower lora_r")
-    return next(served for served in RANKS if served >= rank)
+    if rank > VLLM_RANKS[-1]:
+        raise ValueError(f"the adapter has rank {rank}, and vLLM serves ranks up to {VLLM_RANKS[-1]}; lower lora_r")
+    return next(served for served in VLLM_RANKS if served >= rank)
 
 
 def adapter_tensors(model: PeftModel, adapter: str, dtype: torch.dtype) -> dict[str, Tensor]:

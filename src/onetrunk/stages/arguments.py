@@ -1,148 +1,25 @@
-"""Arguments that several stages share: rows, reward functions, the model, and the output folder of a training.
+"""Arguments that several stages share and that extend a library's: the model, and the settings of a training.
 
-The dataclasses are for TrlParser: one field is one YAML key and one command line option.
+The dataclasses are for TrlParser: one field is one YAML key and one command line option. Those that need no library
+are in `plain_arguments.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
+from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.checkpoints.settings import CheckpointConfig
-from onetrunk.data.files import looks_like_path
 from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
-from onetrunk.rollouts.load import VLLMServerConfig
+from onetrunk.stages.plain_arguments import check_model, check_seeds, require_output_dir_is_set
 from onetrunk.utils.options import option
-from onetrunk.utils.randomness import require_seed
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-# Fields of TRL's ModelConfig that a stage rejects, and why.
-WITHOUT_MEANING = {
-    "lora_modules_to_save": "the base stays frozen, and the value head is saved next to the adapter",
-    "lora_target_parameters": "adapters stand on linear layers; use lora_target_modules",
-    "lora_task_type": "it is always CAUSAL_LM",
-    "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
-}
-
-
-@dataclass
-class DatasetArguments:
-    """Where the rows come from."""
-
-    dataset_name: str | None = option(None, "A .jsonl, .json, .parquet or .csv file, a folder, or a name on the Hub.")
-    dataset_config: str | None = option(None, "Configuration of a Hub dataset with several.")
-    dataset_split: str = option("train", "Split, with a slice if wanted: train[:1000]. A file has only train.")
-    dataset_columns: dict[str, str] | None = option(
-        None, "Columns under another name, ours first: {prompt: question}; as JSON on the command line."
-    )
-
-    def __post_init__(self) -> None:
-        if not self.dataset_name:
-            raise ValueError("dataset_name is not set; give a file, a folder, or the name of a dataset on the Hub")
-
-    @property
-    def hub_dataset(self) -> str | None:
-        """The dataset's name for a model card; None for a local dataset, which the Hub does not know."""
-        is_local = Path(self.dataset_name).exists() or looks_like_path(self.dataset_name)
-        return None if is_local else self.dataset_name
-
-
-@dataclass
-class SamplingArguments(VLLMServerConfig, DatasetArguments):
-    """Prompts, and where and how completions of them are sampled. The names are those of PPOConfig."""
-
-    output_dir: str | None = option(None, "Folder that the run writes to.")
-    seed: int = option(42, "Seed of the completions.")
-    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; None: the model's limit.")
-    overlong_prompts: str = option(
-        "error", "What to do with a longer prompt: 'error', 'drop' the row, or 'truncate' to its last tokens."
-    )
-    max_completion_length: int = option(256, "Longest completion, in tokens.")
-    temperature: float = option(1.0, "Sampling temperature; above 0.")
-    stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
-    chat_template_kwargs: dict[str, Any] | None = option(
-        None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
-    )
-    max_rollout_rows: int | None = option(None, "Largest number of rows that a process decodes together; None: all.")
-    use_cpu: bool = option(False, "Use the CPU even if there is an accelerator.")
-    max_failed_fraction: float = option(
-        0.1,
-        "Stop when more than this fraction of the judge's questions, or 50 in a row, get no answer. Questions that it"
-        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_output_dir_is_set(self)
-        require_seed("seed", self.seed)
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
-
-
-@dataclass
-class TrainingDataArguments(DatasetArguments):
-    """Training rows and held-out rows: another dataset or split, or a part of the training rows."""
-
-    streaming: bool = option(
-        False,
-        "Read the training rows from Parquet or JSONL files while training: they need not fit on the disk or in"
-        " memory. dataset_name may be *.parquet, and at hf://, s3:// or gs://.",
-    )
-    shuffle_window: int = option(
-        10_000, "streaming: rows that are shuffled together, and about how many are in memory; 1 or more."
-    )
-
-    eval_dataset_name: str | None = option(None, "Held-out rows: a file, folder or Hub name with the same columns.")
-    eval_dataset_split: str | None = option(None, "Their split; alone it names a split of dataset_name.")
-    eval_size: float | None = option(
-        None, "Without another dataset: hold out this number of training rows (1 or more), or this share (below 1)."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shuffle_window < 1:
-            raise ValueError(f"shuffle_window is {self.shuffle_window}; set 1 row or more (10000 is common)")
-        if not self.streaming and self.shuffle_window != TrainingDataArguments.shuffle_window:
-            raise ValueError(f"shuffle_window is {self.shuffle_window}, and only streaming uses it; set both or none")
-        if self.streaming and self.eval_size is not None:
-            raise ValueError(
-                "eval_size holds out rows of a dataset in memory, and streaming keeps none there; name the held-out"
-                " rows by eval_dataset_name or eval_dataset_split"
-            )
-        if self.eval_size is None:
-            return
-        if self.eval_dataset_name or self.eval_dataset_split:
-            raise ValueError("eval_size and eval_dataset_name or eval_dataset_split are both set; keep one of them")
-        if self.eval_size >= 1:
-            if self.eval_size != int(self.eval_size):
-                raise ValueError(f"eval_size is {self.eval_size}; give a whole number of rows, or a share below 1")
-            self.eval_size = int(self.eval_size)
-
-
-@dataclass
-class PPODataArguments(TrainingDataArguments):
-    """Rows of prompts, and the reward functions that score the completions."""
-
-    reward_funcs: list[str] | None = option(
-        None,
-        "package.module.function, path/to/file.py:function, a reward model's folder or Hub name (an adapter on the"
-        " policy's own base is a branch of its trunk), a server's address, http://host:port/classify#model=NAME, or"
-        " with a judge the words judge (its rating) and pairwise (log P of beating the reference); one or several.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs is not set; give at least one, such as path/to/file.py:function")
-        if isinstance(self.reward_funcs, str):
-            self.reward_funcs = [self.reward_funcs]
 
 
 @dataclass
@@ -167,13 +44,7 @@ class ModelArguments(ModelConfig):
         # TRL turns a list of one name into a string, which PEFT would read as a regular expression over whole paths.
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
-        if not self.model_name_or_path:
-            raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
-        for name, reason in WITHOUT_MEANING.items():
-            if getattr(self, name) != getattr(ModelConfig, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} has no meaning here: {reason}")
-        if self.load_in_4bit and self.dtype in (None, "auto"):
-            raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
+        check_model(self, ModelConfig.__dict__)
 
     def init_kwargs(self) -> dict[str, Any]:
         attention = self.attn_implementation
@@ -205,11 +76,6 @@ class ModelArguments(ModelConfig):
         return [name for name in names if getattr(self, name) != getattr(plain, name)]
 
 
-def require_output_dir_is_set(args: Any) -> None:
-    if not args.output_dir:
-        raise ValueError("output_dir is not set; name the folder that this run writes to")
-
-
 @dataclass(repr=False)
 class StageTrainingArguments:
     """What every training stage adds to its trainer's settings class; it stands before that class.
@@ -217,9 +83,6 @@ class StageTrainingArguments:
     bfloat16 autocast is the default only where an accelerator supports it.
     """
 
-    overwrite_output_dir: bool = option(
-        False, "Start over in an output_dir that holds a run: its checkpoints are deleted when training begins."
-    )
     write_report: bool = option(
         True, "At the end, write _report/report.html in output_dir: curves, alarms, samples, settings."
     )
@@ -245,8 +108,7 @@ class SFTArguments(StageTrainingArguments, CheckpointConfig, SecretFreeArguments
     """Settings of `onetrunk sft`."""
 
     def __post_init__(self) -> None:
-        require_seed("seed", self.seed)
-        require_seed("data_seed", self.data_seed)
+        check_seeds(self)
         super().__post_init__()
 
 

@@ -40,8 +40,9 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
-from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
 from onetrunk.stages.parsing import parse
+from onetrunk.stages.plain_arguments import TrainingDataArguments
 from onetrunk.stages.plots import plot_reliability, plot_scores
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward

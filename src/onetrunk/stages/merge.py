@@ -11,10 +11,9 @@ import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub import HfApi, ModelCardData, get_token
 from peft import PeftModel
@@ -29,14 +28,13 @@ from onetrunk.models.base import check_decoder, load_base
 from onetrunk.models.loading import can_be_on_hub, put_adapter_on, read_adapter_config, read_adapter_weights
 from onetrunk.models.sources import adapter_base, base_of, check_base_marks, load_config
 from onetrunk.ppo.setup import policy_tokenizer
-from onetrunk.stages.parsing import UsageError, parse
+from onetrunk.stages.parsing import parse
+from onetrunk.stages.plain_arguments import MergeArguments, with_first_word
 from onetrunk.stages.running import run_stage
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
-from onetrunk.utils.options import option
 from onetrunk.utils.redaction import redact
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 CARD = """---
 {metadata}
 ---
@@ -55,35 +53,6 @@ tokenizer = AutoTokenizer.from_pretrained("{where}")
 
 `"."` is the folder of this file. vLLM serves it: `vllm serve {where}`.
 """
-
-
-@dataclass
-class MergeArguments:
-    """The options of `onetrunk merge`."""
-
-    adapter: str | None = option(None, "Folder or Hub name of the adapter, such as the output_dir of onetrunk ppo.")
-    output_dir: str | None = option(None, "Folder that gets the merged model.")
-    revision: str | None = option(None, "Branch, tag or commit of the adapter on the Hub.")
-    dtype: str = option(
-        "auto", "Precision of the written weights: auto (the base's own), float32, bfloat16 or float16.", DTYPES
-    )
-    overwrite_output_dir: bool = option(False, "Replace a model that was merged into output_dir before.")
-    push_to_hub: bool = option(False, "Also upload the merged model to the Hub.")
-    hub_model_id: str | None = option(None, "Its name there; None: the name of output_dir.")
-    hub_private_repo: bool | None = option(None, "Make the repository private if it is new.")
-    hub_revision: str | None = option(None, "Branch to upload to; None: main.")
-
-    # What `require_push` also reads of the settings of a training.
-    process_index: ClassVar[int] = 0
-    hub_token: ClassVar[None] = None
-
-    def __post_init__(self) -> None:
-        if not self.adapter:
-            raise ValueError("no adapter is named; write onetrunk merge ADAPTER --output_dir FOLDER")
-        if not self.output_dir:
-            raise ValueError("output_dir is not set; name the folder that gets the merged model")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; expected {', '.join(DTYPES)}")
 
 
 def check(args: MergeArguments) -> str:
@@ -200,13 +169,8 @@ def merge(args: MergeArguments) -> None:
 
 def parse_merge(argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the arguments; the first word may be the adapter."""
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        if "--adapter" in words:
-            raise UsageError(f"the adapter is named twice, {words[0]!r} and by --adapter; write it once")
-        words = ["--adapter", *words]
     return parse(
-        words,
+        with_first_word("merge", argv),
         (MergeArguments,),
         "merge",
         "Merge a LoRA adapter into its base: onetrunk merge ADAPTER --output_dir FOLDER.",

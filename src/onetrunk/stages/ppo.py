@@ -7,8 +7,9 @@ run's folder, so that a resumed run gets the same answers.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,105 +18,22 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.load import REWARD, JudgeConfig
+from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.sources import is_adapter
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
-from onetrunk.ppo.monitor import ACTIONS, HackingMonitor, check_settings
+from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
-from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
+from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.parsing import parse
+from onetrunk.stages.plain_arguments import JUDGE, PAIRWISE, PPODataArguments, PPOJudgeArguments, check_judges
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.running import run_stage
 from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
-from onetrunk.utils.options import option
-
-# Words in reward_funcs that stand for the judge.
-JUDGE, PAIRWISE = "judge", "pairwise"
-
-
-@dataclass
-class PPOJudgeArguments:
-    """A judge as a reward function, and another judge that monitors the reward."""
-
-    pairwise_beta: float = option(
-        1.0, "reward_funcs pairwise: reward = pairwise_beta * log P(completion better than the reference's); above 0."
-    )
-    pairwise_floor: float = option(0.01, "Lower bound of that probability, above 0 and below 0.5.")
-    monitor_judge: list[str] | None = option(
-        None,
-        "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
-        " training, and an alarm is raised where the reward rises while its ratings fall.",
-    )
-    monitor_constitution: str | None = option(None, "YAML file with its principles; None: constitution.")
-    monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
-    monitor_every: int = option(1, "Rollouts between two of its measurements.")
-    monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
-    monitor_window: int = option(
-        5, "Number of measurements over which the reward must rise and the judge fall for an alarm; 2 or more."
-    )
-    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", ACTIONS)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.monitor_judge, str):
-            self.monitor_judge = [self.monitor_judge]
-        check_settings(self.monitor_every, self.monitor_window, self.monitor_action, self.monitor_rows)
-        if not self.pairwise_beta > 0:
-            raise ValueError(f"pairwise_beta is {self.pairwise_beta}; set a number above 0, such as 1")
-        if not 0 < self.pairwise_floor < 0.5:
-            raise ValueError(f"pairwise_floor is {self.pairwise_floor}; set a number above 0 and below 0.5")
-        changed = [
-            f.name for f in fields(self) if f.name.startswith("monitor_") and getattr(self, f.name) != f.default
-        ]
-        if changed and not self.monitor_judge:
-            raise ValueError(f"{changed[0]} is set and monitor_judge is not; name a judge, or leave {changed[0]} out")
-
-    def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
-        """Return the settings of the monitor's judge: those of the reward's judge with the monitor's own values."""
-        return replace(
-            settings,
-            judge=self.monitor_judge,
-            constitution=self.monitor_constitution or settings.constitution,
-            rubric=self.monitor_rubric or (settings.rubric if "rubric" in self.monitor_judge else None),
-        )
-
-
-def check_judges(
-    data: PPODataArguments,
-    args: PPOArguments,
-    model_args: ModelArguments,
-    settings: JudgeConfig,
-    arguments: PPOJudgeArguments,
-) -> None:
-    """Raise ValueError for a judge without settings, settings without a judge, or a judge that monitors itself."""
-    reward_funcs = data.reward_funcs
-    words = [word for word in (JUDGE, PAIRWISE) if word in reward_funcs]
-    if words and not settings.judge:
-        raise ValueError(f"reward_funcs names {words[0]}, and judge is not set; name who judges, such as rubric")
-    if settings.judge and not words:
-        raise ValueError(
-            f"judge is set, and reward_funcs names neither {JUDGE} (its rating) nor {PAIRWISE} (log P of being better"
-            " than the reference's completion); add one of them, or leave judge out (monitor_judge only watches)"
-        )
-    if words and not settings.constitution:
-        raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
-    if not arguments.monitor_judge:
-        return
-    monitor = arguments.monitor_settings(settings)
-    if not monitor.constitution:
-        raise ValueError("monitor_judge is set, and neither monitor_constitution nor constitution; name a YAML file")
-    same = [spec for spec in arguments.monitor_judge if spec.removeprefix(REWARD) in reward_funcs]
-    if words and monitor == settings:
-        same = list(arguments.monitor_judge)
-    if same:
-        raise ValueError(
-            f"monitor_judge {same[0]} is what the reward is made of, and would see no gap; name a judge that PPO does"
-            " not see"
-        )
 
 
 @dataclass(frozen=True)
@@ -247,4 +165,15 @@ parse_ppo = partial(
     knows_ppo=True,
     check=check_judges,
 )
-main = partial(run_stage, "ppo", parse_ppo, run)
+DRY_RUN = ("--dry_run", "--dry-run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage, or print what it would do; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not set(DRY_RUN) & set(words):
+        return run_stage("ppo", parse_ppo, run, words)
+    from onetrunk.stages.dry_run import DryRun, dry_run
+
+    words = [word for word in words if word not in DRY_RUN]
+    return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)),), dry_run, words)

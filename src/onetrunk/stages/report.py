@@ -8,46 +8,29 @@ It only reads what runs have written, so it works while a run trains and after i
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from onetrunk.report.report import MARKDOWN, write_report
-from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.options.report_words import report_words
 from onetrunk.stages.running import run_stage
 from onetrunk.utils.files import require_output_dir
 
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Arguments of `onetrunk report`; `parse_report` has their help texts."""
+    """Arguments of `onetrunk report`; `report_words` has their help texts."""
 
     runs: Sequence[str]
     target: str | None = None
     price: float | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def parse_report(argv: Sequence[str]) -> tuple[ReportArguments]:
-    """Parse and check the arguments; raises UsageError."""
-    parser = _Parser(prog="onetrunk report", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
-    text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
-    parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
-    text = "price of one GPU for one hour, in any currency; the page then has the cost of each run"
-    parser.add_argument("--price_per_gpu_hour", dest="price", type=float, metavar="PRICE", help=text)
-    args = ReportArguments(**vars(parser.parse_args(list(argv))))
-    if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
-        raise UsageError(f"--price_per_gpu_hour is {args.price}; give a price, 0 or more")
-    return (args,)
+    """Return the arguments; raises UsageError for a mistake in them."""
+    return (ReportArguments(**report_words(argv)),)
 
 
 def run(args: ReportArguments) -> None:

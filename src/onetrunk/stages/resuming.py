@@ -18,7 +18,7 @@ from onetrunk.checkpoints.folders import (
     checkpoint_folders,
     delete_old_run,
     left_by_a_run,
-    require_unused,
+    require_free,
 )
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
@@ -67,8 +67,8 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
             print(f"{verb}: {message}")
         return True, None
     resume = _resume_point(args, needed or LOOP_FILES)
-    if not resume and not args.overwrite_output_dir:
-        require_unused(args.output_dir)
+    if not resume:
+        require_free(args.output_dir, args.overwrite_output_dir)
     return False, resume
 
 

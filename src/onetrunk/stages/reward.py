@@ -25,8 +25,9 @@ from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
 from onetrunk.stages.parsing import parse
+from onetrunk.stages.plain_arguments import TrainingDataArguments
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
 from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import TrainingRows, load_preference_rows

@@ -26,16 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.models.sources import adapter_base, load_config
-from onetrunk.rollouts.adapters import RANKS, served_rank
+from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
-from onetrunk.stages.parsing import UsageError, parse
+from onetrunk.stages.parsing import parse
+from onetrunk.stages.plain_arguments import DTYPES, ServeArguments, with_first_word
 from onetrunk.stages.running import run_stage, say
 from onetrunk.utils.http import read_secret
-from onetrunk.utils.options import option
 
 MODULE = "vllm.entrypoints.openai.api_server"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cuda", "cpu")
 # Without the first, adapters cannot be loaded while the server runs; the second turns telemetry off.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
 # Of the server and its children, to find those that are left.
@@ -44,61 +42,6 @@ MARK = "ONETRUNK_SERVE"
 PROBE_S, DEAD_PROBES = 2.0, 3
 # After so long without a failure, restarts are counted from 0; how long it may take to end.
 STABLE_S, STOP_S = 600.0, 30.0
-
-
-@dataclass
-class ServeArguments:
-    """The options of `onetrunk serve`; names as in `vllm serve` and `trl vllm-serve`."""
-
-    model: str | None = option(
-        None, "Name or folder of the base model that PPO trains on; for an adapter, its base is served."
-    )
-    host: str = option(
-        "127.0.0.1", "Address to listen on. Whoever reaches it can load adapters, so do not open it to others."
-    )
-    port: int = option(8000, "Port to listen on, 1 to 65535.")
-    revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.")
-    dtype: str = option("auto", "auto (the checkpoint's own), float32, bfloat16 or float16; as the trainer's base.")
-    max_lora_rank: int = option(16, "Largest rank of an adapter, 1 to 512; rounded up to a rank that vLLM knows.")
-    max_loras: int = option(2, "Adapters that sample at the same time, at least 1; others wait on the CPU or on disk.")
-    max_model_len: int | None = option(
-        None, "Most tokens of a prompt with its completion, at least 2; the model's own positions if left out."
-    )
-    tensor_parallel_size: int = option(1, "GPUs that share the model, at least 1.")
-    gpu_memory_utilization: float = option(
-        0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it beside a trainer."
-    )
-    device: str = option("auto", "cuda, cpu, or auto: cuda if there is a GPU.")
-    api_key_env: str | None = option(None, "Environment variable with the key that calls must bring.")
-    max_restarts: int = option(
-        3,
-        "How often a server that was ready and died is started again; 0: never. The count begins anew after 10 minutes"
-        " without a failure. A server that ends before it is ready is not started again.",
-    )
-    python: str | None = option(
-        None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
-    )
-    print: bool = option(False, "Print the command instead of starting the server.")
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
-        at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; set it to {least} or more")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts is {self.max_restarts}; set it to 0 or more")
-        if self.port > 65535:
-            raise ValueError(f"port is {self.port}; set it to 65535 or less")
-        if self.max_lora_rank > RANKS[-1]:
-            raise ValueError(f"max_lora_rank is {self.max_lora_rank}, and vLLM serves ranks up to {RANKS[-1]}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; set it above 0, at most 1")
-        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
 
 
 def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:
@@ -282,13 +225,8 @@ def _checkpoint_dtype(base: str, revision: str | None) -> str:
 
 def parse_serve(argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the arguments; the first word may be the model."""
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        if "--model" in words:
-            raise UsageError(f"the model is named twice, {words[0]!r} and by --model; write it once")
-        words = ["--model", *words]
     return parse(
-        words,
+        with_first_word("serve", argv),
         (ServeArguments,),
         "serve",
         "Run a vLLM server that PPO, prefs and eval can sample from: onetrunk serve MODEL --port 8000.",

@@ -1,13 +1,58 @@
-"""`option`: a field of a settings class with its help text. Every room with settings uses it."""
+"""`option`: a field of a settings class with its help text. Every room with settings uses it.
+
+This module and the settings classes that need no trainer import neither torch nor transformers, because the command
+line checks settings before it imports them (stages/options).
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Any
+from dataclasses import field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
+
+SEED_LIMIT = 2**32
+# The words that settings accept, where two rooms know them.
+VALUE_HEADS = ("shared", "detached", "adapter")
+TRUNK_CACHES = ("auto", "off", "device", "cpu", "disk")
+IMPORTANCE_MODES = ("token_truncate", "token_mask")
+# The ranks of LoRA that vLLM reserves memory for.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any:
     """Return a dataclass field that TrlParser shows with a help text, and checks against `choices`."""
     metadata: dict[str, Any] = {"help": text}
     return field(default=default, metadata=metadata | ({"choices": list(choices)} if choices else {}))
+
+
+def require_seed(name: str, value: int | None) -> None:
+    """Raise ValueError if the setting `name` is neither None nor a whole number from 0 to 2**32 - 1."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_whole and 0 <= value < SEED_LIMIT):
+        raise ValueError(f"{name} is {value!r}; set a whole number from 0 to {SEED_LIMIT - 1}")
+
+
+def documented(settings: T) -> T:
+    """Decorate a dataclass of settings: its signature lists the fields, and its docstring explains each of them.
+
+    The signature that Python finds by itself is that of `__new__`, where a class has one. The texts are those of the
+    command line; fields of a parent class without a help text are left out of the docstring.
+    """
+    parameters = list(inspect.signature(settings.__init__).parameters.values())[1:]
+    settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    entries = []
+    for f in fields(settings):
+        text = re.sub(r"\s+", " ", f.metadata.get("help", "")).replace("%%", "%").strip()
+        if f.init and text:
+            wrapped = textwrap.wrap(f"{f.name}: {text}", 111, break_long_words=False, break_on_hyphens=False)
+            entries.append(textwrap.indent("\n".join([wrapped[0], *(f"    {line}" for line in wrapped[1:])]), " " * 8))
+    before, raises, after = (settings.__doc__ or "").partition("    Raises:")
+    settings.__doc__ = (
+        f"{before.rstrip()}\n\n    Args:\n" + "\n".join(entries) + "\n\n" + (raises + after if raises else "    ")
+    )
+    return settings

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import set_seed
 
-SEED_LIMIT = 2**32
+from onetrunk.utils.options import SEED_LIMIT
 
 # The second word, instead of an iteration: no rollout has such a number.
 EVALUATION_STREAM = 2**32 - 1
@@ -56,10 +56,3 @@ def derived_seed(*words: int) -> int:
 def seed_generators(*words: int) -> None:
     """Seed the global generators of Python, numpy and torch with a seed derived from words."""
     set_seed(derived_seed(*words) % SEED_LIMIT)
-
-
-def require_seed(name: str, value: int | None) -> None:
-    """Raise ValueError if the setting `name` is neither None nor a whole number from 0 to 2**32 - 1."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_whole and 0 <= value < SEED_LIMIT):
-        raise ValueError(f"{name} is {value!r}; set a whole number from 0 to {SEED_LIMIT - 1}")

@@ -6,12 +6,15 @@ The judge's settings are in `judges/load.py`.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.judges.load import JudgeConfig
-from onetrunk.ppo.config import PPOConfig
-from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments
+from onetrunk.stages.plain_arguments import DatasetArguments, SamplingArguments
 from onetrunk.utils.options import option
+
+if TYPE_CHECKING:
+    from onetrunk.ppo.config import PPOConfig
+    from onetrunk.stages.arguments import ModelArguments
 
 # Fields that PPOConfig does not have.
 NOT_IN_PPO = {"reward_funcs", "num_completions_to_print", "opponent", "checks", "tie_margin", "max_failed_fraction"}
@@ -56,6 +59,8 @@ class EvalArguments(SamplingArguments):
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
 
     def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
+        from onetrunk.ppo.config import PPOConfig  # Here: the command line checks these settings before torch loads.
+
         left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO
         settings = {name: value for name, value in asdict(self).items() if name not in left_out}
         config = PPOConfig(**settings, per_device_train_batch_size=1, model_init_kwargs=model_init_kwargs)

@@ -6,9 +6,9 @@ One field is one YAML key and one command line option. The settings of judges ar
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onetrunk.feedback.preferences import PAIRINGS, check_pairing
+from onetrunk.feedback.pairings import PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.arguments import SamplingArguments
+from onetrunk.stages.plain_arguments import SamplingArguments
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")

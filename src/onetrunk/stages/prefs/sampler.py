@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
-from onetrunk.data.files import BUILDERS
+from onetrunk.data.names import BUILDERS
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded

@@ -24,7 +24,8 @@ from typing import Any
 
 from onetrunk.checkpoints.settings import is_free
 from onetrunk.ppo.state import FREE_IN_PPO
-from onetrunk.stages.parsing import UsageError, read_mapping
+from onetrunk.stages.options.reading import read_mapping
+from onetrunk.stages.options.schema import UsageError
 from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name

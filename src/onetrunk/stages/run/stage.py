@@ -10,7 +10,6 @@ given.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import subprocess
 import sys
@@ -18,14 +17,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from onetrunk.checkpoints.folders import described
 from onetrunk.report.report import write_report_of
-from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.options.run_words import run_words
+from onetrunk.stages.options.schema import UsageError
 from onetrunk.stages.resuming import has_result, say_where
 from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
 from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
@@ -53,26 +53,9 @@ class RunArguments:
         return self.overwrites or stage.name in self.forced
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     """Parse and check the arguments, the pipeline and the configs in it; raises UsageError for a mistake in any."""
-    parser = _Parser(prog="onetrunk run", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("pipeline", help="a YAML file with output_dir and stages")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; earlier stages' output is used")
-    parser.add_argument("--until", dest="last", metavar="STAGE", help="end with this stage")
-    parser.add_argument("--dry-run", dest="is_dry", action="store_true", help="show what would run, and run nothing")
-    text = "let a stage start over if something it depends on has changed; deletes its checkpoints and result"
-    parser.add_argument("--overwrite", dest="overwrites", action="store_true", help=text)
-    text = "start this stage over, even if it is done"
-    parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
-    parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
-    words = vars(parser.parse_args(list(argv)))
-    words.pop("resume")
-    args = RunArguments(**words)
+    args = RunArguments(**run_words(argv))
     pipeline = load_pipeline(args.pipeline)
     names = [stage.name for stage in pipeline.stages]
     options = [("--from", args.first), ("--until", args.last), *(("--force", name) for name in args.forced)]

@@ -17,10 +17,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from onetrunk.checkpoints.folders import described
-from onetrunk.data.files import BUILDERS
+from onetrunk.checkpoints.folders import described, left_by_a_run
+from onetrunk.data.names import BUILDERS
 from onetrunk.models.scorer import SCALE_FILE
-from onetrunk.stages.resuming import last_finished_checkpoint, left_by_a_run, result_problems
+from onetrunk.stages.resuming import last_finished_checkpoint, result_problems
 from onetrunk.stages.run.pipeline import Pipeline, Stage, texts_in
 from onetrunk.stages.tables import as_json, shortened
 from onetrunk.utils.files import atomic_write_json, read_json

@@ -1,0 +1,79 @@
+"""The settings of checkpoints that every training has. Imports no trainer; see `utils/options.py`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from onetrunk.utils.options import option
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+# What report_to may name, with the module that each needs where it is a package of its own.
+TRACKERS = dict.fromkeys("azure_ml dagshub flyte kubeflow tensorboard".split()) | {
+    name: name for name in "clearml codecarbon comet_ml dvclive mlflow neptune swanlab trackio wandb".split()
+}
+NO_TRACKER = ("all", "none", "")
+
+
+@dataclass(repr=False)
+class CheckpointConfig:
+    """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
+
+    allow_config_change: bool = option(
+        False, "Resume from a checkpoint although settings that steer what is learnt have changed."
+    )
+    continue_ended_run: bool = option(
+        False,
+        "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false: such a run"
+        " is finished, however many steps are planned.",
+    )
+    checkpoint_mirror: str | None = option(
+        None,
+        "A second place for checkpoints and result: a folder, s3://, gs:// or hf://; --resume auto looks there if"
+        " output_dir has no checkpoint.",
+    )
+    overwrite_output_dir: bool = option(
+        False, "Start over in an output_dir that holds a run: its checkpoints are deleted when training begins."
+    )
+
+    def __post_init__(self) -> None:
+        _check_intervals(self)
+        super().__post_init__()
+        check_trackers(self.report_to)
+
+
+def check_trackers(report_to: Sequence[str] | str | None) -> None:
+    """Raise ValueError if `report_to` names a tracker that there is not, or one whose package is missing."""
+    for name in [report_to] if isinstance(report_to, str) else report_to or ():
+        if name in NO_TRACKER:
+            continue
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(TRACKERS)}"
+            raise ValueError(f"report_to names {name!r}, which is no tracker: {hint}")
+        module = TRACKERS[name]
+        if module and find_spec(module) is None:
+            raise ValueError(f"report_to names {name}, which is not installed; pip install {name}, or set tensorboard")
+
+
+def _check_intervals(args: TrainingArguments) -> None:
+    for kind in ("save", "eval", "logging"):
+        value, is_used = getattr(args, f"{kind}_steps"), getattr(args, f"{kind}_strategy") == "steps"
+        if kind == "eval" and value is None:
+            continue  # It means logging_steps.
+        if is_used and not (value or 0) > 0:
+            raise ValueError(
+                f"{kind}_steps is {value!r}, and {kind}_strategy is 'steps'; set a whole number above 0 or a share of"
+                f" all steps between 0 and 1, or set {kind}_strategy to 'no'"
+            )
+    if (args.load_best_model_at_end or args.save_strategy == "best") and args.eval_strategy == "no":
+        setting = "load_best_model_at_end" if args.load_best_model_at_end else "save_strategy 'best'"
+        raise ValueError(
+            f"{setting} needs evaluations to choose by, and eval_strategy is 'no'; set eval_strategy to 'steps' or"
+            " 'epoch', with held-out rows, or leave it out"
+        )

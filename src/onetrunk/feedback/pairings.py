@@ -1,0 +1,22 @@
+"""Which completions of a prompt may be compared: the names, and the check of their settings. Imports no library."""
+
+PAIRINGS = ("all", "best_worst", "random")
+
+
+def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:
+    """Check the settings of the pairing.
+
+    Raises:
+        ValueError: no prompt could have a pair, or the settings contradict each other.
+    """
+    if pairing not in PAIRINGS:
+        raise ValueError(f"pairing is {pairing!r}; set one of {', '.join(PAIRINGS)}")
+    if num_completions < 2:
+        raise ValueError(f"num_completions is {num_completions}; a pair needs two completions: set 2 or more")
+    if (pairs_per_prompt is not None) != (pairing == "random"):
+        raise ValueError(
+            f"pairing is {pairing!r} and pairs_per_prompt is {pairs_per_prompt}; set pairs_per_prompt with the pairing"
+            " 'random', and only there"
+        )
+    if pairs_per_prompt is not None and pairs_per_prompt < 1:
+        raise ValueError(f"pairs_per_prompt is {pairs_per_prompt}; set it to 1 or more")

@@ -1,0 +1,206 @@
+"""Read a YAML file and the words of a command line: secrets, unknown keys and wrong types become one message.
+
+The command line calls this before the libraries are imported, and `stages/parsing.py` after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from onetrunk.ppo.foreign_keys import RENAMED, explain_key, nearest_key
+from onetrunk.stages.options.schema import Option, UsageError, make_parser
+from onetrunk.stages.secrets import secret_in_setting, secret_in_words
+from onetrunk.utils.files import require_name
+from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
+from onetrunk.utils.yaml_files import read_yaml
+
+AUTO = "auto"
+RESUME = "resume_from_checkpoint"
+HELP_WORDS = ("-h", "--help")
+# Text fields that are also read as booleans: resume_from_checkpoint true resumes from the last checkpoint.
+TEXT_OR_BOOLEAN = (RESUME, "stop_on_alarm")
+# Fields that become part of a path, here or in a tracker.
+NAMES = ("run_name",)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a user wrote: the values of the YAML file, and the words of the command line without --config."""
+
+    values: dict[str, Any]
+    words: list[str]
+
+
+def read(argv: Sequence[str], options: Sequence[Option], *, knows_ppo: bool) -> Reading:
+    """Return what a user wrote, with old names replaced; set the variables of the file's env block.
+
+    Args:
+        argv: the words after the verb.
+        options: of the verb.
+        knows_ppo: True explains options of TRL's GRPO and PPO trainers.
+
+    Raises:
+        UsageError: names the file and line, or the option, and what to write instead. All unknown keys are named.
+    """
+    reason = secret_in_words(argv)
+    if reason:
+        raise UsageError(reason)
+    path, words = _taken(argv, "--config", "a YAML file after it")
+    resume, words = _taken(words, "--resume", "a value: auto, true, or a checkpoint folder")
+    words = _renamed_words(words)
+    has_checkpoints = any(option.name == RESUME for option in options)
+    if resume is not None and has_checkpoints:
+        words += [f"--{RESUME}", resume]
+    elif resume not in (None, AUTO):
+        raise UsageError(
+            f"--resume {resume}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
+            " --resume auto"
+        )
+    explain = partial(_explained, known=[option.name for option in options], knows_ppo=knows_ppo)
+    values, faults = ({}, []) if path is None else _read_file(path, options, explain)
+    faults += _unknown_words(words, options, explain)
+    if faults:
+        raise UsageError("; ".join(faults))
+    return Reading(values, words)
+
+
+def parsed_values(reading: Reading, options: Sequence[Option]) -> dict[str, Any]:
+    """Return the value of every option; raises UsageError for a word that cannot be one."""
+    parser = make_parser(options)
+    parser.set_defaults(**reading.values)
+    values = vars(parser.parse_args(reading.words))
+    check_values(values)
+    return values
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Reject secrets in mappings, and names that could lead a path out of its folder."""
+    for name, value in values.items():
+        reason = secret_in_setting(name, value) if isinstance(value, dict) else None
+        if reason:
+            raise UsageError(f"{name} {reason}")
+        if name in NAMES and value is not None:
+            try:
+                require_name(value, name)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+
+
+def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the mapping in a YAML file, and the line of each of its top-level keys.
+
+    Raises:
+        UsageError: the file is not a readable YAML mapping.
+    """
+    try:
+        value, lines = read_yaml(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(value, dict):
+        content = "is empty" if value is None else f"holds a {type(value).__name__}"
+        raise UsageError(f"{path} {content}; expected lines of the form 'key: value'")
+    return value, lines
+
+
+def _explained(key: str, known: list[str], knows_ppo: bool) -> str:
+    known = [name for name in known if name not in RENAMED]
+    return explain_key(key, known) if knows_ppo else nearest_key(key, known)
+
+
+def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, list[str]]:
+    """Return the value of an option (None if it is not given), and the other words."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
+    if option not in words:
+        return None, words
+    if words.count(option) > 1:
+        raise UsageError(f"{option} is given twice; keep one")
+    index = words.index(option)
+    if index + 1 == len(words) or words[index + 1].startswith("--"):
+        raise UsageError(f"{option} needs {what}")
+    return words[index + 1], words[:index] + words[index + 2 :]
+
+
+def _renamed_words(words: Sequence[str]) -> list[str]:
+    renamed = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        new = RENAMED.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+        renamed.append(f"--{new}{equals}{value}" if new else word)
+    return renamed
+
+
+def _unknown_words(words: Sequence[str], options: Sequence[Option], explain: Callable[[str], str]) -> list[str]:
+    unknown = make_parser(options).parse_known_args(list(words))[1]
+    keys = [word[2:].split("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    if keys or not unknown:
+        return [explain(key) for key in dict.fromkeys(keys)]
+    hint = f"; for a recipe write --config {unknown[0]}" if unknown[0].endswith((".yaml", ".yml")) else ""
+    return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
+
+
+def _read_file(
+    name: str, options: Sequence[Option], explain: Callable[[str], str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings in a YAML file and all that is wrong with them; set the variables of its env block."""
+    path = find_config(name)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(
+            f"the config file {path} {what} (working folder {Path.cwd()}); {missing_config_hint(name)}give an existing"
+            " YAML file"
+        )
+    written, lines = read_mapping(path)
+    written = with_shipped_files(written)
+    by_name = {option.name: option for option in options}
+    values: dict[str, Any] = {}
+    faults = []
+    for key, value in written.items():
+        place = f"{path} line {lines[key]}"
+        reason = secret_in_setting(key, value)
+        if reason:
+            raise UsageError(f"{place}: {key} {reason}")
+        ours = RENAMED.get(key, key)
+        if key == "env" and isinstance(value, dict):
+            os.environ.update({str(variable): str(setting) for variable, setting in value.items()})
+            continue
+        if key == "env":
+            fault = "env must map names to values, such as 'env: {HF_HUB_OFFLINE: 1}'"
+        elif ours not in by_name:
+            fault = explain(key)
+        elif ours != key and ours in written:
+            fault = f"{key} and {ours} are the same setting; keep {ours}"
+        else:
+            fault = value_fault(by_name[ours], value)
+            fault = fault and f"{key} {fault}"
+        if fault:
+            faults.append(f"{place}: {fault}")
+        values[ours] = value
+    return values, faults
+
+
+def value_fault(option: Option, value: Any) -> str | None:
+    """Return what is wrong with a YAML value for an option; None for nothing, or for what argparse checks."""
+    if isinstance(value, str) or "Any" in option.kinds:
+        fits = True
+    elif value is None:
+        return None if "NoneType" in option.kinds else "is empty; give a value or remove the line"
+    elif isinstance(value, bool):
+        fits = "bool" in option.kinds or option.name in TEXT_OR_BOOLEAN
+        if not fits and "str" in option.kinds:
+            return f"is read as {value} by YAML; write the word in quotes"
+    elif isinstance(value, int):
+        fits = bool({"int", "float"} & set(option.kinds))
+    else:
+        fits = type(value).__name__ in option.kinds
+    if not fits:
+        names = sorted(name for name in option.kinds if name != "NoneType")
+        return f"is {value!r} ({type(value).__name__}); expected {' or '.join(names)}"
+    # argparse checks the choices of options, not of defaults, which the values of a file become.
+    if option.choices and value not in option.choices:
+        return f"is {value!r}; expected one of {', '.join(option.choices)}"
+    return None

@@ -1,0 +1,27 @@
+"""The verbs of the command line."""
+
+VERBS = {
+    "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
+    "prefs": "sample completions, have a judge compare them, write preference data",
+    "reward": "train a reward model on preferences, whole or as an adapter for the policy's trunk",
+    "distill": "train a small reward model on the scores of reward models or a judge",
+    "ppo": "train a LoRA policy on one frozen base by PPO",
+    "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
+    "run": "run several of these in a row, resumably",
+    "report": "write a page about how a run, several runs or a pipeline went",
+    "merge": "add an adapter to its base: one model, for tools that do not load adapters",
+    "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
+    "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
+    "config": "print a YAML file with every option of a stage, its default and what it does",
+    "init": "write a recipe for your model, rows and rewards",
+    "doctor": "report versions, GPU, packages, disk and Hub login, and how to mend what is missing",
+    "completion": "print the completion of a shell: bash, zsh or fish",
+}
+# Verbs that read their words themselves -> their modules. They import neither torch nor transformers.
+PLAIN_VERBS = {
+    "config": "onetrunk.stages.options.printing",
+    "init": "onetrunk.stages.init",
+    "recipes": "onetrunk.stages.recipes",
+    "doctor": "onetrunk.stages.doctor",
+    "completion": "onetrunk.stages.options.completion",
+}

@@ -1,0 +1,146 @@
+"""Forty mistakes of a new user: each is answered by one message that says the mend, before torch is imported."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from onetrunk import cli
+from tests.stages.recipes import ROOT
+
+GOOD = """model_name_or_path: owner/model
+dataset_name: rows.jsonl
+reward_funcs: [rewards.py:score]
+output_dir: out
+"""
+REWARDS = "def score(prompts, completions, **columns):\n    return [0.0 for _ in completions]\n"
+OK = "ppo --config good.yaml"
+# What is typed, lines added to good.yaml, what the message says, and the exit code.
+MISTAKES = [
+    ("pppo --config good.yaml", "", "did you mean 'ppo'?", 2),
+    ("rlhf --config good.yaml", "", "expected one of sft, prefs", 2),
+    ("ppo", "", "dataset_name is not set; give a file", 2),
+    ("ppo good.yaml", "", "for a recipe write --config good.yaml", 2),
+    ("ppo --config", "", "--config needs a YAML file after it", 2),
+    ("ppo --config good.yml", "", "does not exist (working folder", 2),
+    ("ppo --config good.yaml --config good.yaml", "", "--config is given twice; keep one", 2),
+    (OK, "learning_rat: 1.0e-4\n", "did you mean 'learning_rate'?", 2),
+    (OK, "lr: 1.0e-4\n", "lr: here learning_rate", 2),
+    (OK, "base_model: x\n", "base_model: here model_name_or_path", 2),
+    (OK, "r: 8\n", "r: here lora_r", 2),
+    (OK, "kl_coef: 0.1\n", "kl_coef: here beta", 2),
+    (OK, "num_iterations: 2\n", "num_iterations: here num_ppo_epochs", 2),
+    (OK, "mask_truncated_completions: true\n", "here truncated_completions: mask", 2),
+    (OK, "warmup_ratio: 0.1\n", "here warmup_steps: a number below 1 is a share", 2),
+    (OK, "max_new_tokens: 64\n", "max_new_tokens: here max_completion_length", 2),
+    (OK, "top_p: 0.9\n", "leave it out, also at 1.0", 2),
+    (OK, "gradient_accumulation_steps: 4\n", "an optimizer step is a minibatch", 2),
+    (OK, "deepspeed: zero3.json\n", "has no meaning here: the accelerate config of the launch decides", 2),
+    (OK, "beta: 0.1\nbeta: 0.2\n", "beta is already given in line 5", 2),
+    (OK, "beta: [1, 2\n", "is not YAML", 2),
+    (OK, "beta: large\n", "invalid float value: 'large'", 2),
+    (OK, "beta: -0.1\n", "beta is -0.1; it must be 0 or more", 2),
+    (OK, "num_rollouts: 1.5\n", "num_rollouts is 1.5 (float); expected int", 2),
+    (OK, "eval_strategy: no\n", "is read as False by YAML; write the word in quotes", 2),
+    (OK, "eval_strategy: sometimes\n", "expected one of no, steps, epoch", 2),
+    (OK, "dtype: bf16\n", "expected one of auto, bfloat16, float16, float32", 2),
+    (OK, "value_head: big\n", "it must be one of shared, detached, adapter", 2),
+    (OK, "load_in_4bit: true\n", "set dtype to bfloat16", 2),
+    (OK, "kl_estimator: k3\n", "use k1, or set kl_in_loss", 2),
+    (OK, "hub_token: hf_1234567890\n", "holds a secret, and recipes are shared", 2),
+    (OK, "judge: rubric\n", "judge is set, and reward_funcs names neither judge", 2),
+    (OK, "report_to: swanlab\n", "report_to names swanlab, which is not installed; pip install swanlab", 2),
+    (OK, "eval_size: 0.1\neval_dataset_split: test\n", "keep one of them", 2),
+    (f"{OK} --resume", "", "--resume needs a value: auto, true, or a checkpoint folder", 2),
+    (f"{OK} --resume out/checkpoint-7", "", "resume_from_checkpoint out/checkpoint-7 is no folder", 1),
+    (f"{OK} --dataset_name ./row.jsonl", "", "./row.jsonl does not exist (working folder", 1),
+    (f"{OK} --model_name_or_path ./model", "", "the model './model' cannot be loaded: there is no such folder", 1),
+    (f"{OK} --reward_funcs reward.py:score", "", "there is no file reward.py (working folder", 1),
+    (f"{OK} --reward_funcs rewards.py:scores", "", "rewards.py has no 'scores'; did you mean score?", 1),
+    (f"{OK} --output_dir used", "", "used holds a run already (checkpoint-3)", 1),
+    (f"{OK} --output_dir rows.jsonl", "", "is a file; name a folder", 1),
+    ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
+    ("serve owner/model --port 99999", "", "set it to 65535 or less", 2),
+    ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
+    ("eval --config good.yaml --resume checkpoint-3", "", "this stage has no checkpoints and resumes by itself", 2),
+]
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    (tmp_path / "used" / "checkpoint-3").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "lines", "message", "expected"), MISTAKES)
+def test_a_mistake_is_answered_before_a_stage_is_imported(
+    in_folder, monkeypatch, capsys, typed, lines, message, expected
+):
+    (in_folder / "good.yaml").write_text(GOOD + lines)
+    # Whoever gets past the early answer fails here.
+    monkeypatch.setattr(cli, "import_module", None)
+    assert cli.main(typed.split()) == expected
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "Traceback" not in err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and len(err.splitlines()) == (1 if typed.split()[0] in ("pppo", "rlhf") else expected)
+
+
+def test_there_are_forty_mistakes_and_none_is_the_same_twice():
+    assert len(MISTAKES) >= 40 and len({mistake[:2] for mistake in MISTAKES}) == len(MISTAKES)
+
+
+def test_a_command_without_a_mistake_reaches_its_stage(in_folder, monkeypatch):
+    reached = []
+    monkeypatch.setattr(cli, "import_module", lambda name: type("Stage", (), {"main": reached.append}))
+    cli.main(OK.split())
+    assert reached == [["--config", "good.yaml"]]
+
+
+def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in_folder, capsys):
+    (in_folder / "good.yaml").write_text(GOOD + "lr: 1\nzzz: 2\nbeta: true\n")
+    assert cli.main([*OK.split(), "--rank", "8", "--learning_rat", "1"]) == 2
+    err = capsys.readouterr().err
+    for part in ("line 5: lr: here learning_rate", "line 6: unknown key 'zzz'", "line 7: beta is True (bool)"):
+        assert part in err
+    assert "rank: here lora_r" in err and "did you mean 'learning_rate'?" in err
+
+
+# Typed in a real process: the modules that it may not import, and its processor time.
+PROBE = """
+import sys
+from onetrunk.cli import main
+code = main(sys.argv[1:])
+heavy = [name for name in ("torch", "transformers", "trl", "datasets", "peft", "accelerate") if name in sys.modules]
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+IN_PROCESSES = ["ppo --help", "sft --help all", f"{OK} --lr 3", "run absent.yaml", "ppo --config absent.yaml"]
+
+
+@pytest.mark.parametrize("typed", IN_PROCESSES)
+def test_help_and_mistakes_take_under_a_second_of_processor_time(in_folder, typed):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.run(
+        [sys.executable, "-c", PROBE, *typed.split()], env=environment, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert process.returncode == (0 if "--help" in typed else 2), process.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [MISTAKES[7], MISTAKES[22], MISTAKES[36], MISTAKES[40]])
+def test_the_real_command_answers_a_mistake(in_folder, mistake):
+    typed, lines, message, expected = mistake
+    (in_folder / "good.yaml").write_text(GOOD + lines)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "onetrunk", *typed.split()]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == expected and message in process.stderr and process.stdout == ""
