@@ -1,5 +1,6 @@
 """scripts/check_gpu.py: a dry run of every part on a CPU, and what it says of parts that fail, hang or cannot run."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -116,6 +117,7 @@ def test_a_part_is_skipped_with_its_reason_where_the_machine_cannot_run_it(parts
     assert found == skipped
 
 
+@pytest.mark.slow
 def test_the_options_of_every_process_on_a_gpu_are_those_that_it_takes(parts):
     """Only a dry run runs here, so a word that a parser would reject on a GPU must show here."""
     commands = {part.name: part.command[1:] for part in parts.all_parts(a_machine(parts)) if not part.is_test}
@@ -174,7 +176,8 @@ def test_a_part_that_fails_says_how_and_keeps_its_last_lines(parts, tmp_path, co
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(parts, tmp_path):
     found = run(parts, tmp_path, "sh", "-c", "sleep 600 & echo $!; wait", limit_s=3.0)
     assert (found["status"], found["reason"]) == ("timed out", "ended after 3 s")
-    assert not psutil.pid_exists(int(found["log"])) or psutil.Process(int(found["log"])).status() == "zombie"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(found["log"])).wait(120)  # A killed process needs a moment to end.
 
 
 def test_tests_count_as_failed_if_one_fails_or_none_runs(parts, tmp_path):

@@ -70,7 +70,7 @@ def run_shell(tmp_path):
         record = tmp_path / "calls"
         record.unlink(missing_ok=True)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
-        done = subprocess.run(words, env={**os.environ, "PATH": path, "RECORDED": str(record), **env}, timeout=240)
+        done = subprocess.run(words, env={**os.environ, "PATH": path, "RECORDED": str(record), **env}, timeout=1500)
         calls = [json.loads(line) for line in record.read_text().splitlines()]
         return done.returncode, calls
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def bench_ops(*options: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "scripts/bench_ops.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
 
 
 SMALL = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1".split()

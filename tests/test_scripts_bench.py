@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
     command = [sys.executable, f"scripts/{script}", *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
 
 
 @pytest.mark.parametrize("row", ["mixed-reward-adapter", "mixed-value-adapter"])
@@ -67,7 +67,7 @@ assert [len(ids) for ids in rollout.completion_ids] == work.completion_lengths(0
 assert len(texts) == 4
 """
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
 
 

@@ -146,7 +146,7 @@ def test_a_launch_that_fails_names_its_command_and_the_last_lines(bench):
     _, runs = bench
     launch = runs.Launch(None, 1, "facts", ("--shape", "none"))
     with pytest.raises(RuntimeError, match="(?s)facts FOLDER --shape none failed with code 2.*invalid choice"):
-        runs.run_together([launch], timeout_s=280)
+        runs.run_together([launch], timeout_s=1500)
 
 
 def test_a_launch_that_takes_too_long_is_ended(bench):

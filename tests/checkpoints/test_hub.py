@@ -41,7 +41,7 @@ def push(hub, folder, strategy):
     env |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
     env |= {"HF_HOME": str(folder / "home"), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     command = [sys.executable, "-c", SCRIPT, str(folder / "out"), strategy]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

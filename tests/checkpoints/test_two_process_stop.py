@@ -23,7 +23,7 @@ def launched(folder: Path, how: str) -> subprocess.CompletedProcess:
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, SCRIPT, str(folder), how]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
 
 
 def digests(folder: Path) -> list:

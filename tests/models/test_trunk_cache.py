@@ -44,7 +44,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1500)
     assert "no room for 0 MiB" in done.stdout and "trunk_cache to 'off'" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096

@@ -140,6 +140,7 @@ class Jittery(CopyBackend):
         return super().generate_as(role, version, prompt_ids, params, keys)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_rollout_rows", [None, 3])
 def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_path, max_rollout_rows):
     settings = {"max_staleness": 2, "max_rollout_rows": max_rollout_rows}
@@ -184,6 +185,7 @@ def test_an_evaluation_changes_neither_the_version_nor_the_completions_of_a_roll
 # --- resuming and stopping --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "staleness"), [("one_step", None), ("async", 2)], ids=["one step", "two rollouts ahead"]
 )
@@ -271,6 +273,7 @@ def test_an_error_of_the_sampler_ends_the_run(tmp_path):
     assert trainer.state.global_step == SLOTS  # The rollout before it was used.
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_sync_resumes_ahead_and_the_other_way_round(tmp_path):
     change = {"allow_config_change": True}
     ahead(tmp_path / "sync", sampler(), "sync", callbacks=[StopAt(6)]).train()

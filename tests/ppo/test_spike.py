@@ -91,7 +91,7 @@ def run(kind: str, folder: Path, kill_at: int = -1) -> subprocess.CompletedProce
         env={**os.environ, "PYTHONPATH": f"{HERE.parents[2]}/src:{HERE.parents[2]}"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1500,
     )
 
 

@@ -25,7 +25,7 @@ def test_two_processes_ahead_equal_one_and_one_resumes_their_checkpoint(tmp_path
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     (count, history), (_, other) = (json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1))
     assert count == 2

@@ -27,7 +27,7 @@ def launched() -> tuple[Path, str]:
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, SCRIPT, str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stderr
 

@@ -493,6 +493,7 @@ def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
         backend_of([stub], tmp_path).sync(policy(), 0)
 
 
+@pytest.mark.slow
 def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned_up(stub, tmp_path):
     first = backend_of([stub], tmp_path / "first")
     first.sync(policy(), 0)
@@ -501,7 +502,7 @@ def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned
     url = repr(stub.url)
     code = f"from onetrunk.rollouts import VLLMBackend; VLLMBackend({url}, {str(tmp_path / 'other')!r}).check()"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=1500)
     assert f"process {os.getpid()} on" in done.stderr and "start a server of its own for this tra" in done.stderr
     # As if its process had been killed: the lock is released, the adapters and files stay.
     first._files._lock.release()
@@ -563,13 +564,14 @@ def test_nothing_is_sampled_before_the_first_sync(stub, tmp_path):
 # --- several processes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 def test_with_two_processes_the_first_publishes_and_both_sample(stub, tmp_path):
     script = Path(__file__).with_name("two_process_vllm.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--standalone", str(script), stub.url, str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("sampled from version 2") == 2
     assert [name.split("-", 2)[2] for kind, name in stub.events if kind == "load"] == [

@@ -57,7 +57,7 @@ class Serving:
         words, env = self.words, {**os.environ, "PYTHONPATH": str(Path(onetrunk.__file__).parents[1])}
         if replaced:
             line = subprocess.run(
-                [*words, "--print"], env=env, capture_output=True, text=True, check=True, timeout=300
+                [*words, "--print"], env=env, capture_output=True, text=True, check=True, timeout=1500
             ).stdout
             words = ["bash", "-c", f"unset PYTHONPATH; exec env {line.strip().replace(*replaced)}"]
         with self.log.open("a") as log:

@@ -116,7 +116,7 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
     process = subprocess.Popen([sys.executable, "-c", WAITING], env=env, stdout=-1, stderr=-1, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    _, err = process.communicate(timeout=250)
+    _, err = process.communicate(timeout=1500)
     assert process.returncode == code
     assert word in err and "Traceback" not in err
 

@@ -232,7 +232,7 @@ def test_a_killed_run_resumes_to_the_same_weights(there, tmp_path, name):
     # Blocks have their own size in these processes, so the uninterrupted run is another one than `whole`.
     script = [sys.executable, str(ROOT / f"scripts/{name}.py"), *OPTIONS, *OWN[name], "--use_cpu", "true"]
     script += ["--dataset_name", f"{name}/*.jsonl", *STREAMED, "--per_device_train_batch_size", "4"]
-    subprocess.run([*script, "--output_dir", str(tmp_path / "whole")], env=environment(), check=True, timeout=900)
+    subprocess.run([*script, "--output_dir", str(tmp_path / "whole")], env=environment(), check=True, timeout=1500)
     killed = tmp_path / "killed"
     process = subprocess.Popen([*script, "--output_dir", str(killed)], env=environment())
     while process.poll() is None and not (killed / "checkpoint-4" / "manifest.json").exists():
@@ -240,5 +240,5 @@ def test_a_killed_run_resumes_to_the_same_weights(there, tmp_path, name):
     process.send_signal(signal.SIGKILL)
     assert process.wait(timeout=60) == -signal.SIGKILL
     resumed = [*script, "--output_dir", str(killed), "--resume", "auto"]
-    subprocess.run(resumed, env=environment(), check=True, timeout=900)
+    subprocess.run(resumed, env=environment(), check=True, timeout=1500)
     assert_equal(killed, tmp_path / "whole")
