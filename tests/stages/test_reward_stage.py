@@ -258,7 +258,8 @@ def bad(there, name, rows):
 )
 def test_bad_rows_are_listed_before_a_model_loads(there, capsys, change, sentence):
     path = bad(there, "bad.jsonl", pairs(8, **change))
-    assert reward("--eval_dataset_name", path, "--output_dir", "bad", "--model_name_or_path", "nowhere/else/x") == 1
+    (there / "no" / "model" / "here").mkdir(parents=True, exist_ok=True)  # A missing path would be named first.
+    assert reward("--eval_dataset_name", path, "--output_dir", "bad", "--model_name_or_path", "no/model/here") == 1
     assert sentence in capsys.readouterr().err
 
 

@@ -228,7 +228,9 @@ def check_paths(values: Values) -> None:
     for key in ("constitution", "monitor_constitution"):
         path = values.get(key)
         if path and not Path(path).expanduser().is_file():
-            raise FileNotFoundError(f"{key} {path} does not exist (working folder {Path.cwd()}); give a YAML file")
+            raise FileNotFoundError(
+                f"the constitution {path} does not exist (working folder {Path.cwd()}); give a YAML file"
+            )
     for spec in _listed(values.get("reward_funcs")):
         _check_function(spec)
     for spec in _listed(values.get("judge")):
