@@ -118,7 +118,7 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["tensor_parallel"])
+@pytest.mark.parametrize("kind", ["fsdp2", "tensor_parallel"])
 def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(kind, tmp_path):
     name = saved(tmp_path / "base", "mistral", **late_cast_worker.SHAPE)
     torch.multiprocessing.spawn(late_cast_worker.work, args=(str(tmp_path), name, kind), nprocs=2)
