@@ -312,6 +312,7 @@ def test_scores_of_another_reward_are_dropped_and_so_are_those_of_rows_that_are_
     assert early.state() == {**state, "rows": state["rows"][:1]}
 
 
+@pytest.mark.slow
 def test_a_signal_while_waiting_for_scores_stops_the_run_which_resumes_exactly(tmp_path):
     gate, is_asked = threading.Event(), threading.Event()
 

@@ -84,6 +84,7 @@ def test_bounds_apply_by_mode_and_are_logged(tmp_path, mode, large):
     assert logged(trainer, CLIPPED) == pytest.approx([clipped / len(weights)])
 
 
+@pytest.mark.slow
 def test_the_correction_is_on_for_a_sampler_with_weights_of_its_own_and_can_be_turned_off(tmp_path):
     name = "vllm_importance_sampling_correction"
     for label, backend, settings, is_on in (

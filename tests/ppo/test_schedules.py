@@ -220,6 +220,7 @@ class Blocked(CopyBackend):
         return super().generate_as(role, version, prompt_ids, params, keys)
 
 
+@pytest.mark.slow
 def test_rows_that_run_at_a_checkpoint_are_sampled_again_from_the_version_that_they_had(tmp_path):
     whole = ahead(tmp_path / "whole", sampler())
     whole.train()
@@ -235,6 +236,7 @@ def test_rows_that_run_at_a_checkpoint_are_sampled_again_from_the_version_that_t
     assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
+@pytest.mark.slow
 def test_a_signal_while_waiting_for_a_rollout_stops_the_run_which_resumes_exactly(tmp_path):
     whole = ahead(tmp_path / "whole", sampler())
     whole.train()

@@ -120,6 +120,7 @@ def test_settings_alone_sample_on_the_server_also_ahead_of_the_update(stub, tmp_
     assert max(logged(trainer, "eval_sampling/logprob_gap_max")) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ahead_publishes_the_versions_of_its_rollouts_again(stub, tmp_path):
     def run(folder, *callbacks, resume=None):
         settings = {"use_vllm": True, "vllm_server_base_url": stub.url, "schedule": "one_step", "num_rollouts": 4}

@@ -28,6 +28,7 @@ def without_clock(run):
     return [entry for entry in entries if not set(entry) <= {"epoch", "step", "total_flos"}]
 
 
+@pytest.mark.slow
 def test_the_record_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path):
     whole = recorded(tmp_path / "whole", num_rollouts=3)
     recorded(tmp_path / "parts", num_rollouts=2)

@@ -30,7 +30,7 @@ def both(model, params, **settings):
     return generate(model, params, MANY, MANY_KEYS, **settings), rollout, backend
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2"])
 @pytest.mark.parametrize("max_rows", [None, 4])
 def test_a_compiled_step_samples_what_an_eager_one_does(family, max_rows):
@@ -46,6 +46,7 @@ def test_greedy_decoding_and_a_last_stop_token_are_the_same():
     assert rollout.stopped[0] and not all(rollout.stopped)
 
 
+@pytest.mark.slow
 def test_the_number_of_graphs_is_bounded_and_another_call_needs_none():
     model, params = tiny(), mixed_params(temperature=1.3)
     before = GRAPHS["unique_graphs"]
@@ -60,6 +61,7 @@ def test_the_number_of_graphs_is_bounded_and_another_call_needs_none():
     assert GRAPHS["unique_graphs"] - before <= 2 * len(compiled.SHARES)
 
 
+@pytest.mark.slow
 def test_an_update_of_the_policy_reaches_the_compiled_step():
     trunk = a_trunk(base=tiny(), adapter_layers="top-2")
     params = mixed_params(temperature=1.3)

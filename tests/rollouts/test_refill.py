@@ -88,6 +88,7 @@ def test_a_prompt_that_comes_several_times_runs_once(max_rows):
         assert shapes[0][:2] == (1, 20) and shapes[1][0] > 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keeps_last", [False, True])
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_states_of_rows_that_share_a_prompt_or_join_late_are_captured(keeps_last, compiles, monkeypatch):

@@ -149,6 +149,7 @@ def nothing_leaked(folder, *texts):
         assert canaries_in(text.encode()) == set()
 
 
+@pytest.mark.slow
 def test_sft_reward_and_distill_leave_none(base, place, capfd, caplog):
     assert call(base, "sft", "rows.jsonl", *TRAIN, "--max_steps", "1", "--output_dir", "sft") == 0
     options = ["--max_steps", "1", "--output_dir", "reward", "--eval_dataset_name", base / "pairs.jsonl"]

@@ -64,6 +64,7 @@ def asked(stub):
     return [names.count(name) for name in dict.fromkeys(names)]
 
 
+@pytest.mark.slow
 def test_every_side_of_an_evaluation_samples_under_its_own_name_and_ends_as_in_this_process(stub, inputs, tmp_path):
     options = [*COLD, "--opponent", inputs / "adapter-2"]
     assert evaluate(inputs, *options, out="local") == 0

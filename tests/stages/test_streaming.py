@@ -122,7 +122,7 @@ def test_in_the_order_of_the_files_a_streamed_run_is_the_run_in_memory(there, na
     assert_equal(there / f"{name}-streamed", there / f"{name}-memory")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", VERBS)
 def test_a_resumed_streamed_run_ends_as_the_uninterrupted_one(there, whole, name):
     # From the first pass, and from the second one (8 steps in a pass of SFT; 5 rollouts of 2 steps in one of PPO).
