@@ -12,39 +12,50 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onetrunk.rollouts.base import SamplingParams
+
+# The profiler then sees the kernels that torch.compile makes for a CPU.
+torch._inductor.config.cpp.enable_kernel_profile = True
 
 FEW = 4
 # Repetitions of the timing, of which the fastest counts.
 REPEATS = 3
 
 
-class OperationCount(TorchDispatchMode):
-    """Counts the operations on tensors inside the block, without those that only make a view.
-
-    Attributes:
-        calls: how often each operation was called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `_unsafe_view` is a view whose input is never used again.
-        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
-            self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+# Events of the profiler that compute nothing: views, allocation, and what the dispatcher does before the work.
+IDLE = frozenset(
+    "as_strided view _unsafe_view reshape _reshape_alias transpose t numpy_T permute expand slice narrow select"
+    " unsqueeze squeeze unflatten flatten split unbind alias detach detach_ lift_fresh resolve_conj resolve_neg"
+    " result_type promote_types empty empty_like empty_strided new_empty set_ resize_ contiguous to _to_copy item"
+    " is_nonzero".split()
+)
 
 
 def count_operations(run: Callable[[], Any]) -> Counter[str]:
-    """Return how often `run` calls each operation."""
-    with OperationCount() as count:
+    """Return how often `run` starts each piece of work on the CPU: an operation of torch, or a compiled kernel.
+
+    Views and allocations do not count, and of nested operations only the innermost does.
+    """
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
         run()
-    return count.calls
+    calls: Counter[str] = Counter()
+
+    def count(event: Any) -> bool:
+        works_inside = [count(child) for child in event.cpu_children]
+        library, _, name = event.name.rpartition("::")
+        # A compiled kernel is named after its graph.
+        is_work = name.startswith("graph_") if not library else name not in IDLE
+        if is_work and not any(works_inside):
+            calls[event.name] += 1
+        return is_work or any(works_inside)
+
+    for event in trace.events():
+        if event.cpu_parent is None:
+            count(event)
+    return calls
 
 
 def count_kernels(run: Callable[[], Any]) -> int:
@@ -87,7 +98,8 @@ def decode_profile(
             seconds.append(now() - start)
         return min(seconds)
 
-    sample(FEW)
+    for length in (FEW, FEW + tokens):  # A compiled step is compiled here.
+        sample(length)
     # Never negative: on a small model the difference may drown in noise.
     costs = {"seconds": max(per_token(fastest), 0.0), "operations": per_token(lambda r: count_operations(r).total())}
     if next(backend.model.parameters()).is_cuda:

@@ -85,6 +85,13 @@ def _about(part: dict[str, Any]) -> str:
     return f"{what}; {result['passed']} passed, {result['skipped']} skipped, {result['failed']} failed{names}"
 
 
+def _decode_cells(one: dict[str, Any]) -> tuple[str, str, str]:
+    speed = f"{one.get('tokens_per_s', 0):,} ({_share(one.get('roofline'))})"
+    # Kernels are counted on a GPU only, operations of torch everywhere.
+    number = f"{one['kernels']:.0f}" if "kernels" in one else f"{one['operations']:.0f} operations"
+    return f"{one['seconds'] * 1e3:.1f}", speed, number
+
+
 def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
     if not found["iterations"]:
         return []
@@ -92,11 +99,10 @@ def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
     lines = []
     for name, row in found["iterations"].items():
         cells = [f"{row[phase]['tokens_per_s']:,} ({_share(row[phase]['roofline'])})" for phase in PHASES]
-        one = row["decode"]
-        speed = f"{one.get('tokens_per_s', 0):,} ({_share(one.get('roofline'))})"
-        # Kernels are counted on a GPU only, operations of torch everywhere.
-        number = f"{one['kernels']:.0f}" if "kernels" in one else f"{one['operations']:.0f} operations"
-        lines.append((name, *cells, f"{row['peak_mb']:,}", f"{one['seconds'] * 1e3:.1f}", speed, number))
+        lines.append((name, *cells, f"{row['peak_mb']:,}", *_decode_cells(row["decode"])))
+        if "compiled" in row["decode"]:
+            no_phases = [""] * (len(PHASES) + 1)
+            lines.append((f"{name}, compiled step", *no_phases, *_decode_cells(row["decode"]["compiled"])))
     text = [
         "Tokens per second of each phase, in brackets the share of the roofline: the fewest seconds that the"
         " arithmetic allows, at the measured speed of matrix products and copies on this machine, over the measured"
