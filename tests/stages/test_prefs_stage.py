@@ -208,7 +208,7 @@ def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
         (["--dataset_name", "absent.jsonl"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl"], 1, "2 of 3 rows"),
         (["--dataset_name", "columns.jsonl"], 1, "no column 'prompt'"),
-        (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "cannot be streamed"),
+        (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
         (["--dataset_columns", '{"prompt": "question"}'], 1, "question"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.rollouts.adapters import RANKS
 from onetrunk.stages import serve
+from onetrunk.utils.options import VLLM_RANKS
 from tests.ppo.support import base_model, sft_model
 
 
@@ -57,7 +57,7 @@ def test_on_a_cpu_it_neither_compiles_nor_names_gpus(model, capsys):
 @pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (16, 16), (17, 32), (129, 256), (512, 512)])
 def test_a_rank_is_rounded_up_to_one_that_vllm_knows(model, capsys, rank, served):
     _, line = printed(capsys, model, "--max_lora_rank", rank)
-    assert line[line.index("--max-lora-rank") + 1] == str(served) and served in RANKS
+    assert line[line.index("--max-lora-rank") + 1] == str(served) and served in VLLM_RANKS
 
 
 def test_float32_weights_stay_float32_and_a_dtype_can_be_chosen(model, tmp_path, capsys):

@@ -288,7 +288,7 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         # Before the rows are read, of which there are none here either.
         (
             "ppo",
-            ["--resume_from_checkpoint", "true", "--output_dir", "runs/x", "--dataset_name", "absent.jsonl"],
+            ["--resume_from_checkpoint", "true", "--output_dir", "runs/x", "--dataset_name", "nobody/nothing"],
             "holds no checkpoint-* folder",
         ),
         ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "has no manifest.json"),
