@@ -277,6 +277,7 @@ class AllAhead(TrainerCallback):
         self.stop.on_step_end(args, state, control, **kwargs)
 
 
+@pytest.mark.slow
 def test_scores_of_a_checkpoint_are_not_asked_again(tmp_path):
     settings = {"max_staleness": 2, "normalize_scores": True, "max_unscored_fraction": 1.0}
     functions, whole_calls = reward_functions()

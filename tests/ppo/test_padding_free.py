@@ -42,6 +42,7 @@ def run(folder, **settings):
     return trainer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", [{}, {**TOP, "trunk_cache": "disk", "activation_checkpointing": True}])
 def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, settings):
     # Prompts of 1 and 24 words: a long row and a short one fit 40 tokens, padded ones do not.
@@ -59,6 +60,7 @@ def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, setti
     assert len(packed.update_forwards) < len(padded.update_forwards)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings", [{}, {**TOP, "capture_trunk_states": True}, {**TOP, "capture_trunk_states": False}]
 )
@@ -73,6 +75,7 @@ def test_a_run_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path, settings)
     assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
+@pytest.mark.slow
 def test_it_may_change_in_the_middle_of_a_rollout_because_it_only_rounds(tmp_path):
     settings = {**SHAPE, **SGD, **BUDGET, **TOP}
     whole = make_trainer(tmp_path / "whole", **settings)
@@ -103,6 +106,7 @@ def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, is_update):
     assert "out of memory in the" in caplog.text and "at most 4 rows" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_evaluation_measures_the_same_kl(tmp_path):
     values = []
     for free in (False, True):

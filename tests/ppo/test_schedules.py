@@ -108,6 +108,7 @@ class StartsUpdate(TrainerCallback):
         self.event.set()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["one_step", "async"])
 def test_the_next_rollout_is_sampled_during_the_update(tmp_path, schedule):
     updates, samples = threading.Event(), threading.Event()
@@ -168,6 +169,7 @@ def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_p
     assert_same(trained_weights(repeated.model), trained_weights(trainer.model))
 
 
+@pytest.mark.slow
 def test_an_evaluation_changes_neither_the_version_nor_the_completions_of_a_rollout_under_way(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 3}
     keeps = make_config(tmp_path, **SHAPE, schedule="one_step", **settings).versions_in_use

@@ -86,6 +86,7 @@ class Without(LogitsProcessor):
         return ruled_out
 
 
+@pytest.mark.slow
 def test_a_logits_processor_sees_the_rows_that_decode_padded_on_the_left():
     processor = LogitsProcessorList([Without()])
     params = mixed_params(temperature=0.8, pad_token_id=1)

@@ -366,6 +366,7 @@ def test_a_server_that_is_killed_in_mid_batch_gets_its_adapter_again_and_the_mis
     assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_down_leaves_its_rows_to_the_others_and_returns_with_the_next_version(stub, tmp_path):
     model = policy()
     with StubVLLM(base_model()) as second:

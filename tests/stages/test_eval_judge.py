@@ -150,6 +150,7 @@ def test_the_base_by_name_is_as_good_an_opponent_as_the_reference(evaluate, inpu
     assert named["opponent_model"] == str(inputs / "model")
 
 
+@pytest.mark.slow
 def test_another_adapter_is_an_opponent_and_the_sides_can_be_exchanged(evaluate, inputs, tmp_path):
     checks = ["--checks", f"{inputs}/checks.py:has_a_word", f"{inputs}/checks.py:short_where_even"]
     assert evaluate("--opponent", inputs / "adapter-2", *checks) == 0
@@ -180,6 +181,7 @@ def test_an_opponent_without_a_judge_is_measured_beside_the_model(evaluate, inpu
     assert len(lines(tmp_path / "out/pairs.jsonl")) == NUM_PROMPTS
 
 
+@pytest.mark.slow
 def test_a_reward_adapter_scores_an_opponent_on_the_same_base_and_no_other(evaluate, inputs, tmp_path, capsys):
     tokenizer = load_tokenizer(inputs / "model")
     scorer = saved_reward_adapter(tmp_path / "scorer", inputs / "model", tokenizer=tokenizer)

@@ -33,6 +33,9 @@ from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)
 
+# An empty model of more layers takes seconds to build, and a config that says so is more likely damaged.
+MOST_LAYERS_BUILT = 512
+
 
 def default_peft_config() -> LoraConfig:
     """Return the default LoRA config: rank 16 on every linear layer of the trunk."""
@@ -118,7 +121,10 @@ def check_targets_by_name(
     """
     if trust_remote_code:
         return
-    model = empty_model(AutoModelForCausalLM, read_config("model", name, **pinned_source(revision, False)))
+    base = read_config("model", name, **pinned_source(revision, False))
+    if getattr(base.get_text_config(decoder=True), "num_hidden_layers", 0) > MOST_LAYERS_BUILT:
+        return
+    model = empty_model(AutoModelForCausalLM, base)
     if model is not None:
         check_targets(config, model)
 
