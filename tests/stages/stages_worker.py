@@ -23,11 +23,11 @@ def run(words: list[str]) -> dict[str, Any]:
     stage, facts = STAGES[words[0]], {}
     train = stage.train
 
-    def watched(trainer: Any, resume: str | None) -> None:
+    def watched(trainer: Any, resume: str | None, *rest: Any) -> None:
         # The processes stay a group for the next case.
         trainer.accelerator.end_training = lambda: None
         with counted_collectives() as traffic:
-            train(trainer, resume)
+            train(trainer, resume, *rest)
         parameters = list(trainer.model.parameters())
         facts.update(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
