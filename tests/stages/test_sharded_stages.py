@@ -28,7 +28,7 @@ VERBS = {
     "reward": ["--dataset_name", "pairs.jsonl", "--adapter_layers", "top-2"],
     "distill": ["--dataset_name", "pairs.jsonl"],
 }
-CONFIGS = ["ddp", "fsdp2", "tensor_parallel"]
+CONFIGS = ["ddp", "fsdp2"]
 HELD_OUT = ["--eval_size", "4"]
 # Files whose rows are read while it trains, for more than a pass; such rows are not held out.
 STREAMED = ["--streaming", "true", "--shuffle_window", "20"]
