@@ -142,7 +142,7 @@ def test_the_server_is_started_with_that_command_and_its_failure_is_told(model, 
 
 @pytest.mark.slow
 def test_a_signal_ends_the_server_too(model, tmp_path):
-    python = fake_python(tmp_path, "print(os.getpid(), flush=True); time.sleep(600)")
+    python = fake_python(tmp_path, "print(os.getpid(), flush=True); time.sleep(3600)")
     words = [sys.executable, "-m", "onetrunk.cli", "serve", str(model), "--device", "cpu", "--python", str(python)]
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
