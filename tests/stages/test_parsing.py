@@ -64,7 +64,7 @@ def test_lora_stands_on_all_linear_layers_without_dropout_by_default(tmp_path):
         ("learning_rat", "did you mean 'learning_rate'?"),
         ("num_iterations", "here num_ppo_epochs"),
         ("kl_coef", "here beta"),
-        ("top_p", "leave it out, also at 1.0"),
+        ("min_p", "leave it out, also at 0.0"),
         ("vllm_group_port", "adapters reach the server over HTTP"),
     ],
 )

@@ -402,6 +402,8 @@ def _sampling_params(request: Request) -> Any:
     return EngineParams(
         max_tokens=request.params.max_completion_length,
         temperature=request.params.temperature,
+        top_p=request.params.top_p,
+        top_k=request.params.top_k or -1,
         seed=request.seed,
         stop_token_ids=list(request.params.stop_token_ids),
         ignore_eos=True,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.names import looks_like_path, missing_path
-from onetrunk.judges.load import REWARD, JudgeConfig
+from onetrunk.judges.load import REWARD, JudgeConfig, names_a_judge
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
 from onetrunk.stages.options.helping import help_text, help_topic
@@ -46,8 +46,6 @@ from onetrunk.utils.shipped import find_config, missing_config_hint
 
 Settings = TypeVar("Settings")
 Values = Mapping[str, Any]
-# Verbs whose settings are those of PPO.
-KNOW_PPO = ("ppo", "eval")
 # Words of `resume_from_checkpoint` that name no folder.
 NO_FOLDER = ("none", "false", "true", "auto", "")
 
@@ -103,7 +101,7 @@ def check(verb: str, argv: Sequence[str], options: Sequence[Option]) -> None:
     """
     dry_run = ("--dry_run", "--dry-run") if verb == "ppo" else ()
     words = [word for word in with_first_word(verb, argv) if word not in dry_run]
-    values = parsed_values(read(words, options, knows_ppo=verb in KNOW_PPO), options)
+    values = parsed_values(read(words, options, knows_ppo=verb == "ppo"), options)
     defaults = {option.name: option.default for option in options}
     try:
         VALUE_CHECKS[verb](values, defaults)
@@ -233,8 +231,10 @@ def check_paths(values: Values) -> None:
             )
     for spec in _listed(values.get("reward_funcs")):
         _check_function(spec)
-    for spec in _listed(values.get("judge")):
-        if spec.startswith(REWARD):
+    for spec in (spec for key in ("judge", "monitor_judge") for spec in _listed(values.get(key))):
+        if isinstance(spec, str) and names_a_judge(spec):
+            _check_function(spec, "judge")
+        elif spec.startswith(REWARD):
             _check_model_path("reward model", spec.removeprefix(REWARD))
     output_dir, resume = values.get("output_dir"), str(values.get(RESUME)).lower()
     if output_dir and os.path.isfile(output_dir):
@@ -265,15 +265,15 @@ def _check_model_path(kind: str, name: str) -> None:
         )
 
 
-def _check_function(spec: str) -> None:
-    """Raise ValueError if a spec names a Python file that is missing, or that has no such function."""
+def _check_function(spec: str, what: str = "reward function") -> None:
+    """Raise ValueError if a spec names a Python file that is missing, or that has no such name."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py":
         return
     if not path.is_file():
         folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
-        raise ValueError(f"reward function {spec!r}: there is no file {path}{folder}; check the path")
+        raise ValueError(f"{what} {spec!r}: there is no file {path}{folder}; check the path")
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError):
@@ -281,10 +281,11 @@ def _check_function(spec: str) -> None:
     names = [_defined(node) for node in body]
     if None in names or name in sum(names, []):
         return
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
-    near = difflib.get_close_matches(name, functions, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(functions) or 'no functions'}"
-    raise ValueError(f"reward function {spec!r}: {path} has no {name!r}; {hint}")
+    kind, kinds = (ast.ClassDef, "classes") if what == "judge" else (ast.FunctionDef, "functions")
+    there = [node.name for node in body if isinstance(node, kind) and node.name[0] != "_"]
+    near = difflib.get_close_matches(name, there, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there) or f'no {kinds}'}"
+    raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; {hint}")
 
 
 def _defined(node: ast.stmt) -> list[str] | None:

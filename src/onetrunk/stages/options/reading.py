@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.ppo.foreign_keys import RENAMED, explain_key, nearest_key
-from onetrunk.stages.options.schema import Option, UsageError, make_parser
+from onetrunk.stages.options.schema import Option, UsageError, load_options, make_parser, verbs
 from onetrunk.stages.secrets import secret_in_setting, secret_in_words
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
@@ -109,7 +109,9 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _explained(key: str, known: list[str], knows_ppo: bool) -> str:
     known = [name for name in known if name not in RENAMED]
-    return explain_key(key, known) if knows_ppo else nearest_key(key, known)
+    if knows_ppo:
+        return explain_key(key, known)
+    return nearest_key(key, known, [verb for verb in verbs() if key in (option.name for option in load_options(verb))])
 
 
 def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, list[str]]:
