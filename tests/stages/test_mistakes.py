@@ -62,6 +62,21 @@ MISTAKES = [
     (f"{OK} --reward_funcs rewards.py:scores", "", "rewards.py has no 'scores'; did you mean score?", 1),
     (f"{OK} --output_dir used", "", "used holds a run already (checkpoint-3)", 1),
     (f"{OK} --output_dir rows.jsonl", "", "is a file; name a folder", 1),
+    (f"{OK} --adapter_layers half", "", "adapter_layers is 'half'; it must be 'all', or 'top-k'", 2),
+    (OK, "lora_r: 0\n", "lora_r is 0; set a rank of 1 or more", 2),
+    (OK, "resume: true\n", "resume: here resume_from_checkpoint", 2),
+    (OK, "top_p: 90\n", "top_p is 90; set it above 0 and at most 1", 2),
+    (f"{OK} -lr 3", "", "lr: here learning_rate", 2),
+    (f"{OK} beta=0.1", "", "'beta=0.1' is not an option; write --beta VALUE", 2),
+    (f"{OK} --reward_funcs score", "", "'score' names nothing; write path/to/file.py:score", 1),
+    (f"{OK} --reward_funcs judg", "", "did you mean 'judge'?", 1),
+    (f"{OK} --reward_funcs rewards.py", "", "write 'rewards.py:NAME' (functions in it: score)", 1),
+    (f"{OK} --reward_funcs judge --judge rewards.py:Judg --constitution good.yaml", "", "has no 'Judg'", 1),
+    ("sft --config good.yaml", "", "reward_funcs: an option of onetrunk ppo, eval, which this command", 2),
+    ("eval --config good.yaml", "kl_coef: 0.1\n", "kl_coef: an option of TRL's PPO or GRPO, which this", 2),
+    ("eval --config good.yaml --top_k -1", "", "top_k is -1; set a whole number of tokens", 2),
+    ("ppo --config folder", "", "the config file folder does not exist", 2),
+    (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
     ("serve owner/model --port 99999", "", "set it to 65535 or less", 2),
     ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
@@ -115,7 +130,8 @@ def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in
 
 @pytest.mark.parametrize("verb", ["sft", "reward", "distill", "prefs", "eval"])
 def test_a_name_from_trl_is_answered_by_every_stage_with_an_option_that_it_has(in_folder, capsys, verb):
-    names = "lr base_model kl_coef num_iterations cliprange loss_type sapo_temperature num_rollouts max_new_tokens".split()
+    names = "lr base_model kl_coef num_iterations cliprange loss_type sapo_temperature num_rollouts max_new_tokens"
+    names = names.split()
     known = {option.name for option in load_options(verb)}
     (in_folder / "good.yaml").write_text("".join(f"{name}: 1\n" for name in names if name not in known))
     assert cli.main([verb, "--config", "good.yaml"]) == 2

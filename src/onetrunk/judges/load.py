@@ -83,7 +83,8 @@ class JudgeConfig:
     judge: list[str] | None = option(
         None,
         "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
-        " '#model=NAME' after the address); else a causal model's folder or Hub name. Several: their mean.",
+        " '#model=NAME' after the address); a Judge of yours (path/to/file.py:NAME, package.module.NAME); else a"
+        " causal model's folder or Hub name. Several: their mean.",
     )
     constitution: str | None = option(None, "YAML file with the principles to judge by.")
     # rubric

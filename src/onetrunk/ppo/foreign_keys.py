@@ -94,7 +94,7 @@ _ELSEWHERE = {
     "eval_size": "val_size val_set_size test_size validation_size validation_split eval_ratio",
     "output_dir": "output out out_dir output_path save_path save_dir ckpt_path",
     "overwrite_output_dir": "overwrite force overwrite_output",
-    "resume_from_checkpoint": "auto_resume_from_checkpoints resume_from resume_path load_checkpoint",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints resume_from resume_path load_checkpoint",
     "reward_funcs": "reward_func reward_fn reward reward_function reward_functions reward_model reward_pretrain"
     " remote_rm_url reward_model_name_or_path",
     "learning_rate": "lr actor_learning_rate policy_lr actor_lr",
@@ -313,5 +313,8 @@ def nearest_key(key: str, known: list[str], owners: Sequence[str] = ()) -> str:
         return f"{key}: an option of onetrunk {', '.join(owners)}, which this command does not have"
     if is_of_ppo(key):
         return f"{key}: an option of TRL's PPO or GRPO, which this command does not have"
+    elsewhere = next((name for name, others in _ELSEWHERE.items() if key in others.split()), None)
+    if elsewhere is not None:
+        return f"{key}: {elsewhere} of other commands, which this command does not have"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")

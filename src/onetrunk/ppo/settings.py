@@ -7,6 +7,7 @@ Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -330,6 +331,11 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
+        if not re.fullmatch(r"all|top-[1-9][0-9]*", str(self.adapter_layers)):
+            raise ValueError(
+                f"adapter_layers is {self.adapter_layers!r}; it must be 'all', or 'top-k' for the last k layers, such"
+                " as top-4"
+            )
         for name, words in (
             ("kl_estimator", KL_ESTIMATORS),
             ("truncated_completions", TRUNCATED),

@@ -104,7 +104,8 @@ class ColocatedBackend:
         """
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "vllm_mode is 'colocate', and vLLM is not installed here: pip install 'onetrunk[vllm]', or set it to"
+                "vllm_mode is 'colocate', and vLLM is not installed here. It asks for another transformers than"
+                " onetrunk: src/onetrunk/rollouts/README.md says how it was installed beside it. Or set vllm_mode to"
                 " 'server' and start a server in an environment of its own (onetrunk serve MODEL --python ...)"
             )
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

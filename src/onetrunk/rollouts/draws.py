@@ -61,9 +61,7 @@ def truncation(params: SamplingParams) -> tuple[LogitsProcessor, ...]:
     return (*top_k, TopPLogitsWarper(params.top_p)) if params.top_p < 1 else top_k
 
 
-def draw(
-    scores: Tensor, uniforms: Tensor | None, warpers: tuple[LogitsProcessor, ...] = ()
-) -> tuple[Tensor, Tensor]:
+def draw(scores: Tensor, uniforms: Tensor | None, warpers: tuple[LogitsProcessor, ...] = ()) -> tuple[Tensor, Tensor]:
     """Return a token of every row and its logprob, both [b].
 
     Args:

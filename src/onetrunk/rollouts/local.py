@@ -106,7 +106,8 @@ class LocalBackend:
             keeps_last_state: also that of a row's last token, which takes one more step of each row.
 
         Returns:
-            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and truncation.
+            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
+            truncation.
 
         Raises:
             ValueError: an empty prompt, a missing or repeated key, or a prompt too long for the model's context.

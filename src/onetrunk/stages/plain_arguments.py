@@ -349,5 +349,7 @@ def check_model(args: Any, defaults: Mapping[str, Any]) -> None:
     for name, reason in WITHOUT_MEANING.items():
         if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")
+    if isinstance(args.lora_r, int) and args.lora_r < 1:
+        raise ValueError(f"lora_r is {args.lora_r}; set a rank of 1 or more, such as 16")
     if args.load_in_4bit and args.dtype in (None, "auto"):
         raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")

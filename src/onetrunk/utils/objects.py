@@ -13,6 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Of modules made from files. Checkpoints have it: they name the functions and classes of rewards.
+USER_MODULE = "onetrunk_reward_"
+
 
 def find_object(spec: str, what: str, fits: Callable[[Any], bool], kinds: str, others: str = "") -> Any:
     """Return the object that `spec` names; a file is run once.
@@ -77,7 +80,7 @@ def _module_from_file(spec: str, path: Path, what: str) -> ModuleType:
         folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
         raise ValueError(f"{what} {spec!r}: there is no file {path}{folder}; check the path")
     # One module per file, registered before it runs: dataclasses and pickle look up their module by name.
-    name = f"onetrunk_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

@@ -29,6 +29,8 @@ from onetrunk.stages.options.report_words import report_words
 from onetrunk.stages.options.run_words import run_words
 from onetrunk.stages.options.schema import Option, UsageError, is_current, load_options
 from onetrunk.stages.plain_arguments import (
+    JUDGE,
+    PAIRWISE,
     WITHOUT_MEANING,
     MergeArguments,
     PPODataArguments,
@@ -41,6 +43,7 @@ from onetrunk.stages.plain_arguments import (
     require_output_dir_is_set,
     with_first_word,
 )
+from onetrunk.utils.objects import is_dotted_path
 from onetrunk.utils.redaction import add_stored_token, redact
 from onetrunk.utils.shipped import find_config, missing_config_hint
 
@@ -230,7 +233,7 @@ def check_paths(values: Values) -> None:
                 f"the constitution {path} does not exist (working folder {Path.cwd()}); give a YAML file"
             )
     for spec in _listed(values.get("reward_funcs")):
-        _check_function(spec)
+        _check_reward(spec)
     for spec in (spec for key in ("judge", "monitor_judge") for spec in _listed(values.get(key))):
         if isinstance(spec, str) and names_a_judge(spec):
             _check_function(spec, "judge")
@@ -263,6 +266,35 @@ def _check_model_path(kind: str, name: str) -> None:
             f"the {kind} {name!r} cannot be loaded: there is no such folder{where}. Give a folder that holds a model,"
             " or a name on the Hub"
         )
+
+
+def _check_reward(spec: str) -> None:
+    """Raise ValueError if a spec is none of a reward's forms, or names a Python file without the function."""
+    is_word = spec in (JUDGE, PAIRWISE)
+    if is_word or "/" in spec or ":" in spec or is_dotted_path(spec) or Path(spec).expanduser().is_dir():
+        if spec.endswith(".py") and Path(spec).expanduser().is_file():
+            there = ", ".join(_functions_of(Path(spec).expanduser())) or "none"
+            raise ValueError(
+                f"reward function {spec!r} names a file and no function in it; write '{spec}:NAME' (functions in it:"
+                f" {there})"
+            )
+        _check_function(spec)
+        return
+    near = difflib.get_close_matches(spec, (JUDGE, PAIRWISE), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"reward function {spec!r} names nothing; {hint}write path/to/file.py:{spec}, package.module.{spec}, or the"
+        " folder or Hub name (owner/model) of a reward model"
+    )
+
+
+def _functions_of(path: Path) -> list[str]:
+    """Return the public functions at the top of a Python file; empty if it cannot be read as one."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError):
+        return []
+    return [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
 
 
 def _check_function(spec: str, what: str = "reward function") -> None:
