@@ -223,7 +223,7 @@ def test_fish_completes_verbs_options_and_their_words(tmp_path):
 
 
 # As in a ~/.zshrc.
-ZSHRC = "PS1=; unsetopt zle_bracketed_paste; autoload -U compinit && compinit -u -D; source $ZDOTDIR/completion\n"
+ZSHRC = "PS1=; unset zle_bracketed_paste; autoload -U compinit && compinit -u -D; source $ZDOTDIR/completion\n"
 
 
 @pytest.mark.slow
