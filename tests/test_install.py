@@ -1,5 +1,6 @@
 """The wheel and the sdist, built and installed into a fresh environment, and used from an empty folder."""
 
+import email
 import os
 import shutil
 import subprocess
@@ -79,6 +80,20 @@ def test_the_wheel_carries_all_that_a_run_needs(built):
     assert {n.removeprefix("onetrunk/shipped/") for n in names if "/shipped/" in n} == expected
     assert "onetrunk/py.typed" in names and "onetrunk/models/README.md" in names
     assert not [n for n in names if n.startswith(("tests/", "scripts/", "src/"))]
+
+
+@pytest.mark.slow
+def test_the_metadata_name_the_project_s_addresses(built):
+    with zipfile.ZipFile(built[0]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(wheel.read(name))
+    addresses = dict(entry.split(", ", 1) for entry in metadata.get_all("Project-URL"))
+    assert list(addresses) == ["Homepage", "Documentation", "Source", "Changelog", "Issues"]
+    assert all(address.startswith("https://github.com/onetrunk/onetrunk") for address in addresses.values())
+    # What the pages are named after exists here.
+    assert (ROOT / addresses["Changelog"].rpartition("/")[2]).is_file()
+    heading = addresses["Documentation"].partition("#")[2].replace("-", " ")
+    assert f"## {heading}\n" in (ROOT / "README.md").read_text().lower()
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ class TransformersBackend:
     def _sample(self, ids, key, params):
         draws = {"do_sample": True, "temperature": params.temperature} if params.temperature else {"do_sample": False}
         draws |= {"max_new_tokens": params.max_completion_length, "eos_token_id": list(params.stop_token_ids)}
-        draws |= {"top_k": 0, "pad_token_id": params.pad_token_id, "output_scores": True}
+        draws |= {"pad_token_id": params.pad_token_id}
+        draws |= {"top_k": params.top_k, "top_p": params.top_p, "output_scores": True}
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(derived_seed(*key))
             prompt = torch.tensor([ids], device=self.model.device)

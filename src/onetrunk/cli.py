@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
+from onetrunk.utils.output import lasting_output
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
@@ -26,6 +27,11 @@ ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 faile
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
+    with lasting_output():  # `onetrunk recipes list | head -1` closes the pipe.
+        return _answer(argv)
+
+
+def _answer(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())))

@@ -37,7 +37,7 @@ OTHERS: dict[str, Any] = {
     "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": True,
     "log_format": "lines",
     "vllm_importance_sampling_clip_min": 0.5, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
-    "vllm_max_model_length": 64,
+    "vllm_max_model_length": 64, "top_p": 0.5, "top_k": 3, "eval_top_p": 0.5, "eval_top_k": 3,
 }  # fmt: skip
 # What a value needs beside it, before and after the change; and what has to change with it.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ REFUSED = (
 BOUND = {*rules.SETTINGS["place"], "value_learning_rate", "kl_target"}
 KEPT = set(rules.SETTINGS["optimizer"]) - {"value_learning_rate"}
 STEERING = {
-    "temperature", "beta", "kl_in_loss", "adapter_layers", "max_prompt_length", "overlong_prompts",
+    "temperature", "top_p", "top_k", "beta", "kl_in_loss", "adapter_layers", "max_prompt_length", "overlong_prompts",
     "max_completion_length", "stop_tokens", "chat_template_kwargs", "reward_weights", "missing_eos_penalty",
     "length_penalty", "truncated_completions", "normalize_scores", "score_clip", "kl_estimator", "kl_horizon", "gamma",
     "lam", "lam_policy", "lam_value", "length_adaptive_lam", "whiten_advantages", "whiten_rewards", "epsilon",

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.base import Pair, Principle
-from onetrunk.judges.load import JudgeConfig, judge_device, load_judge
+from onetrunk.judges.load import JudgeConfig, judge_device, load_judge, names_a_judge
 from onetrunk.judges.local import CausalJudge
 from onetrunk.judges.reward_model import RewardModelJudge
 from onetrunk.judges.rubric import RubricJudge
@@ -235,3 +235,80 @@ def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_error_message():
     with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
         load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
     assert "\n" not in str(caught.value)
+
+
+OWN_JUDGE = """
+from onetrunk.judges.base import Judge, Pair, Rating, Verdict
+
+class Shorter(Judge):
+    name, identity = "shorter", {"kind": "shorter", "version": 1}
+
+    def _answer(self, items, principle, keep):
+        for i, item in enumerate(items):
+            is_pair = isinstance(item, Pair)
+            keep(i, Verdict(float(len(item.first) < len(item.second))) if is_pair else Rating(1 / len(item.text)))
+
+class Counting(Shorter):
+    def __init__(self, size):
+        self.size = size
+
+class Nameless(Shorter):
+    name = "two words"
+
+class Unknown(Shorter):
+    identity = {"model": object()}
+
+class Unfinished(Judge):
+    name, identity = "unfinished", {}
+
+counting = Counting(3)
+number = 3
+"""
+
+
+@pytest.mark.parametrize("spec", ["own_judges.py:Shorter", "own_judges.py:counting", "own_judges.Shorter"])
+def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
+    (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_judges", raising=False)
+    (tmp_path / "c.yaml").write_text(f"judge: ['{spec}']\nconstitution: constitution.yaml\n")
+    (settings,) = parse(["--config", "c.yaml"], (JudgeConfig,), "prefs", "Test.")
+    judge = load_judge(settings, resolve_reward)
+    verdicts = judge.compare([Pair("p", "a", "bb"), Pair("p", "ccc", "bb")], SHORT)
+    assert [verdict.probability for verdict in verdicts] == [1.0, 0.0]
+    assert judge.rate(["p"], ["aaaa"], SHORT)[0].score == 0.25
+
+
+def test_a_judge_of_the_user_s_is_a_member_of_an_ensemble(tmp_path):
+    (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
+    judge = load_judge(JudgeConfig(judge=["own_judges.py:Shorter", "rubric"], rubric={"short": short}), resolve_reward)
+    (verdict,) = judge.compare([Pair("p", "a", "bb")], SHORT)
+    assert set(verdict.details["members"]) == {"shorter", "rubric"} and verdict.probability > 0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("absent.py:Shorter", ValueError, r"judge 'absent.py:Shorter': there is no file absent.py \(working folder"),
+        ("own_judges.py", ValueError, "no judge in it; write 'own_judges.py:NAME', where NAME is Counting or"),
+        ("own_judges.py:Shortr", ValueError, "has no 'Shortr'; did you mean Shorter?"),
+        ("own_judges.py:number", TypeError, "is of type int; expected a subclass of onetrunk.judges.base.Judge"),
+        ("own_judges.py:Counting", TypeError, "cannot be made without arguments.*give its class defaults, or name an"),
+        ("own_judges.py:Unfinished", TypeError, "cannot be made without arguments.*_answer"),
+        ("own_judges.py:Nameless", ValueError, "has the name 'two words'; set name to a text of letters"),
+        ("own_judges.py:Unknown", ValueError, "has the identity.*set identity to a dict of JSON values"),
+        ("no_such_package.Judge", ValueError, "judge 'no_such_package.Judge': there is no module 'no_such_package'"),
+    ],
+)
+def test_a_judge_of_the_user_s_that_cannot_be_used_says_the_mend(tmp_path, spec, error, message):
+    (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
+    with pytest.raises(error, match=message):
+        load_judge(JudgeConfig(judge=[spec]), resolve_reward)
+
+
+def test_folders_hub_names_and_other_specs_are_no_judges_in_python(tmp_path):
+    (tmp_path / "a.folder").mkdir()
+    for spec in ("rubric", "reward:a.b", URL, "owner/model", "Qwen2.5-7B", "gpt2", "a.folder", "./models/x.y"):
+        assert not names_a_judge(spec), spec
+    for spec in ("judges.py:Mine", "folder/judges.py:Mine", "package.module.Mine"):
+        assert names_a_judge(spec), spec

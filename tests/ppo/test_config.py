@@ -165,13 +165,9 @@ def test_an_inherited_field_without_meaning_is_refused_by_name(name):
         config(**{name: OTHER_VALUES.get(name, True), "use_cpu": name != "dataloader_pin_memory"})
 
 
-@pytest.mark.parametrize(
-    ("neutral", "sentence"),
-    [({"top_k": 0}, "also at 0"), ({"min_p": 0.0}, "also at 0.0"), ({"top_p": 1.0}, "also at 1.0")],
-)
-def test_a_foreign_key_at_its_neutral_value_is_to_be_left_out_too(neutral, sentence):
-    with pytest.raises(ValueError, match=f"leave it out, {sentence}$"):
-        config(**neutral)
+def test_a_foreign_key_at_its_neutral_value_is_to_be_left_out_too():
+    with pytest.raises(ValueError, match="leave it out, also at 0.0$"):
+        config(min_p=0.0)
 
 
 def test_gradient_accumulation_is_refused_with_what_takes_its_place():

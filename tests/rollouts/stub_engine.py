@@ -75,6 +75,7 @@ class StubEngine:
         prompt_ids, params, lora = self.requests.pop(name)
         body = {"model": BASE if lora is None else lora.lora_name, "prompt": prompt_ids, "seed": params.seed}
         body |= {"max_tokens": params.max_tokens, "temperature": params.temperature}
+        body |= {"top_p": params.top_p, "top_k": params.top_k}
         ids, logprobs = self.stub._sampled(body | {"stop_token_ids": params.stop_token_ids})
         if self.fault == "other_prompt":
             prompt_ids = [5, *prompt_ids]

@@ -283,13 +283,21 @@ class StubVLLM:
         most = min(body["max_tokens"], self.max_length - len(body["prompt"]))
         while len(ids) < most and (not ids or ids[-1] not in body["stop_token_ids"]):
             logits = model(input_ids=torch.tensor([body["prompt"] + ids])).logits[0, -1].float()
-            token, logprob = self._drawn(logits, body["temperature"], generator)
+            token, logprob = self._drawn(logits, body, generator)
             ids.append(token)
             logprobs.append(logprob)
         return ids, logprobs
 
-    def _drawn(self, logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[int, float]:
-        processed = (logits / (temperature or 1.0)).log_softmax(-1)
+    def _drawn(self, logits: Tensor, body: Any, generator: torch.Generator) -> tuple[int, float]:
+        temperature = body["temperature"]
+        scores = logits / (temperature or 1.0)
+        if temperature and body["top_k"] > 0:
+            scores = scores.masked_fill(scores < scores.topk(body["top_k"]).values[-1], -torch.inf)
+        if temperature and body["top_p"] < 1:
+            probs, order = scores.softmax(-1).sort(descending=True)
+            # Those of the tail: more probable tokens have the probability already.
+            scores[order[probs.cumsum(-1) - probs >= body["top_p"]]] = -torch.inf
+        processed = scores.log_softmax(-1)
         token = int(torch.multinomial(processed.exp(), 1, generator=generator) if temperature else logits.argmax())
         return token, float((logits.log_softmax(-1) if self.raw else processed)[token])
 

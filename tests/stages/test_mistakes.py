@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from onetrunk import cli
+from onetrunk.stages.options.schema import load_options
 from tests.stages.recipes import ROOT
 
 GOOD = """model_name_or_path: owner/model
@@ -35,7 +36,7 @@ MISTAKES = [
     (OK, "mask_truncated_completions: true\n", "here truncated_completions: mask", 2),
     (OK, "warmup_ratio: 0.1\n", "here warmup_steps: a number below 1 is a share", 2),
     (OK, "max_new_tokens: 64\n", "max_new_tokens: here max_completion_length", 2),
-    (OK, "top_p: 0.9\n", "leave it out, also at 1.0", 2),
+    (OK, "min_p: 0.1\n", "leave it out, also at 0.0", 2),
     (OK, "gradient_accumulation_steps: 4\n", "an optimizer step is a minibatch", 2),
     (OK, "deepspeed: zero3.json\n", "has no meaning here: the accelerate config of the launch decides", 2),
     (OK, "beta: 0.1\nbeta: 0.2\n", "beta is already given in line 5", 2),
@@ -61,6 +62,21 @@ MISTAKES = [
     (f"{OK} --reward_funcs rewards.py:scores", "", "rewards.py has no 'scores'; did you mean score?", 1),
     (f"{OK} --output_dir used", "", "used holds a run already (checkpoint-3)", 1),
     (f"{OK} --output_dir rows.jsonl", "", "is a file; name a folder", 1),
+    (f"{OK} --adapter_layers half", "", "adapter_layers is 'half'; it must be 'all', or 'top-k'", 2),
+    (OK, "lora_r: 0\n", "lora_r is 0; set a rank of 1 or more", 2),
+    (OK, "resume: true\n", "resume: here resume_from_checkpoint", 2),
+    (OK, "top_p: 90\n", "top_p is 90; set it above 0 and at most 1", 2),
+    (f"{OK} -lr 3", "", "lr: here learning_rate", 2),
+    (f"{OK} beta=0.1", "", "'beta=0.1' is not an option; write --beta VALUE", 2),
+    (f"{OK} --reward_funcs score", "", "'score' names nothing; write path/to/file.py:score", 1),
+    (f"{OK} --reward_funcs judg", "", "did you mean 'judge'?", 1),
+    (f"{OK} --reward_funcs rewards.py", "", "write 'rewards.py:NAME' (functions in it: score)", 1),
+    (f"{OK} --reward_funcs judge --judge rewards.py:Judg --constitution good.yaml", "", "has no 'Judg'", 1),
+    ("sft --config good.yaml", "", "reward_funcs: an option of onetrunk ppo, eval, which this command", 2),
+    ("eval --config good.yaml", "kl_coef: 0.1\n", "kl_coef: an option of TRL's PPO or GRPO, which this", 2),
+    ("eval --config good.yaml --top_k -1", "", "top_k is -1; set a whole number of tokens", 2),
+    ("ppo --config folder", "", "the config file folder does not exist", 2),
+    (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
     ("serve owner/model --port 99999", "", "set it to 65535 or less", 2),
     ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
@@ -110,6 +126,44 @@ def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in
     for part in ("line 5: lr: here learning_rate", "line 6: unknown key 'zzz'", "line 7: beta is True (bool)"):
         assert part in err
     assert "rank: here lora_r" in err and "did you mean 'learning_rate'?" in err
+
+
+@pytest.mark.parametrize("verb", ["sft", "reward", "distill", "prefs", "eval"])
+def test_a_name_from_trl_is_answered_by_every_stage_with_an_option_that_it_has(in_folder, capsys, verb):
+    names = "lr base_model kl_coef num_iterations cliprange loss_type sapo_temperature num_rollouts max_new_tokens"
+    names = names.split()
+    known = {option.name for option in load_options(verb)}
+    (in_folder / "good.yaml").write_text("".join(f"{name}: 1\n" for name in names if name not in known))
+    assert cli.main([verb, "--config", "good.yaml"]) == 2
+    answers = capsys.readouterr().err.splitlines()[0].split("; ")
+    assert len(answers) == len([name for name in names if name not in known])
+    assert not any("unknown key" in answer for answer in answers)
+    here = [answer.split(": here ")[1].split()[0] for answer in answers if ": here " in answer]
+    assert set(here) <= known and "model_name_or_path" in here
+    text = "\n".join(answers)
+    assert "kl_coef: an option of TRL's PPO or GRPO, which this command does not have" in text
+    assert "num_rollouts: an option of onetrunk ppo, which this command does not have" in text
+
+
+def test_an_evaluation_names_no_option_of_training_only(in_folder, capsys):
+    assert cli.main(["eval", "--config", "good.yaml", "--kl_coef", "0.1", "--temp", "1"]) == 2
+    error = capsys.readouterr().err.splitlines()[0]
+    assert "here beta" not in error and "temp: here temperature" in error
+
+
+PRINTING = ["--help", "recipes list", "config ppo", "completion bash", "ppo --help all"]
+
+
+@pytest.mark.parametrize("typed", PRINTING)
+def test_a_reader_that_ends_early_is_no_error(typed):
+    """As in `onetrunk recipes list | head -1`; here nobody reads at all."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        command = [sys.executable, "-m", "onetrunk", *typed.split()]
+        process = subprocess.run(command, env=environment, stdout=nobody, stderr=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 # Typed in a real process: the modules that it may not import, and its processor time.

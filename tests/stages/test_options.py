@@ -2,6 +2,12 @@
 
 import inspect
 import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import signal
 import subprocess
 
 import pytest
@@ -191,3 +197,62 @@ def test_bash_completes_verbs_options_and_their_words(tmp_path):
     assert completed("onetrunk", "ppo", "--value_h") == ["--value_head", "--value_head_init"]
     assert completed("onetrunk", "sft", "--dtype", "f") == ["float16", "float32"]
     assert "--until" in completed("onetrunk", "run", "--")
+
+
+def shell_path(name):
+    return shutil.which(name) or pytest.skip(f"{name} is not installed here (apt-get install {name})")
+
+
+def test_fish_completes_verbs_options_and_their_words(tmp_path):
+    fish = shell_path("fish")
+    path = tmp_path / "onetrunk.fish"
+    path.write_text(completion.script("fish"))
+
+    def completed(line):
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        words = [fish, "--no-config", "-c", f"source {path}; complete -C {shlex.quote(line)}"]
+        run = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0 and run.stderr == ""
+        return [entry.split("\t")[0] for entry in run.stdout.splitlines()]
+
+    assert completed("onetrunk pp") == ["ppo"]
+    assert completed("onetrunk ppo --value_h") == ["--value_head", "--value_head_init"]
+    assert completed("onetrunk sft --dtype f") == ["float16", "float32"]
+    assert completed("onetrunk ppo --whiten_rewards ") == ["false", "true"]
+    assert "--until" in completed("onetrunk run --")
+
+
+# As in a ~/.zshrc.
+ZSHRC = "PS1=; unset zle_bracketed_paste; autoload -U compinit && compinit -u -D; source $ZDOTDIR/completion\n"
+
+
+@pytest.mark.slow
+def test_zsh_completes_verbs_options_and_their_words_at_the_tab_key(tmp_path):
+    """In a terminal, because zsh completes nowhere else; the line is then shown by echo instead of being run."""
+    zsh = shell_path("zsh")
+    (tmp_path / "completion").write_text(completion.script("zsh"))
+    (tmp_path / ".zshrc").write_text(ZSHRC)
+    environment = {**os.environ, "ZDOTDIR": str(tmp_path), "HOME": str(tmp_path), "TERM": "dumb"}
+    process, terminal = pty.fork()
+    if not process:
+        os.execve(zsh, [zsh, "-i"], environment)
+    shown = ""
+    try:
+        for typed, expected in (
+            ("onetrunk pp", "onetrunk ppo"),
+            ("onetrunk ppo --value_head_i", "onetrunk ppo --value_head_init"),
+            ("onetrunk sft --dtype b", "onetrunk sft --dtype bfloat16"),
+            ("onetrunk run --unt", "onetrunk run --until"),
+        ):
+            # Ctrl-A and Ctrl-E: the beginning and the end of the line.
+            os.write(terminal, f"{typed}\t\x01echo '<\x05>'\n".encode())
+            before = len(shown)
+            # What is typed is echoed with the quotation marks around it.
+            while not re.search(r"(?m)^<[^'\r\n]*>", shown[before:]):
+                shown += os.read(terminal, 4096).decode(errors="replace")
+            line = re.search(r"(?m)^<([^'\r\n]*)>", shown[before:])[1]
+            assert line.rstrip() == expected, shown
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(terminal)

@@ -98,7 +98,7 @@ class TextSampler:
 
     def key(self, item: PromptItem, index: int) -> str:
         """Return the ledger key of a completion of this prompt."""
-        about = {"model": self.identity, "sampling": asdict(self.params), "seed": self.seed, "index": index}
+        about = {"model": self.identity, "sampling": self.params.identity(), "seed": self.seed, "index": index}
         return digest({"completion": about, "prompt": item.key, "token_ids": item.token_ids})
 
     def items(self, prompts: Sequence[Prompt], max_prompt_length: int | None = None) -> list[PromptItem]:

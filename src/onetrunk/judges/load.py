@@ -3,6 +3,7 @@
 judge: [rubric]                          plain Python checks (setting rubric)
 judge: ["reward:runs/reward"]            a reward model: folder or Hub name, or an adapter of one
 judge: ["http://127.0.0.1:8000/v1"]      a server with OpenAI's chat protocol (setting judge_model)
+judge: [path/to/file.py:MyJudge]         a Judge of the user's: a class, or an instance; also package.module.MyJudge
 judge: [Qwen/Qwen2.5-7B-Instruct]        a causal language model in this process: folder or Hub name
 judge: [a, b]                            the mean of several (`EnsembleJudge`)
 """
@@ -10,6 +11,7 @@ judge: [a, b]                            the mean of several (`EnsembleJudge`)
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,11 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.base import Done, Items, Judge, Principle, Rating, Verdict, ask
+from onetrunk.judges.base import Done, Items, Judge, Principle, Rating, Verdict, ask, digest, model_name
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
+from onetrunk.utils.objects import find_object, is_dotted_path
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
@@ -29,7 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RUBRIC, REWARD, SERVER = "rubric", "reward:", ("http://", "https://")
-KINDS = "rubric, reward:FOLDER, a server's address (http://host/v1), or a causal model's folder or Hub name"
+KINDS = (
+    "rubric, reward:FOLDER, a server's address (http://host/v1), a Judge of yours (path/to/file.py:NAME), or a causal"
+    " model's folder or Hub name"
+)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 METHODS = ("auto", "logprobs", "votes")
 # Entries of a call's body that the judge sets itself, and the settings of those that have one.
@@ -77,7 +83,8 @@ class JudgeConfig:
     judge: list[str] | None = option(
         None,
         "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
-        " '#model=NAME' after the address); else a causal model's folder or Hub name. Several: their mean.",
+        " '#model=NAME' after the address); a Judge of yours (path/to/file.py:NAME, package.module.NAME); else a"
+        " causal model's folder or Hub name. Several: their mean.",
     )
     constitution: str | None = option(None, "YAML file with the principles to judge by.")
     # rubric
@@ -176,7 +183,7 @@ def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = N
     if settings.rubric and RUBRIC not in specs:
         raise ValueError(f"rubric is set and judge is {', '.join(specs)}; add rubric to judge, or leave rubric out")
     # Judges that load nothing come first: their mistakes are the cheapest to find.
-    load_order = sorted(specs, key=lambda spec: (spec != RUBRIC, not spec.startswith(SERVER)))
+    load_order = sorted(specs, key=lambda spec: (spec != RUBRIC, not names_a_judge(spec), not spec.startswith(SERVER)))
     by_spec = {spec: _judge(spec, settings, resolve) for spec in load_order}
     # Servers are asked last: their answers cost money, and only the last member's answers are kept one by one.
     judges = [by_spec[spec] for spec in sorted(specs, key=lambda spec: spec.startswith(SERVER))]
@@ -195,6 +202,8 @@ def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | N
         return _rubric(settings, resolve)
     if spec.startswith(SERVER):
         return _server(spec, settings)
+    if names_a_judge(spec):
+        return own_judge(spec)
     device = judge_device(settings.judge_device)
     if spec.startswith(REWARD):
         from onetrunk.judges.reward_model import load_reward_judge
@@ -210,6 +219,56 @@ def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | N
         reasoning_tokens=settings.judge_reasoning_tokens,
         min_label_mass=settings.judge_min_label_mass,
     )
+
+
+def names_a_judge(spec: str) -> bool:
+    """Return whether a text names a Judge in Python: path/to/file.py:NAME or package.module.NAME, and no folder."""
+    if spec == RUBRIC or spec.startswith((REWARD, *SERVER)) or Path(spec).expanduser().exists():
+        return spec.endswith(".py")
+    return spec.rpartition(":")[0].endswith(".py") or is_dotted_path(spec)
+
+
+def own_judge(spec: str) -> Judge:
+    """Return the Judge of the user's that a text names; a class is called without arguments.
+
+    Raises:
+        ValueError: there is no such file, module or name, or its name or identity is not as `Judge` says.
+        TypeError: the object is no Judge, or its class needs arguments.
+        RuntimeError: importing the module failed.
+    """
+    judge = find_object(spec, "judge", _is_judge, "judges")
+    if not _is_judge(judge):
+        raise TypeError(
+            f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.base.Judge, or"
+            " an instance of one"
+        )
+    if inspect.isclass(judge):
+        try:
+            judge = judge()
+        except TypeError as error:
+            raise TypeError(
+                f"judge {spec!r} cannot be made without arguments ({error}); give its class defaults, or name an"
+                " instance"
+            ) from error
+    name, identity = getattr(judge, "name", None), getattr(judge, "identity", None)
+    if not isinstance(name, str) or not name or name != model_name(name):
+        raise ValueError(f"judge {spec!r} has the name {name!r}; set name to a text of letters, digits, '.', '_', '-'")
+    try:
+        is_mapping = isinstance(identity, dict) and bool(digest(identity))
+    except (TypeError, ValueError):
+        is_mapping = False
+    if not is_mapping:
+        raise ValueError(
+            f"judge {spec!r} has the identity {identity!r}; set identity to a dict of JSON values that names all that"
+            " its answers depend on, such as {'kind': 'mine', 'version': 1}"
+        )
+    return judge
+
+
+def _is_judge(value: Any) -> bool:
+    if inspect.isclass(value):
+        return issubclass(value, Judge) and value.__module__ != Judge.__module__
+    return isinstance(value, Judge)
 
 
 def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> RubricJudge:

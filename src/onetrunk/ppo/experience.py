@@ -123,9 +123,10 @@ class ExperienceStream:
             else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )
         corrects = config.vllm_importance_sampling_correction
-        # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones.
+        # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones; and a
+        # truncated one draws from another distribution.
         has_own_weights = sampler.is_versioned or isinstance(sampler.backend, ColocatedBackend)
-        self.corrects_sampler = has_own_weights if corrects is None else corrects
+        self.corrects_sampler = has_own_weights or config.truncates if corrects is None else corrects
         self.score_moments = RunningMoments()
         self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
         self.state = StreamState()

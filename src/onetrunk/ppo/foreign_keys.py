@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-_SAMPLER = "sampling here follows the policy itself: a truncated or reshaped distribution makes the PPO ratio wrong"
+_SAMPLER = "sampling here follows the policy itself, or its top_p or top_k: a reshaped distribution makes PPO wrong"
 _BACKEND = "rollouts are sampled in process, or on vLLM servers with use_vllm; leave it out"
 _OBJECTIVE = "belongs to GRPO's objectives; override PPOTrainer.compute_loss for an objective of your own"
+
+_OBJECTIVES = ("vespo_", "sapo_", "entropy_coef_", "entropy_target")
 
 FOREIGN_KEYS: dict[str, str] = {
     # TRL's GRPOConfig
@@ -23,8 +26,6 @@ FOREIGN_KEYS: dict[str, str] = {
     "mask_truncated_completions": "here truncated_completions: mask",
     "scale_rewards": "here normalize_scores and whiten_advantages",
     "use_adaptive_entropy": "here entropy_coef, a constant",
-    "top_p": f"{_SAMPLER}; leave it out, also at 1.0",
-    "top_k": f"{_SAMPLER}; leave it out, also at 0",
     "min_p": f"{_SAMPLER}; leave it out, also at 0.0",
     "repetition_penalty": f"{_SAMPLER}; put a penalty into a reward function",
     "generation_kwargs": f"{_SAMPLER}; pass a rollout_backend of your own",
@@ -93,7 +94,7 @@ _ELSEWHERE = {
     "eval_size": "val_size val_set_size test_size validation_size validation_split eval_ratio",
     "output_dir": "output out out_dir output_path save_path save_dir ckpt_path",
     "overwrite_output_dir": "overwrite force overwrite_output",
-    "resume_from_checkpoint": "auto_resume_from_checkpoints resume_from resume_path load_checkpoint",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints resume_from resume_path load_checkpoint",
     "reward_funcs": "reward_func reward_fn reward reward_function reward_functions reward_model reward_pretrain"
     " remote_rm_url reward_model_name_or_path",
     "learning_rate": "lr actor_learning_rate policy_lr actor_lr",
@@ -278,17 +279,42 @@ def explain_key(key: str, known: list[str]) -> str:
     """Return the replacement of a key that is not among the known ones, or the most similar known key; for PPO."""
     if key in FOREIGN_KEYS:
         return f"{key}: {FOREIGN_KEYS[key]}"
-    if key.startswith(("vespo_", "sapo_", "entropy_coef_", "entropy_target")):
+    if key.startswith(_OBJECTIVES):
         return f"{key}: {_OBJECTIVE}"
     return nearest_key(key, known)
 
 
-def nearest_key(key: str, known: list[str]) -> str:
-    """Return the name here of a key from elsewhere, or the most similar known key; for every stage."""
-    if key in _REASONS:
-        return f"{key}: {_REASONS[key]}"
+def _names_known(text: str, known: list[str]) -> bool:
+    """Return whether the option that an explanation names, if it names one, is among the known ones."""
+    names = re.findall(r"\bhere (\w+)", text)
+    return not names or any(name in known for name in names)
+
+
+def is_of_ppo(key: str) -> bool:
+    """Return whether a key is an option of TRL's trainers of PPO and GRPO that other stages have no use for."""
+    return key in FOREIGN_KEYS or key in SAME_MEANING or key.startswith(_OBJECTIVES)
+
+
+def nearest_key(key: str, known: list[str], owners: Sequence[str] = ()) -> str:
+    """Return the name here of a key from elsewhere, or the most similar known key; for every stage.
+
+    Args:
+        key: not among the known ones.
+        known: the options of the stage.
+        owners: other verbs that have an option of that name.
+    """
     name = next((name for name, others in _ELSEWHERE.items() if name in known and key in others.split()), None)
+    name = SAME_MEANING[key] if name is None and SAME_MEANING.get(key) in known else name
     if name is not None:
         return f"{key}: here {name}"
+    if key in _REASONS and _names_known(_REASONS[key], known):
+        return f"{key}: {_REASONS[key]}"
+    if owners:
+        return f"{key}: an option of onetrunk {', '.join(owners)}, which this command does not have"
+    if is_of_ppo(key):
+        return f"{key}: an option of TRL's PPO or GRPO, which this command does not have"
+    elsewhere = next((name for name, others in _ELSEWHERE.items() if key in others.split()), None)
+    if elsewhere is not None:
+        return f"{key}: {elsewhere} of other commands, which this command does not have"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")

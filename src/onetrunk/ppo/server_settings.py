@@ -94,7 +94,7 @@ class VLLMConfig(VLLMServerConfig):
     vllm_importance_sampling_correction: bool | None = option(
         None,
         "Multiply the policy loss of a token by the ratio of the policy's probability at the start of the update to"
-        " the sampler's. None: on with vLLM or a schedule that samples ahead, off if this process samples.",
+        " the sampler's. None: on with vLLM, a schedule that samples ahead, top_p or top_k; else off.",
     )
     vllm_importance_sampling_mode: str = option(
         "token_truncate",

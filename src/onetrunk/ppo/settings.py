@@ -7,6 +7,7 @@ Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.ppo.alarm_rules import RULES, AlarmConfig, stopping_alarms
 from onetrunk.ppo.server_settings import VLLMConfig
-from onetrunk.utils.options import TRUNK_CACHES, VALUE_HEADS, option, require_seed
+from onetrunk.utils.options import TRUNK_CACHES, VALUE_HEADS, option, require_seed, require_truncation
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
@@ -59,6 +60,8 @@ FIXED = {
     "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
     "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
 }
+# Alarms about differences between sampler and trainer, which truncated sampling makes on purpose.
+TRUNCATION_ALARMS = ("negative_kl", "logprob_gap")
 REFUSED_OPTIMIZERS = {
     "lomo": "it updates weights inside the backward, which runs once per pack here",
     "layerwise": "it updates weights inside the backward, which runs once per pack here",
@@ -91,6 +94,12 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     )
     max_completion_length: int = option(256, "Longest completion, tokens.")
     temperature: float = option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
+    top_p: float = option(
+        1.0,
+        "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens). Below 1"
+        " it biases training, because what is left out is never sampled; importance weights correct the rest.",
+    )
+    top_k: int = option(0, "Sample from so many most probable tokens; 0: from all. Biases training as top_p does.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
     max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
     compile_decoding: bool = option(
@@ -205,6 +214,8 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
     max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
+    eval_top_p: float | None = option(None, "top_p of evaluations, above 0, at most 1; None: as in training.")
+    eval_top_k: int | None = option(None, "top_k of evaluations, 0 (all tokens) or more; None: as in training.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
     num_completions_to_print: int = option(4, "Rows of that table.")
     log_format: str = option(
@@ -229,6 +240,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         self._check_ranges()
         self._check_rollout()
         self._check_objective()
+        self._check_truncation()
         self._check_schedule()
         self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
@@ -238,6 +250,11 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     def slots_per_rollout(self) -> int:
         """Optimizer steps that a rollout feeds."""
         return self.num_ppo_epochs * self.num_minibatches
+
+    @property
+    def truncates(self) -> bool:
+        """Whether rollouts are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
 
     @property
     def versions_in_use(self) -> int:
@@ -314,6 +331,11 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
+        if not re.fullmatch(r"all|top-[1-9][0-9]*", str(self.adapter_layers)):
+            raise ValueError(
+                f"adapter_layers is {self.adapter_layers!r}; it must be 'all', or 'top-k' for the last k layers, such"
+                " as top-4"
+            )
         for name, words in (
             ("kl_estimator", KL_ESTIMATORS),
             ("truncated_completions", TRUNCATED),
@@ -367,6 +389,21 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                 f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
                 " max_staleness out, or set schedule to async"
             )
+
+    def _check_truncation(self) -> None:
+        require_truncation(self.top_p, self.top_k)
+        require_truncation(self.eval_top_p, self.eval_top_k, "eval_")
+        if not self.truncates:
+            return
+        if self.vllm_importance_sampling_correction is False:
+            raise ValueError(
+                f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that"
+                " is trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or"
+                " leave top_p and top_k out"
+            )
+        for name in TRUNCATION_ALARMS:
+            if getattr(self, f"alarm_{name}") == RULES[name].default:
+                setattr(self, f"alarm_{name}", None)
 
     def _check_objective(self) -> None:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:

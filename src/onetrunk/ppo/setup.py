@@ -164,6 +164,8 @@ def load_sampled_model(
         temperature=args.temperature,
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
+        top_p=args.top_p,
+        top_k=args.top_k,
     )
     sampler = Sampler(backend, rewards, tokenizer, params, is_divided=is_divided(trunk))
     return SampledModel(trunk, tokenizer, datasets, sampler)

@@ -35,6 +35,7 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.shaping import RunningMoments
 from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
+from onetrunk.utils.objects import USER_MODULE
 
 STATE_FILE = "experience_stream.json"
 # A process's share of the rollout in use.
@@ -238,7 +239,7 @@ def reward_path(function: Callable[..., Any]) -> str:
         return f"{type(function).__module__}.{type(function).__qualname__} {reward_name(function)}"
     # A function made by exec has no module.
     module, code = function.__module__ or "", getattr(function, "__code__", None)
-    if code is not None and module.startswith("onetrunk_reward_"):
+    if code is not None and module.startswith(USER_MODULE):
         return f"{Path(code.co_filename).name}:{function.__qualname__}"
     return f"{module}.{function.__qualname__}".lstrip(".")
 

@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -550,10 +550,14 @@ class PPOTrainer(ResumableTrainer):
     ) -> tuple[dict[str, float], ScoredRollout]:
         """Return metrics and completions of tokenized prompts; `phase` labels the progress bar."""
         is_shown = is_shown and not self.args.disable_tqdm and self.is_world_process_zero()
+        # None: as in training.
+        truncation = {"top_p": self.args.eval_top_p, "top_k": self.args.eval_top_k}
+        truncation = {name: value for name, value in truncation.items() if value is not None}
+        sampler = replace(self.sampler, params=replace(self.sampler.params, **truncation))
         with self.progress.phase(phase, is_shown), self.watch.phase("evaluate"):
             return evaluate_prompts(
                 self.model,
-                self.sampler,
+                sampler,
                 dataset,
                 self.accelerator,
                 self.args,

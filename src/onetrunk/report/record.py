@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from onetrunk.ppo.evaluation import write_samples
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.report.runs import FOLDER, LOG_FILE, RUN_FILE, SAMPLES, read_log
+from onetrunk.report.runs import FOLDER, LOG_FILE, RUN_FILE, SAMPLES, STOP, read_log
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.redaction import redact, redact_all
 
@@ -85,6 +85,11 @@ class RunRecord(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._safely(self._append, {"event": "end", "step": state.global_step, "time": time.time()})
+
+    def note_stop(self, signal_name: str) -> None:
+        """Record that a signal has stopped the run, with a checkpoint."""
+        step = self.trainer.state.global_step
+        self._safely(self._append, {"event": STOP, "signal": signal_name, "step": step, "time": time.time()})
 
     # --- what is written --------------------------------------------------------------------------------------------
 

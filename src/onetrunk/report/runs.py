@@ -22,6 +22,8 @@ from onetrunk.utils.files import read_json
 FOLDER = "_report"
 LOG_FILE, RUN_FILE = "log.jsonl", "run.json"
 SAMPLES = {"before": "completions-before.jsonl", "after": "completions-after.jsonl"}
+# The event of a run that a signal has stopped.
+STOP = "stop"
 METRICS, STATISTICS, PIPELINE = "metrics.json", "statistics.json", "pipeline.json"
 # What `onetrunk sft` leaves; transformers names it.
 RESULTS = "all_results.json"
@@ -122,7 +124,7 @@ def read_run(folder: str | Path) -> Run:
         )
     verb = about.get("verb") or _verb(folder, results, pipeline)
     log = [entry for entry in entries if "event" not in entry]
-    run = Run(folder, verb, _status(folder, finished, log, verb, pipeline), about, log)
+    run = Run(folder, verb, _status(folder, finished, entries, verb, pipeline), about, log)
     run.events = [entry for entry in entries if "event" in entry]
     run.results, run.ended = pipeline or results, finished.get("ended")
     run.before, run.after = (read_lines(folder / FOLDER / name) for name in SAMPLES.values())
@@ -193,7 +195,7 @@ def _verb(folder: Path, results: dict[str, Any], pipeline: dict[str, Any]) -> st
 
 
 def _status(
-    folder: Path, finished: dict[str, Any], log: Sequence[dict[str, Any]], verb: str, pipeline: dict[str, Any]
+    folder: Path, finished: dict[str, Any], entries: Sequence[dict[str, Any]], verb: str, pipeline: dict[str, Any]
 ) -> str:
     if pipeline:
         states = [str(stage.get("status")) for stage in pipeline.get("stages", {}).values()]
@@ -202,8 +204,11 @@ def _status(
     if finished:
         ended = f", ended by {finished['ended']}" if finished.get("ended") else ""
         return f"finished at step {finished.get('step')}{ended}"
-    beat = read_beat(folder, 0)
+    beat, last = read_beat(folder, 0), entries[-1] if entries else {}
+    log = [entry for entry in entries if "event" not in entry]
     step = max((entry.get("step", 0) for entry in log), default=0)
+    if last.get("event") == STOP:  # Whatever its process still does.
+        return f"stopped at step {last.get('step')} ({last.get('signal')}); --resume auto continues it"
     if beat is not None and time.time() - beat.time < ALIVE_S:
         return f"running, {beat.place}"
     if log:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
 from onetrunk.types import Rollout, RowKey
+from onetrunk.utils.options import require_truncation
 
 SampledRole = Literal["policy", "reference"]
 
@@ -21,14 +22,17 @@ SampledRole = Literal["policy", "reference"]
 class SamplingParams:
     """Settings of one `generate` call, the same for every row.
 
-    There is no top-k and no top-p: truncation would change the probability of a token from p to p/S, so the logprobs
-    of the training forward would differ from the sampler's.
+    With `top_k` or `top_p` a token is drawn from a part of the vocabulary: its probability is p/S, where S is what the
+    part has of the whole, and that is the logprob which a backend reports. As in vLLM and transformers, both apply
+    after temperature, first `top_k`; tokens that are as probable as the last one of `top_k` stay too.
 
     Args:
         max_completion_length: most tokens to sample, the stop token included; at least 1.
         temperature: divides the logits; 0 means greedy decoding.
         stop_token_ids: a completion ends with the first of these; empty: only the length ends it.
         pad_token_id: pads shorter prompts on the left; may be one of `stop_token_ids`.
+        top_p: draw from the fewest, most probable tokens that have at least this probability together; 1: from all.
+        top_k: draw from so many most probable tokens; 0: from all. Greedy decoding needs neither and ignores both.
 
     Raises:
         ValueError: a value is outside its range.
@@ -38,6 +42,8 @@ class SamplingParams:
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if self.max_completion_length < 1:
@@ -54,6 +60,17 @@ class SamplingParams:
             raise ValueError(
                 f"pad_token_id is {self.pad_token_id}; token ids are 0 or more (the end-of-sequence id serves as well)"
             )
+        require_truncation(self.top_p, self.top_k)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings for the key of a kept completion: `top_p` and `top_k` only where tokens are excluded."""
+        left_out = () if self.truncates else ("top_p", "top_k")
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @runtime_checkable

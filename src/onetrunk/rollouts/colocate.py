@@ -104,7 +104,8 @@ class ColocatedBackend:
         """
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "vllm_mode is 'colocate', and vLLM is not installed here: pip install 'onetrunk[vllm]', or set it to"
+                "vllm_mode is 'colocate', and vLLM is not installed here. It asks for another transformers than"
+                " onetrunk: src/onetrunk/rollouts/README.md says how it was installed beside it. Or set vllm_mode to"
                 " 'server' and start a server in an environment of its own (onetrunk serve MODEL --python ...)"
             )
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -402,6 +403,8 @@ def _sampling_params(request: Request) -> Any:
     return EngineParams(
         max_tokens=request.params.max_completion_length,
         temperature=request.params.temperature,
+        top_p=request.params.top_p,
+        top_k=request.params.top_k or -1,
         seed=request.seed,
         stop_token_ids=list(request.params.stop_token_ids),
         ignore_eos=True,

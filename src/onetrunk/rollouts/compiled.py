@@ -26,7 +26,7 @@ from onetrunk.models.parallel import is_divided, is_sharded
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, DecodeState, SamplingCall, capturing, next_logits, prefill
-from onetrunk.rollouts.draws import FAULTS, FULL, RUNNING, STOPPED, draw, status_of
+from onetrunk.rollouts.draws import FAULTS, FULL, RUNNING, STOPPED, draw, status_of, truncation
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +271,7 @@ class CompiledDecoder:
         self.cache = Cache(layers=layers)
         self.temperature = _static(torch.tensor(call.params.temperature or 1.0, device=self.device))
         self.is_greedy = call.params.temperature == 0
+        self.warpers = truncation(call.params)
         self.stop_ids = _static(torch.tensor(call.params.stop_token_ids or (-1,), device=self.device))
         self.limit = count
         self.occupied, self.ended = {}, set()
@@ -388,7 +389,7 @@ class CompiledDecoder:
         before, counts, places = slots.status[index], slots.counts[index], slots.places[index]
         is_running = before == RUNNING
         column = counts.clamp(max=self.limit - 1)
-        tokens, logprobs = draw(scores, None if self.is_greedy else slots.uniforms[index, column])
+        tokens, logprobs = draw(scores, None if self.is_greedy else slots.uniforms[index, column], self.warpers)
         status = status_of(tokens, logprobs, logits, self.stop_ids)
         status = torch.where((status == RUNNING) & (counts + 1 >= self.limit), FULL, status)
         slots.status[index] = torch.where(is_running, status, before)

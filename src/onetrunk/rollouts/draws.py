@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from onetrunk.rollouts.base import SamplingParams
 from onetrunk.types import RowKey
 from onetrunk.utils.randomness import generator_of
 
@@ -51,13 +53,24 @@ def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(hit.any(-1), first_hit, last_possible)
 
 
-def draw(scores: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+def truncation(params: SamplingParams) -> tuple[LogitsProcessor, ...]:
+    """Return what gives tokens that `params` excludes the score -inf, in order; empty if it excludes none."""
+    if not params.truncates:
+        return ()
+    top_k = (TopKLogitsWarper(params.top_k),) if params.top_k else ()
+    return (*top_k, TopPLogitsWarper(params.top_p)) if params.top_p < 1 else top_k
+
+
+def draw(scores: Tensor, uniforms: Tensor | None, warpers: tuple[LogitsProcessor, ...] = ()) -> tuple[Tensor, Tensor]:
     """Return a token of every row and its logprob, both [b].
 
     Args:
         scores: [b, V] float32 logits, after temperature and processors.
         uniforms: [b] float64; None: the most probable token.
+        warpers: of `truncation`; the logprobs are those among the tokens that they leave.
     """
+    for warp in warpers:
+        scores = warp(None, scores)
     logprobs = scores.log_softmax(-1)
     tokens = logprobs.argmax(-1) if uniforms is None else inverse_cdf(logprobs, uniforms)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

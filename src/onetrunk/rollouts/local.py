@@ -36,7 +36,7 @@ from onetrunk.rollouts.decoding import (
     next_logits,
     prefill,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of
+from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.types import Rollout, RowKey
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class LocalBackend:
             keeps_last_state: also that of a row's last token, which takes one more step of each row.
 
         Returns:
-            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and processors.
+            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
+            truncation.
 
         Raises:
             ValueError: an empty prompt, a missing or repeated key, or a prompt too long for the model's context.
@@ -225,7 +226,7 @@ class LocalBackend:
 
     def _draw(self, call: SamplingCall, state: DecodeState, logits: Tensor) -> tuple[dict[int, Completion], list[int]]:
         """Add a token to every row; return the rows that are finished, and the indices of the others."""
-        tokens, logprobs = self._pick(logits, state, call.params.temperature)
+        tokens, logprobs = self._pick(logits, state, call.params)
         state.append(tokens, logprobs)
         stop_ids = torch.tensor(call.params.stop_token_ids, dtype=torch.int64, device=tokens.device)
         status = status_of(tokens, logprobs, logits, stop_ids).tolist()  # The only wait for the device in a step.
@@ -239,12 +240,12 @@ class LocalBackend:
         finished = {state.rows[i]: state.completion(i, status[i] == STOPPED) for i in leaving}
         return finished, [i for i, ended in enumerate(has_ended) if not ended]
 
-    def _pick(self, logits: Tensor, state: DecodeState, temperature: float) -> tuple[Tensor, Tensor]:
+    def _pick(self, logits: Tensor, state: DecodeState, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Return the next token of every row and its logprob, both [b]."""
-        scores = logits / temperature if temperature > 0 else logits
+        scores = logits / params.temperature if params.temperature > 0 else logits
         if self.logits_processor is not None:
             scores = self.logits_processor(state.token_ids[:, : state.width], scores)
-        return draw(scores, state.next_uniforms() if temperature > 0 else None)
+        return draw(scores, state.next_uniforms() if params.temperature > 0 else None, truncation(params))
 
 
 def _room(state: DecodeState, most: int, share: int) -> int:

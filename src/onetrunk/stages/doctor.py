@@ -30,7 +30,10 @@ EXTRAS = {
         "attn_implementation: flash_attention_2, padding_free on a GPU",
         "pip install --no-build-isolation 'onetrunk[flash]'",
     ),
-    "vllm": ("use_vllm and onetrunk serve; may live in an environment of its own", "pip install 'onetrunk[vllm]'"),
+    "vllm": (
+        "use_vllm and onetrunk serve; lives in an environment of its own",
+        "python -m venv vllm && vllm/bin/pip install vllm",
+    ),
     "ray": ("onetrunk prefs with engine: ray", "pip install 'onetrunk[ray]'"),
     "s3fs": ("rows and checkpoints at s3://", "pip install 'onetrunk[s3]'"),
     "matplotlib": ("plots in reports", "pip install matplotlib"),

@@ -16,7 +16,7 @@ from onetrunk.judges.load import REWARD, JudgeConfig
 from onetrunk.ppo.server_settings import VLLMServerConfig
 from onetrunk.ppo.settings import MONITOR_ACTIONS, PPOSettings, check_monitor
 from onetrunk.stages.options.schema import UsageError
-from onetrunk.utils.options import VLLM_RANKS, option, require_seed
+from onetrunk.utils.options import VLLM_RANKS, option, require_seed, require_truncation
 
 # Fields of TRL's ModelConfig that a stage rejects, and why.
 WITHOUT_MEANING = {
@@ -65,6 +65,10 @@ class SamplingArguments(VLLMServerConfig, DatasetArguments):
     )
     max_completion_length: int = option(256, "Longest completion, in tokens.")
     temperature: float = option(1.0, "Sampling temperature; above 0.")
+    top_p: float = option(
+        1.0, "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens)."
+    )
+    top_k: int = option(0, "Sample from so many most probable tokens; 0: from all.")
     stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
     chat_template_kwargs: dict[str, Any] | None = option(
         None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
@@ -81,6 +85,7 @@ class SamplingArguments(VLLMServerConfig, DatasetArguments):
         super().__post_init__()
         require_output_dir_is_set(self)
         require_seed("seed", self.seed)
+        require_truncation(self.top_p, self.top_k)
         if not 0 <= self.max_failed_fraction <= 1:
             raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
@@ -344,5 +349,7 @@ def check_model(args: Any, defaults: Mapping[str, Any]) -> None:
     for name, reason in WITHOUT_MEANING.items():
         if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")
+    if isinstance(args.lora_r, int) and args.lora_r < 1:
+        raise ValueError(f"lora_r is {args.lora_r}; set a rank of 1 or more, such as 16")
     if args.load_in_4bit and args.dtype in (None, "auto"):
         raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")

@@ -6,8 +6,11 @@ This module looks at paths and checkpoint folders; `checkpoints/resume_point.py`
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +25,13 @@ from onetrunk.checkpoints.folders import (
 )
 from onetrunk.checkpoints.manifest import MANIFEST, problems
 from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
+from onetrunk.checkpoints.stopping import Stopped
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -48,6 +54,8 @@ LOADING = {
     True: 'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")',
     False: 'transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
 }
+# How long a run that was stopped waits for its page. Schedulers kill what is left after 30 s or more.
+REPORT_WAIT_S = 15.0
 NOT_SHARED = "--exclude 'checkpoint-*' --exclude '_*'"
 # Trainings and evaluations have one of these fields. Shards of preferences share a folder, so `prefs` locks its own.
 LOCKING_FIELDS = ("resume_from_checkpoint", "opponent")
@@ -80,11 +88,17 @@ def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> N
     """
     from onetrunk.report.record import RunRecord  # Imports the PPO trainer, which a check of a folder does not need.
 
-    args = trainer.args
-    trainer.add_callback(RunRecord(trainer, verb, arguments))
+    args, record = trainer.args, RunRecord(trainer, verb, arguments)
+    trainer.add_callback(record)
     if not resume and args.overwrite_output_dir and args.should_save:
         delete_old_run(args.output_dir)
-    trainer.train(resume_from_checkpoint=resume)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Stopped as stopped:
+        record.note_stop(stopped.signal_name)
+        if args.write_report and trainer.is_world_process_zero():
+            write_report_of_stopped(args.output_dir)
+        raise
 
 
 def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
@@ -103,6 +117,28 @@ def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
         atomic_write_json(folder / FINISHED, run)
         print_end(verb, trainer, what)
     trainer.accelerator.end_training()
+
+
+def write_report_of_stopped(folder: str | os.PathLike[str]) -> None:
+    """Write the report of a run that a signal has stopped, in a process of its own; never raises.
+
+    Everything is saved by now. Nothing that goes wrong with the page, or takes long, may change how the run ends, nor
+    may a second signal: the page is then left out.
+    """
+    command = [sys.executable, "-m", "onetrunk", "report", os.path.abspath(folder)]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        # In a session of its own: a second Ctrl-C is for this process, which then ends the other one.
+        with subprocess.Popen(command, **quiet, start_new_session=True) as process:
+            try:
+                code = process.wait(REPORT_WAIT_S)
+            finally:
+                process.kill()
+        why = f"its process ended with {code}" if code else None
+    except BaseException as error:  # Also what a signal raises.
+        why = f"{type(error).__name__}: {error}"
+    if why is not None:
+        logger.warning("%s: no report was written (%s); onetrunk report %s writes it", folder, why, folder)
 
 
 def print_end(verb: str, trainer: Trainer, what: str) -> None:

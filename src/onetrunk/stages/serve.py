@@ -204,8 +204,9 @@ def _require_vllm(python: str | None) -> None:
     if python is None:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "vLLM is not installed here: pip install 'onetrunk[vllm]', or give the interpreter of an environment"
-                " that has it (--python /path/to/bin/python); --print shows the command for another machine"
+                "vLLM is not installed here. It asks for another transformers than onetrunk, so install it in an"
+                " environment of its own (python -m venv vllm; vllm/bin/pip install vllm) and give its interpreter"
+                " (--python vllm/bin/python); --print shows the command for another machine"
             )
     elif shutil.which(python) is None:
         raise ValueError(f"python is {python!r}, and no such program can be run; give the path of an interpreter")

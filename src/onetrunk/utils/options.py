@@ -37,6 +37,16 @@ def require_seed(name: str, value: int | None) -> None:
         raise ValueError(f"{name} is {value!r}; set a whole number from 0 to {SEED_LIMIT - 1}")
 
 
+def require_truncation(top_p: float | None, top_k: int | None, prefix: str = "") -> None:
+    """Raise ValueError if one of the two is neither None nor in its range; `prefix` stands before their names."""
+    is_share = isinstance(top_p, (int, float)) and not isinstance(top_p, bool) and 0 < top_p <= 1
+    if top_p is not None and not is_share:
+        raise ValueError(f"{prefix}top_p is {top_p!r}; set it above 0 and at most 1, where 1 leaves all tokens in")
+    is_count = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
+    if top_k is not None and not is_count:
+        raise ValueError(f"{prefix}top_k is {top_k!r}; set a whole number of tokens, where 0 leaves all of them in")
+
+
 def documented(settings: T) -> T:
     """Decorate a dataclass of settings: its signature lists the fields, and its docstring explains each of them.
 

@@ -417,7 +417,6 @@ parse_eval = partial(
     dataclass_types=(EvalArguments, JudgeConfig, ModelArguments),
     verb="eval",
     description="Sample, score and compare completions of held-out prompts.",
-    knows_ppo=True,
     check=check_purpose,
 )
 main = partial(run_stage, "eval", parse_eval, run)

@@ -64,8 +64,8 @@ def script(shell: str) -> str:
     choices, options = [], []
     for verb, members in shown.items():
         for option in members:
-            if option.choices or option.type == "bool":
-                words = " ".join(option.choices or ("true", "false"))
+            if values_of(option):
+                words = " ".join(values_of(option))
                 choices.append(f"            {shlex.quote(f'{verb} --{option.name}')}) words={shlex.quote(words)} ;;")
     for verb in VERBS:
         words = " ".join(words_of(verb, shown.get(verb, [])))
@@ -83,11 +83,18 @@ def words_of(verb: str, options: Sequence[Option]) -> list[str]:
     return [*common, *EXTRA.get(verb, ()), *(f"--{option.name}" for option in options)]
 
 
+def values_of(option: Option) -> tuple[str, ...]:
+    """Return the words that an option may have; empty: any."""
+    return option.choices or (("true", "false") if option.type == "bool" else ())
+
+
 def _fish(all_verbs: dict[str, str], shown: dict[str, list[Option]]) -> str:
     lines = []
     for verb, text in all_verbs.items():
         words = f"complete -c onetrunk -n __fish_use_subcommand -f -a {verb} -d"
         lines.append(f"{words} {shlex.quote(text)}")
+        values = {f"--{option.name}": values_of(option) for option in shown.get(verb, [])}
         for word in words_of(verb, shown.get(verb, [])):
-            lines.append(f"complete -c onetrunk -n '__fish_seen_subcommand_from {verb}' -l {word[2:]}")
+            allowed = f" -x -a {shlex.quote(' '.join(values[word]))}" if values.get(word) else ""
+            lines.append(f"complete -c onetrunk -n '__fish_seen_subcommand_from {verb}' -l {word[2:]}{allowed}")
     return "\n".join(lines) + "\n"

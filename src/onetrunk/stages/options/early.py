@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.names import looks_like_path, missing_path
-from onetrunk.judges.load import REWARD, JudgeConfig
+from onetrunk.judges.load import REWARD, JudgeConfig, names_a_judge
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
 from onetrunk.stages.options.helping import help_text, help_topic
@@ -29,6 +29,8 @@ from onetrunk.stages.options.report_words import report_words
 from onetrunk.stages.options.run_words import run_words
 from onetrunk.stages.options.schema import Option, UsageError, is_current, load_options
 from onetrunk.stages.plain_arguments import (
+    JUDGE,
+    PAIRWISE,
     WITHOUT_MEANING,
     MergeArguments,
     PPODataArguments,
@@ -41,13 +43,12 @@ from onetrunk.stages.plain_arguments import (
     require_output_dir_is_set,
     with_first_word,
 )
+from onetrunk.utils.objects import is_dotted_path
 from onetrunk.utils.redaction import add_stored_token, redact
 from onetrunk.utils.shipped import find_config, missing_config_hint
 
 Settings = TypeVar("Settings")
 Values = Mapping[str, Any]
-# Verbs whose settings are those of PPO.
-KNOW_PPO = ("ppo", "eval")
 # Words of `resume_from_checkpoint` that name no folder.
 NO_FOLDER = ("none", "false", "true", "auto", "")
 
@@ -103,7 +104,7 @@ def check(verb: str, argv: Sequence[str], options: Sequence[Option]) -> None:
     """
     dry_run = ("--dry_run", "--dry-run") if verb == "ppo" else ()
     words = [word for word in with_first_word(verb, argv) if word not in dry_run]
-    values = parsed_values(read(words, options, knows_ppo=verb in KNOW_PPO), options)
+    values = parsed_values(read(words, options, knows_ppo=verb == "ppo"), options)
     defaults = {option.name: option.default for option in options}
     try:
         VALUE_CHECKS[verb](values, defaults)
@@ -232,9 +233,11 @@ def check_paths(values: Values) -> None:
                 f"the constitution {path} does not exist (working folder {Path.cwd()}); give a YAML file"
             )
     for spec in _listed(values.get("reward_funcs")):
-        _check_function(spec)
-    for spec in _listed(values.get("judge")):
-        if spec.startswith(REWARD):
+        _check_reward(spec)
+    for spec in (spec for key in ("judge", "monitor_judge") for spec in _listed(values.get(key))):
+        if isinstance(spec, str) and names_a_judge(spec):
+            _check_function(spec, "judge")
+        elif spec.startswith(REWARD):
             _check_model_path("reward model", spec.removeprefix(REWARD))
     output_dir, resume = values.get("output_dir"), str(values.get(RESUME)).lower()
     if output_dir and os.path.isfile(output_dir):
@@ -265,15 +268,44 @@ def _check_model_path(kind: str, name: str) -> None:
         )
 
 
-def _check_function(spec: str) -> None:
-    """Raise ValueError if a spec names a Python file that is missing, or that has no such function."""
+def _check_reward(spec: str) -> None:
+    """Raise ValueError if a spec is none of a reward's forms, or names a Python file without the function."""
+    is_word = spec in (JUDGE, PAIRWISE)
+    if is_word or "/" in spec or ":" in spec or is_dotted_path(spec) or Path(spec).expanduser().is_dir():
+        if spec.endswith(".py") and Path(spec).expanduser().is_file():
+            there = ", ".join(_functions_of(Path(spec).expanduser())) or "none"
+            raise ValueError(
+                f"reward function {spec!r} names a file and no function in it; write '{spec}:NAME' (functions in it:"
+                f" {there})"
+            )
+        _check_function(spec)
+        return
+    near = difflib.get_close_matches(spec, (JUDGE, PAIRWISE), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"reward function {spec!r} names nothing; {hint}write path/to/file.py:{spec}, package.module.{spec}, or the"
+        " folder or Hub name (owner/model) of a reward model"
+    )
+
+
+def _functions_of(path: Path) -> list[str]:
+    """Return the public functions at the top of a Python file; empty if it cannot be read as one."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError):
+        return []
+    return [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+
+
+def _check_function(spec: str, what: str = "reward function") -> None:
+    """Raise ValueError if a spec names a Python file that is missing, or that has no such name."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py":
         return
     if not path.is_file():
         folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
-        raise ValueError(f"reward function {spec!r}: there is no file {path}{folder}; check the path")
+        raise ValueError(f"{what} {spec!r}: there is no file {path}{folder}; check the path")
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError):
@@ -281,10 +313,11 @@ def _check_function(spec: str) -> None:
     names = [_defined(node) for node in body]
     if None in names or name in sum(names, []):
         return
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
-    near = difflib.get_close_matches(name, functions, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(functions) or 'no functions'}"
-    raise ValueError(f"reward function {spec!r}: {path} has no {name!r}; {hint}")
+    kind, kinds = (ast.ClassDef, "classes") if what == "judge" else (ast.FunctionDef, "functions")
+    there = [node.name for node in body if isinstance(node, kind) and node.name[0] != "_"]
+    near = difflib.get_close_matches(name, there, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there) or f'no {kinds}'}"
+    raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; {hint}")
 
 
 def _defined(node: ast.stmt) -> list[str] | None:

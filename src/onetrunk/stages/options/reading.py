@@ -6,6 +6,7 @@ The command line calls this before the libraries are imported, and `stages/parsi
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.ppo.foreign_keys import RENAMED, explain_key, nearest_key
-from onetrunk.stages.options.schema import Option, UsageError, make_parser
+from onetrunk.stages.options.schema import Option, UsageError, load_options, make_parser, verbs
 from onetrunk.stages.secrets import secret_in_setting, secret_in_words
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
@@ -109,7 +110,9 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _explained(key: str, known: list[str], knows_ppo: bool) -> str:
     known = [name for name in known if name not in RENAMED]
-    return explain_key(key, known) if knows_ppo else nearest_key(key, known)
+    if knows_ppo:
+        return explain_key(key, known)
+    return nearest_key(key, known, [verb for verb in verbs() if key in (option.name for option in load_options(verb))])
 
 
 def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, list[str]]:
@@ -136,7 +139,14 @@ def _renamed_words(words: Sequence[str]) -> list[str]:
 
 def _unknown_words(words: Sequence[str], options: Sequence[Option], explain: Callable[[str], str]) -> list[str]:
     unknown = make_parser(options).parse_known_args(list(words))[1]
-    keys = [word[2:].split("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    # `-lr 3` and `lr=3` are written too; a negative number is a value.
+    written = [word for word in unknown if re.match(r"--|-[A-Za-z]|[A-Za-z_]+=", word)]
+    names = [word.lstrip("-").split("=")[0].replace("-", "_") for word in written]
+    known = {option.name for option in options}
+    wrong = [(word, name) for word, name in zip(written, names, strict=True) if name in known]
+    if wrong:
+        return [f"{word!r} is not an option; write --{name} VALUE" for word, name in wrong]
+    keys = names
     if keys or not unknown:
         return [explain(key) for key in dict.fromkeys(keys)]
     hint = f"; for a recipe write --config {unknown[0]}" if unknown[0].endswith((".yaml", ".yml")) else ""

@@ -18,7 +18,7 @@ ENGINES = ("local", "ray")
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
     " both_orders keep_ties num_revisions max_critique_length seed max_prompt_length overlong_prompts"
-    " max_completion_length temperature stop_tokens chat_template_kwargs output_format"
+    " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs output_format"
 ).split()
 
 

@@ -65,7 +65,8 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
     """
     path, settings = folder / SETTINGS, json.loads(json.dumps(redact_all(settings)))
     if path.is_file() and not overwrite:
-        there = read_json(path)
+        # Older folders have no truncation: nothing was left out.
+        there = {"top_p": 1.0, "top_k": 0, **read_json(path)}
         changed = [name for name in settings if there.get(name) != settings[name]]
         if changed:
             pairs = [(name, as_json(there.get(name)), as_json(settings[name])) for name in changed]

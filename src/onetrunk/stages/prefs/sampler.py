@@ -81,6 +81,8 @@ def load_sampler(
         temperature=args.temperature,
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
+        top_p=args.top_p,
+        top_k=args.top_k,
     )
     identity = _identity(model)
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)

@@ -1,0 +1,150 @@
+"""top_p and top_k in PPO: the weights of truncated samples, the first ratio, alarms, and evaluations."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onetrunk.ops.importance import importance_weights
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.settings import TRUNCATION_ALARMS
+from onetrunk.rollouts.local import LocalBackend
+from tests.fakes import CannedBackend
+from tests.ppo.support import assert_same, logged, make_trainer, prompts, trained, trained_weights
+from tests.ppo.test_importance_correction import CLIPPED, ESS, recorded
+
+GAP = "sampling/logprob_gap_mean"
+
+
+def test_the_weights_of_a_truncated_draw_by_hand():
+    """Of the probabilities 1/2, 1/4, 1/8, 1/8 the first two stay: q = 2/3, 1/3, and the weights are both 3/4.
+
+    So the weighted mean over draws, 2/3 * 3/4 * f0 + 1/3 * 3/4 * f1 = f0 / 2 + f1 / 4, is that of the policy without
+    what was left out.
+    """
+    p, q = torch.tensor([[0.5, 0.25]]), torch.tensor([[2 / 3, 1 / 3]])
+    weights, is_clipped = importance_weights(p.log(), q.log(), torch.ones(1, 2, dtype=torch.bool))
+    torch.testing.assert_close(weights, torch.tensor([[0.75, 0.75]]))
+    torch.testing.assert_close((q * weights), p)
+    assert not is_clipped.any()
+
+
+def test_a_token_weighs_what_its_nucleus_has_of_the_vocabulary_and_the_first_ratio_is_1(tmp_path):
+    trainer, experiences = recorded(tmp_path, None, top_k=3, num_rollouts=2, num_ppo_epochs=2, temperature=0.8)
+    # Of the first rollout, when the policy is still the base.
+    first = experiences[: len(experiences) // 2]
+    base = make_trainer(tmp_path / "base").model
+    for experience in first:
+        pack, mask = experience.pack, experience.pack.completion_mask
+        for row, length in enumerate(mask.sum(1).tolist()):
+            real = pack.attention_mask[row].bool()
+            ids = pack.input_ids[row][real]
+            with torch.no_grad():
+                logits = base(input_ids=ids[None]).logits[0, len(ids) - length - 1 : -1]
+            share = (logits / 0.8).softmax(-1).topk(3).values.sum(-1)
+            assert share.max() < 0.9
+            torch.testing.assert_close(experience.weights[row, :length], share, atol=1e-4, rtol=0)
+    # No weight is above 1, so none is clipped.
+    assert logged(trainer, CLIPPED) == [0, 0]
+    assert all(0.5 < share < 1 for share in logged(trainer, ESS))
+    # The mean of -log S.
+    gap = -torch.cat([e.weights[e.pack.completion_mask].log() for e in first]).mean().item()
+    assert logged(trainer, GAP)[0] == pytest.approx(gap, abs=1e-4)
+    assert logged(trainer, "policy/ratio_max")[0] == 1.0
+
+
+def test_everything_kept_is_the_run_without_truncation_bit_by_bit(tmp_path):
+    plain = trained(tmp_path / "plain", num_rollouts=2)
+    same = trained(tmp_path / "same", num_rollouts=2, top_p=1.0, top_k=0)
+    assert_same(trained_weights(same.model), trained_weights(plain.model))
+    assert logged(plain, ESS) == []
+
+
+def test_a_truncated_run_raises_no_alarm_about_the_difference_that_it_makes(tmp_path):
+    truncated = trained(tmp_path / "a", num_rollouts=2, top_k=2, alarm_patience=1)
+    assert logged(truncated, GAP)[0] > 0.1
+    assert logged(truncated, "alarm/logprob_gap") == logged(truncated, "alarm/negative_kl") == []
+    assert len(logged(truncated, "alarm/kl")) == 2
+    # A limit of one's own stays.
+    watched = trained(tmp_path / "b", num_rollouts=2, top_k=2, alarm_patience=1, alarm_logprob_gap=0.05)
+    assert logged(watched, "alarm/logprob_gap") == [1.0, 1.0]
+
+
+class Recording(LocalBackend):
+    """Keeps the truncation of every call."""
+
+    def generate(self, prompt_ids, params, keys, **keywords):
+        self.__dict__.setdefault("calls", []).append((params.top_p, params.top_k))
+        return super().generate(prompt_ids, params, keys, **keywords)
+
+
+def test_an_evaluation_may_be_truncated_alone(tmp_path):
+    backend = Recording()
+    trainer = make_trainer(
+        tmp_path, rollout_backend=backend, eval_dataset=prompts(3), eval_strategy="steps", eval_steps=1, eval_top_k=1
+    )
+    trainer.evaluate_reference()
+    trainer.train()
+    assert backend.calls == [(1.0, 1), (1.0, 0), (1.0, 1)]
+    assert logged(trainer, ESS) == []
+    # One token is left: the evaluation is greedy.
+    _, samples = trainer.sample_and_score(trainer.eval_dataset, "policy", "eval")
+    greedy = replace(trainer.sampler.params, temperature=0.0)
+    expected = LocalBackend(trainer.model).generate(
+        list(trainer.eval_dataset["prompt_ids"]), greedy, [(0, row) for row in range(3)]
+    )
+    assert list(samples.rollout.completion_ids) == list(expected.completion_ids)
+
+
+def test_evaluations_are_truncated_as_training_is_unless_they_say_otherwise(tmp_path):
+    for name, settings, expected in (
+        ("as", {}, (0.7, 4)),
+        ("other", {"eval_top_p": 1.0, "eval_top_k": 0}, (1.0, 0)),
+    ):
+        backend = Recording()
+        trainer = make_trainer(
+            tmp_path / name, rollout_backend=backend, eval_dataset=prompts(3), top_p=0.7, top_k=4, **settings
+        )
+        trainer.evaluate()
+        assert backend.calls == [expected]
+
+
+def test_a_backend_that_keeps_all_tokens_gets_weights_by_the_logprobs_that_it_reports(tmp_path):
+    # The probability of its tokens was 1, as if each were the only one left.
+    _, experiences = recorded(tmp_path, CannedBackend([[5, 6, 1]]), top_k=1)
+    for experience in experiences:
+        mask = experience.pack.completion_mask
+        torch.testing.assert_close(experience.weights[mask], experience.old_logprobs[mask].exp())
+
+
+def config(**settings):
+    return PPOConfig(output_dir="unused", use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0}, "top_p is 0; set it above 0 and at most 1, where 1 leaves all tokens in"),
+        ({"top_p": math.nan}, "top_p is nan; set it above 0"),
+        ({"top_p": "0.9"}, "top_p is '0.9'; set it above 0"),
+        ({"top_k": -1}, "top_k is -1; set a whole number of tokens"),
+        ({"eval_top_p": 2.0}, "eval_top_p is 2.0; set it above 0"),
+        ({"eval_top_k": 0.5}, "eval_top_k is 0.5; set a whole number"),
+        (
+            {"top_p": 0.9, "vllm_importance_sampling_correction": False},
+            "top_p is 0.9 and top_k is 0, so completions are not sampled from the policy that is trained",
+        ),
+        ({"top_k": 5, "stop_on_alarm": ["logprob_gap"]}, "stop_on_alarm names logprob_gap, and alarm_logprob_gap is"),
+        ({"min_p": 0.1}, "min_p: sampling here follows the policy itself, or its top_p or top_k"),
+    ],
+)
+def test_settings_that_cannot_work_say_the_mend(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+def test_without_truncation_the_alarms_keep_their_limits():
+    assert all(getattr(config(), f"alarm_{name}") is not None for name in TRUNCATION_ALARMS)
+    assert all(getattr(config(top_p=0.9), f"alarm_{name}") is None for name in TRUNCATION_ALARMS)
+    assert all(getattr(config(eval_top_p=0.9), f"alarm_{name}") is not None for name in TRUNCATION_ALARMS)

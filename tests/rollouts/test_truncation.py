@@ -1,0 +1,168 @@
+"""top_p and top_k: which tokens may be drawn, with which logprobs, by every sampler."""
+
+import math
+
+import pytest
+import torch
+
+from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams, compiled
+from onetrunk.rollouts.draws import draw, truncation
+from tests.ppo.support import base_model
+from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
+from tests.rollouts.stub_engine import install
+from tests.rollouts.stub_vllm import StubVLLM
+from tests.rollouts.test_colocate import policy as colocated_policy
+from tests.rollouts.test_vllm import MADE, backend_of, policy
+from tests.tiny import VOCAB_SIZE
+
+# Probabilities of four tokens.
+P = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
+HALVES = [{"top_p": 0.6}, {"top_k": 3}, {"top_p": 0.8, "top_k": 5}]
+
+
+def drawn(uniform, **settings):
+    token, logprob = draw(P.log(), torch.tensor([uniform], dtype=torch.float64), truncation(params(**settings)))
+    return int(token), math.exp(float(logprob))
+
+
+def params(length=1, **settings):
+    return SamplingParams(max_completion_length=length, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "uniform", "token", "probability"),
+    [
+        # 1/2 and 1/4 have at least .7 together: 2/3 and 1/3 of what is left.
+        ({"top_p": 0.7}, 0.66, 0, 2 / 3),
+        ({"top_p": 0.7}, 0.67, 1, 1 / 3),
+        ({"top_p": 0.7}, 0.999, 1, 1 / 3),
+        # One token has 1/2 alone, and always stays.
+        ({"top_p": 0.4}, 0.999, 0, 1.0),
+        ({"top_k": 2}, 0.67, 1, 1 / 3),
+        # The third and the fourth are equally probable, so both stay.
+        ({"top_k": 3}, 0.999, 3, 1 / 8),
+        # First top_k: 2/3 and 1/3 are left, of which one has .6; top_p alone would leave two.
+        ({"top_k": 2, "top_p": 0.6}, 0.999, 0, 1.0),
+        ({"top_p": 0.6}, 0.999, 1, 1 / 3),
+    ],
+)
+def test_truncated_draws_by_hand(settings, uniform, token, probability):
+    assert drawn(uniform, **settings) == (token, pytest.approx(probability))
+
+
+def test_more_tokens_than_there_are_exclude_none_and_change_no_bit():
+    whole = generate(tiny(), mixed_params(temperature=1.3))
+    assert truncation(mixed_params(temperature=1.3)) == () == truncation(params(temperature=0, top_k=1, top_p=0.1))
+    assert truncation(params(top_p=1.0, top_k=0)) == ()
+    same = generate(tiny(), mixed_params(temperature=1.3, top_k=VOCAB_SIZE))
+    assert same.completion_ids == whole.completion_ids
+    assert all(map(torch.equal, same.sampler_logprobs, whole.sampler_logprobs))
+
+
+def kept_probabilities(logits, settings):
+    """The probabilities [V] that are left, renormalised, and of each token how far it is inside the limit of top_p."""
+    probs = logits.double().softmax(-1)
+    if settings.top_k:
+        probs = probs * (probs >= probs.topk(settings.top_k).values[-1])
+        probs = probs / probs.sum()
+    ordered, order = probs.sort(descending=True)
+    before = torch.zeros_like(probs).scatter(0, order, ordered.cumsum(0) - ordered)
+    kept = probs * (before < settings.top_p)
+    return kept / kept.sum()
+
+
+def assert_truncated(model, rollout, settings):
+    """Every token is one that is left, with its probability among those; some tokens are left out."""
+    left_out = 0
+    for prompt, ids, logprobs in zip(
+        rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs, strict=True
+    ):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        kept = torch.stack([kept_probabilities(row / settings.temperature, settings) for row in logits])
+        own = kept.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert (own > 0).all()
+        left_out += int((kept == 0).sum())
+        # Cache against full forward, float32.
+        torch.testing.assert_close(logprobs, own.log().float(), atol=1e-4, rtol=0)
+    assert left_out > 0
+
+
+@pytest.mark.parametrize("settings", HALVES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_no_token_outside_the_nucleus_is_drawn_and_the_others_are_renormalised(settings, temperature):
+    model, chosen = tiny(), mixed_params(temperature=temperature, **settings)
+    assert_truncated(model, generate(model, chosen, PROMPTS * 3, MANY_KEYS), chosen)
+
+
+def test_first_tokens_of_many_rows_follow_the_renormalised_probabilities():
+    model, rows, chosen = tiny(), 3000, params(top_k=6, top_p=0.9)
+    rollout = LocalBackend(model).generate([PROMPTS[0]] * rows, chosen, [(5, 0, row) for row in range(rows)])
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1]
+    expected = kept_probabilities(logits, chosen)
+    counts = torch.bincount(torch.tensor(rollout.completion_ids)[:, 0], minlength=VOCAB_SIZE)
+    assert 1 < (expected > 0).sum() <= 6 and counts[expected == 0].sum() == 0
+    # Four standard deviations of a frequency.
+    errors = (counts / rows - expected).abs()
+    assert (errors <= 4 * (expected * (1 - expected) / rows).sqrt() + 1e-12).all()
+
+
+@pytest.mark.parametrize("is_traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_step_truncates_as_an_eager_one_does(is_traced, monkeypatch):
+    """With other settings than the call before, which its graphs must notice. Untraced, the step runs as it is."""
+    monkeypatch.setattr(compiled, "COMPILER", "eager")
+    if not is_traced:
+        monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    torch._dynamo.reset()
+    model, keys = tiny(), MANY_KEYS[:10]
+    backend = LocalBackend(model, compiles=True)
+    for settings in ({}, *HALVES[1:]):
+        chosen = mixed_params(temperature=1.3, **settings)
+        rollout = backend.generate(PROMPTS * 2, chosen, keys)
+        assert backend._obstacle is None
+        assert_same(rollout, LocalBackend(model).generate(PROMPTS * 2, chosen, keys))
+    assert_truncated(model, rollout, chosen)
+
+
+def test_greedy_decoding_ignores_truncation():
+    one, other = (generate(tiny(), params(4, temperature=0, **more)) for more in ({}, {"top_k": 2, "top_p": 0.3}))
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("settings", HALVES, ids=str)
+def test_a_server_is_asked_for_the_truncation_and_returns_logprobs_after_it(settings, tmp_path):
+    chosen = params(5, temperature=0.8, **settings)
+    with StubVLLM(base_model()) as stub:
+        model, backend = policy(), backend_of([stub], tmp_path)
+        backend.sync(model, 0)
+        rollout = backend.generate(PROMPTS, chosen, KEYS)
+        sent = {"top_p": settings.get("top_p", 1.0), "top_k": settings.get("top_k", -1)}
+        assert all(body.items() >= sent.items() for body in stub.bodies if body["model"] != "base")
+        assert_truncated(model, rollout, chosen)
+        MADE.pop().close()
+
+
+def test_the_engine_in_the_training_process_truncates_too(monkeypatch, tmp_path):
+    install(monkeypatch)
+    base_model().save_pretrained(tmp_path / "base")
+    model, backend = colocated_policy(tmp_path / "base"), ColocatedBackend(tmp_path / "adapters")
+    backend.sync(model, 0)
+    chosen = params(5, temperature=0.8, top_p=0.8, top_k=5)
+    assert_truncated(model, backend.generate(PROMPTS, chosen, KEYS), chosen)
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.0}, "top_p is 0.0; set it above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5; set it above 0 and at most 1"),
+        ({"top_p": True}, "top_p is True; set it above 0"),
+        ({"top_k": -1}, "top_k is -1; set a whole number of tokens, where 0 leaves all of them in"),
+        ({"top_k": 2.5}, "top_k is 2.5; set a whole number"),
+    ],
+)
+def test_values_out_of_range_are_rejected(settings, message):
+    with pytest.raises(ValueError, match=message):
+        params(**settings)

@@ -1,0 +1,54 @@
+"""top_p and top_k in the commands that sample: eval, and the folder of prefs."""
+
+import json
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.prefs.output import claim_folder
+from tests.stages.small_runs import make_material, words_of
+
+
+def completions(folder):
+    lines = (folder / "samples-policy.jsonl").read_text().splitlines()
+    return [json.loads(line)["completion"] for line in lines]
+
+
+@pytest.mark.slow
+def test_an_evaluation_with_one_token_left_is_greedy_whatever_the_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_material(tmp_path)
+    found = {}
+    for name, options in {
+        "one": ["--top_k", "1", "--seed", "1"],
+        "two": ["--top_p", "0.0001", "--seed", "2"],
+        "whole": ["--seed", "1"],
+    }.items():
+        assert cli.main(words_of("eval", *options, "--output_dir", name)) == 0
+        found[name] = completions(tmp_path / name)
+    assert found["one"] == found["two"] != found["whole"]
+
+
+def test_a_completion_is_kept_under_the_key_that_it_had_before_there_was_truncation():
+    plain = {"max_completion_length": 4, "temperature": 0.7, "stop_token_ids": (1,), "pad_token_id": 0}
+    assert SamplingParams(**plain).identity() == plain
+    assert SamplingParams(**plain, top_p=0.9).identity() == plain | {"top_p": 0.9, "top_k": 0}
+    # Greedy decoding ignores it.
+    greedy = plain | {"temperature": 0.0}
+    assert SamplingParams(**greedy, top_k=3).identity() == greedy
+
+
+def test_a_folder_of_rows_belongs_to_one_truncation_and_older_folders_have_none(tmp_path):
+    def settings(**more):
+        return PrefsArguments(dataset_name="rows.jsonl", output_dir=str(tmp_path), **more).deciding() | {"model": "m"}
+
+    claim_folder(tmp_path, settings(), overwrite=False)
+    written = json.loads((tmp_path / "settings.json").read_text())
+    assert (written["top_p"], written["top_k"]) == (1.0, 0)
+    older = {name: value for name, value in written.items() if name not in ("top_p", "top_k")}
+    (tmp_path / "settings.json").write_text(json.dumps(older))
+    claim_folder(tmp_path, settings(), overwrite=False)
+    with pytest.raises(ValueError, match="other settings .top_p: 1.0 there, 0.9 here"):
+        claim_folder(tmp_path, settings(top_p=0.9), overwrite=False)
