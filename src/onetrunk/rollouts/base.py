@@ -6,7 +6,7 @@ A backend takes and returns token ids only. It may sample in this process, in an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -15,6 +15,8 @@ from torch import nn
 from onetrunk.types import Rollout, RowKey
 
 SampledRole = Literal["policy", "reference"]
+# (row of the call, rollout of that row alone): a row is there.
+RowArrival = Callable[[int, Rollout], None]
 
 
 @dataclass(frozen=True)
@@ -146,5 +148,31 @@ class VersionedBackend(RolloutBackend, Protocol):
 
         Raises:
             ValueError, RuntimeError: the version is not there.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamingBackend(VersionedBackend, Protocol):
+    """A VersionedBackend that also tells of each row when it is there, while the others of the call decode.
+
+    The trainer then scores the row and keeps it in checkpoints without waiting for the longest row of the call.
+    """
+
+    def stream_as(
+        self,
+        role: SampledRole,
+        version: int,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        arrived: RowArrival,
+    ) -> Rollout:
+        """Return what `generate_as` returns.
+
+        Args:
+            role, version, prompt_ids, params, keys: as for `generate_as`.
+            arrived: called once per row, as soon as it is there, in one thread at a time; what it raises ends the
+                call. A row must be the same in the rollout that is returned.
         """
         ...
