@@ -265,6 +265,29 @@ def test_operations_are_counted_without_views_and_a_token_costs_the_same_in_a_lo
     assert costs[0]["operations"] > 4 * 7 + 1
 
 
+def test_the_seconds_of_operations_and_of_everything_else_are_those_of_the_whole(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    import torch
+    from decode_profile import REST, operation_profile, operation_seconds
+
+    from onetrunk.rollouts.local import LocalBackend
+    from tests.tiny import tiny_model
+
+    x, took = torch.ones(512, 512), []
+
+    def run():
+        start = time.perf_counter()
+        (x @ x).view(-1).add(1)
+        took.append(time.perf_counter() - start)
+
+    seconds = operation_seconds(run)
+    assert seconds.keys() == {"aten::mm", "aten::add", REST} and min(seconds.values()) > 0
+    # The clock around the whole also has the call of `run`.
+    assert took[0] <= sum(seconds.values())
+    costs = operation_profile(LocalBackend(tiny_model("llama")), [[5, 6], [7]], 2)
+    assert {"aten::mm", REST} <= costs.keys() and list(costs.values()) == sorted(costs.values(), reverse=True)
+
+
 def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     from roofline import Ceilings, decode_seconds

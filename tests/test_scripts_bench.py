@@ -71,6 +71,37 @@ assert len(texts) == 4
     assert done.returncode == 0, done.stderr
 
 
+def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_decode(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from onetrunk_ppo import ForceLengthOfRunningRows
+    from transformers import LogitsProcessorList
+    from workload import Workload
+
+    from onetrunk.rollouts.base import SamplingParams
+    from onetrunk.rollouts.local import LocalBackend
+    from tests.tiny import tiny_model
+
+    work = Workload(completion=6)
+    prompts = [[4 + i, *range(10, 11 + i % 3)] for i in range(8)]
+    lengths = [6, 1, 3, 6, 2, 5, 4, 1]
+    found = {}
+    for most in (None, 3, 1):
+        processors = LogitsProcessorList([ForceLengthOfRunningRows(work, prompts, lengths)])
+        backend = LocalBackend(tiny_model("llama"), max_rows=most, logits_processor=processors)
+        params = SamplingParams(work.completion, stop_token_ids=(1,))
+        found[most] = backend.generate(prompts, params, [(0, 0, row) for row in range(8)])
+        assert [len(ids) for ids in found[most].completion_ids] == lengths
+    assert found[None].completion_ids == found[3].completion_ids == found[1].completion_ids
+
+
+@pytest.mark.slow
+def test_an_iteration_is_timed_in_which_few_rows_decode_at_once(tmp_path):
+    sizes = "--shape tiny --prompt 8 --completion 8 --rollout 6 --iterations 2 --mixed --max_rollout_rows 2".split()
+    done = run("bench/onetrunk_ppo.py", *sizes, cache=tmp_path)
+    assert done.returncode == 0, done.stderr  # It fails if the completions do not have the forced lengths.
+    assert json.loads(done.stdout.splitlines()[-1])["seconds"]["generate"] > 0
+
+
 @pytest.mark.slow
 def test_forwards_without_padding_are_timed(tmp_path):
     sizes = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ torch._inductor.config.cpp.enable_kernel_profile = True
 FEW = 4
 # Repetitions of the timing, of which the fastest counts.
 REPEATS = 3
+REST = "rest"
 
 
 # Events of the profiler that compute nothing: views, allocation, and what the dispatcher does before the work.
@@ -34,28 +35,48 @@ IDLE = frozenset(
 )
 
 
-def count_operations(run: Callable[[], Any]) -> Counter[str]:
-    """Return how often `run` starts each piece of work on the CPU: an operation of torch, or a compiled kernel.
+def work_of(run: Callable[[], Any]) -> Iterator[Any]:
+    """Run something, and yield the profiler's event of each piece of work on the CPU: an operation, a compiled kernel.
 
-    Views and allocations do not count, and of nested operations only the innermost does.
+    Views and allocations are no work, and of nested operations only the innermost counts.
     """
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run()
-    calls: Counter[str] = Counter()
 
-    def count(event: Any) -> bool:
-        works_inside = [count(child) for child in event.cpu_children]
+    def innermost(event: Any) -> Iterator[Any]:
+        inside = [found for child in event.cpu_children for found in innermost(child)]
         library, _, name = event.name.rpartition("::")
         # A compiled kernel is named after its graph.
         is_work = name.startswith("graph_") if not library else name not in IDLE
-        if is_work and not any(works_inside):
-            calls[event.name] += 1
-        return is_work or any(works_inside)
+        yield from inside or ([event] if is_work else [])
 
     for event in trace.events():
         if event.cpu_parent is None:
-            count(event)
-    return calls
+            yield from innermost(event)
+
+
+def count_operations(run: Callable[[], Any]) -> Counter[str]:
+    """Return how often `run` starts each piece of work (`work_of`)."""
+    return Counter(event.name for event in work_of(run))
+
+
+def operation_seconds(run: Callable[[], Any]) -> Counter[str]:
+    """Return the seconds of each kind of work, and under REST those of everything else: Python, views, allocations.
+
+    The profiler itself makes the rest longer, and operations that take microseconds.
+    """
+    seconds: Counter[str] = Counter()
+
+    def timed() -> None:
+        start = time.perf_counter()
+        run()
+        seconds[REST] = time.perf_counter() - start
+
+    for event in work_of(timed):
+        taken = event.cpu_time_total / 1e6
+        seconds[event.name] += taken
+        seconds[REST] -= taken
+    return seconds
 
 
 def count_kernels(run: Callable[[], Any]) -> int:
@@ -64,6 +85,31 @@ def count_kernels(run: Callable[[], Any]) -> int:
         run()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
+
+
+def sampler(backend: Any, prompts: Sequence[list[int]]) -> Callable[[int], None]:
+    """Return what samples completions of so many tokens, other ones each time."""
+    number = iter(range(10**6))
+
+    def sample(length: int) -> None:
+        key = next(number)
+        backend.generate(prompts, SamplingParams(length), [(0, key, row) for row in range(len(prompts))])
+
+    return sample
+
+
+def operation_profile(backend: Any, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Return the milliseconds of each kind of work in one token of all rows together, the longest first.
+
+    Args:
+        backend, prompts, tokens: as for `decode_profile`. On a GPU it is the time of the host.
+    """
+    sample = sampler(backend, prompts)
+    for length in (FEW, FEW + tokens):
+        sample(length)
+    few, many = (operation_seconds(lambda length=length: sample(length)) for length in (FEW, FEW + tokens))
+    costs = {name: 1000 * (many[name] - few[name]) / tokens for name in many}
+    return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
 
 def decode_profile(
@@ -80,11 +126,7 @@ def decode_profile(
     Returns:
         `seconds` and `operations`, and `kernels` on a GPU.
     """
-    number = iter(range(10**6))
-
-    def sample(length: int) -> None:
-        key = next(number)
-        backend.generate(prompts, SamplingParams(length), [(0, key, row) for row in range(len(prompts))])
+    sample = sampler(backend, prompts)
 
     def per_token(measure: Callable[[Callable[[], Any]], float]) -> float:
         few, many = (measure(lambda length=length: sample(length)) for length in (FEW, FEW + tokens))

@@ -28,20 +28,23 @@ if "cuda" not in sys.argv and "--nf4" not in sys.argv:
 import torch
 import transformers
 from datasets import Dataset
-from decode_profile import decode_profile
+from decode_profile import decode_profile, operation_profile
 from peft import LoraConfig, get_peft_model
 from roofline import Ceilings, Iteration, decode_seconds, least_seconds, measure_ceilings
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, LogitsProcessor, TrainerCallback
-from workload import LORA, PAD, ForceLength, Meter, Workload
+from workload import EOS, FORBIDDEN, LORA, PAD, Meter, Workload
 
 from onetrunk import PPOConfig, PPOTrainer, __version__
 from onetrunk.rollouts import LocalBackend
 from onetrunk.types import Experience, Rollout
 
+# Operations of a decoded token that take less are not listed.
+LEAST_MS = 0.05
+
 
 class ForceLengthOfRunningRows(LogitsProcessor):
-    """Does what ForceLength does in a loop that reorders rows, and drops each as it ends.
+    """Does what ForceLength does in a loop that drops rows as they end, and adds rows that waited after the others.
 
     Args:
         work: the workload.
@@ -51,20 +54,29 @@ class ForceLengthOfRunningRows(LogitsProcessor):
 
     def __init__(self, work: Workload, prompt_ids: list[list[int]], lengths: list[int]):
         self.longest = work.completion
+        # Prompts are random words, so each is unique.
         self.length_of = {tuple(ids): length for ids, length in zip(prompt_ids, lengths, strict=True)}
-        self.running: ForceLength | None = None
+        # Of the rows that decode: the lengths of their completions, and how many tokens these have.
+        self.lengths = self.counts = torch.zeros(0, dtype=torch.int64)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.running is None:
-            # Prompts are random words, so each is unique; padding is not a word.
-            rows = [tuple(i for i in row if i != PAD) for row in input_ids.tolist()]
-            self.running = ForceLength([self.length_of[row] for row in rows], self.longest)
-        running = self.running
-        if len(running.lengths) != len(scores):
-            raise RuntimeError(f"{len(scores)} rows decode where the forced lengths leave {len(running.lengths)}")
-        forced = running(input_ids, scores)
-        running.lengths = running.lengths[running.lengths > running.t]
-        return forced
+        runs = self.counts < self.lengths
+        new = [self._length(row) for row in input_ids[int(runs.sum()) :].tolist()]
+        self.lengths = torch.cat([self.lengths[runs], torch.tensor(new, dtype=torch.int64)])
+        self.counts = torch.cat([self.counts[runs], torch.zeros(len(new), dtype=torch.int64)]) + 1
+        if len(self.lengths) != len(scores):
+            raise RuntimeError(f"{len(scores)} rows decode where the forced lengths leave {len(self.lengths)}")
+        # On the CPU, so that a GPU is not waited for at every token.
+        ends = ((self.counts == self.lengths) & (self.lengths < self.longest)).nonzero()[:, 0].to(scores.device)
+        scores[:, EOS] = FORBIDDEN
+        if len(ends):
+            scores[ends] = FORBIDDEN
+            scores[ends, EOS] = 0.0
+        return scores
+
+    def _length(self, row: list[int]) -> int:
+        """Return the length of the completion of a row that has only its prompt, behind padding, which is no word."""
+        return self.length_of[tuple(i for i in row if i != PAD)]
 
 
 class Marks(TrainerCallback):
@@ -127,7 +139,7 @@ def ppo_config(work: Workload, folder: str, given: argparse.Namespace) -> PPOCon
     if work.mixed or given.microbatch_tokens:
         budget = given.microbatch_tokens or work.microbatch * (work.prompt + work.completion)
         rows = {"per_device_train_batch_size": work.rollout, "microbatch_tokens": budget}
-    names = ("trunk_cache", "value_head", "padding_free")
+    names = ("trunk_cache", "value_head", "padding_free", "max_rollout_rows")
     settings = {f.name: getattr(given, f.name) for f in fields(PPOConfig) if f.name in names}
     return PPOConfig(
         output_dir=folder,
@@ -200,11 +212,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--num_minibatches", type=int, default=1, help="optimizer steps per epoch")
     parser.add_argument("--trunk_cache", default="auto")
     parser.add_argument("--microbatch_tokens", type=int, default=0, help="of a forward; 0: as many as TRL's have")
+    parser.add_argument("--max_rollout_rows", type=int, help="most rows that decode at once; default: all")
     parser.add_argument("--padding_free", action="store_true", help="the rows of a forward in one sequence")
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
     parser.add_argument("--profile_tokens", type=int, default=0, help="measure one decoded token over so many; 0: not")
     parser.add_argument("--profile_compiled", action="store_true", help="the same with compile_decoding")
+    parser.add_argument("--profile_operations", action="store_true", help="the milliseconds of its operations too")
     return parser
 
 
@@ -270,13 +284,17 @@ def one_token(
         if costs["seconds"]:
             costs["tokens_per_s"] = round(len(prompts) / costs["seconds"])
             costs["roofline"] = round(least / costs["seconds"], 3)
+        if given.profile_operations:
+            shown = operation_profile(backend, prompts, given.profile_tokens)
+            costs["operation_ms"] = {work: round(ms, 3) for work, ms in shown.items() if ms >= LEAST_MS}
     return found.pop("eager") | found
 
 
 def main() -> None:
     given = parse()
-    if given.profile_compiled and not given.profile_tokens:
-        raise SystemExit("--profile_compiled needs --profile_tokens")
+    for name in ("profile_compiled", "profile_operations"):
+        if getattr(given, name) and not given.profile_tokens:
+            raise SystemExit(f"--{name} needs --profile_tokens")
     work = Workload.from_options(given)
     torch.set_num_threads(1)
     meter = Meter(work.device)

@@ -21,6 +21,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.ahead import SCORES_FILE
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards import JudgeReward, RemoteReward, row_wise
+from onetrunk.types import Rollout
 from tests.fakes import CopyBackend
 from tests.ppo.support import (
     StopAt,
@@ -169,6 +170,64 @@ def test_a_row_is_scored_while_others_of_its_rollout_decode(tmp_path):
     backend = Waiting(TrunkModel(base_model(), lora()))
     trainer = trained(tmp_path, reward, backend=backend, num_rollouts=1, max_rollout_rows=1)
     assert trainer.state.global_step == SLOTS
+
+
+class Telling(CopyBackend):
+    """Samples the rows of a call one after the other, and tells of each; `told` is called after each."""
+
+    told = staticmethod(lambda number_of_rows: None)
+
+    def stream_as(self, role, version, prompt_ids, params, keys, arrived):
+        rows = []
+        for place, (ids, key) in enumerate(zip(prompt_ids, keys, strict=True)):
+            rows.append(self.generate_as(role, version, [ids], params, [key]))
+            arrived(place, rows[-1])
+            self.told(place + 1)
+        columns = ("prompt_ids", "completion_ids", "sampler_logprobs", "stopped")
+        return Rollout(*([row for part in rows for row in getattr(part, name)] for name in columns), version)
+
+
+@pytest.mark.parametrize("schedule", ["one_step", "async"])
+def test_every_row_is_scored_before_the_next_row_of_its_call_is_sampled(tmp_path, schedule):
+    """`one_step` has one call per rollout: a sampler that tells of its rows lets them be scored one by one."""
+    texts, has_changed = [], threading.Condition()
+
+    @row_wise
+    def reward(prompts, completion_ids, **kwargs):
+        with has_changed:
+            texts.extend(map(tuple, completion_ids))
+            has_changed.notify_all()
+        return [float(len(ids)) for ids in completion_ids]
+
+    class Waiting(Telling):
+        num_told = 0
+
+        def told(self, number_of_rows):
+            with has_changed:
+                self.num_told += 1
+                assert has_changed.wait_for(lambda: len(texts) >= self.num_told, LONG_S), "a row waits for others"
+
+    backend = Waiting(TrunkModel(base_model(), lora()))
+    # One call at a time, so that the rows that were told of are those that must be scored.
+    settings = {"num_rollouts": 1} if schedule == "one_step" else {"num_rollouts": 2, "max_rollout_rows": 1}
+    trainer = trained(tmp_path, reward, schedule, backend=backend, **settings)
+    assert trainer.state.global_step == SLOTS * settings["num_rollouts"]
+    assert len(texts) == backend.num_told == ROWS * settings["num_rollouts"]
+
+
+def test_rows_that_arrive_one_by_one_give_the_run_of_whole_calls_bit_for_bit(tmp_path):
+    settings = {"normalize_scores": True, "max_unscored_fraction": 1.0}
+    trainers, counted = [], []
+    for score_early in (True, False):
+        functions, calls = reward_functions()
+        backend = Telling(TrunkModel(base_model(), lora()))
+        keywords = {"backend": backend, "score_early": score_early, **settings}
+        trainers.append(trained(tmp_path / str(score_early), functions, "one_step", **keywords))
+        counted.append(calls)
+    same_run(*trainers, besides=["mine/tokens"])
+    early, whole = counted
+    assert early[0].threads == {False} and sum(early[0].rows) == ROWS * ROLLOUTS
+    assert whole[0].threads == {True} and whole[0].rows == [ROWS] * ROLLOUTS
 
 
 def test_with_one_step_the_next_rollout_is_scored_during_the_update(tmp_path):

@@ -26,13 +26,13 @@ class Recording(VLLMBackend):
         self.asked, self.running, self.most_running = [], 0, 0
         self.lock = threading.Lock()
 
-    def generate_as(self, role, version, prompt_ids, params, keys):
+    def stream_as(self, role, version, prompt_ids, params, keys, arrived):
         with self.lock:
             self.asked += [(key, version) for key in keys]
             self.running += 1
             self.most_running = max(self.most_running, self.running)
         try:
-            rollout = super().generate_as(role, version, prompt_ids, params, keys)
+            rollout = super().stream_as(role, version, prompt_ids, params, keys, arrived)
         finally:
             with self.lock:
                 self.running -= 1

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig
@@ -90,9 +91,11 @@ def base(tmp_path_factory):
 def serving(base, tmp_path_factory):
     server = Serving(base, tmp_path_factory.mktemp("log") / "serve.log")
     server.start()
-    server.wait()
-    yield server
-    server.kill()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
 
 
 def policy(rank=4, **config):
@@ -165,6 +168,36 @@ def test_a_server_that_is_killed_in_mid_batch_is_waited_for_and_answers_the_miss
     backend.pool.poll, backend.progress = None, None
     again = backend.generate(prompts, params, keys)
     assert again.completion_ids == rollout.completion_ids
+    backend.sync(shaken(model, 2), 2)
+    assert_sampled_from(model, backend.generate(PROMPTS, params, KEYS), 1.0)
+    backend.close()
+
+
+def test_serve_starts_a_server_again_that_was_killed_and_a_rollout_under_way_is_completed(serving, tmp_path):
+    model, params = policy(), SamplingParams(24, 1.0)
+    prompts, keys = PROMPTS * 6, [(0, 1, row) for row in range(6 * len(PROMPTS))]
+    third_row = threading.Event()
+
+    def progress(rows, total, _tokens):
+        if rows == 3:
+            third_row.set()
+
+    def kill():
+        third_row.wait()
+        (server,) = psutil.Process(serving.process.pid).children()
+        server.kill()
+
+    backend = backend_of(serving, tmp_path, settings={"max_concurrency": 2}, progress=progress)
+    backend.sync(model, 1)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rollout = backend.generate(prompts, params, keys)
+    killer.join()
+    assert len(rollout) == 30
+    assert_sampled_from(model, rollout, 1.0)
+    # The command is the same process, which has started another server at the same port.
+    assert serving.process.poll() is None
+    assert "starting it again, 1 of at most 3 times" in serving.log.read_text()
     backend.sync(shaken(model, 2), 2)
     assert_sampled_from(model, backend.generate(PROMPTS, params, KEYS), 1.0)
     backend.close()

@@ -66,7 +66,7 @@ class RolloutsAhead:
         self.max_staleness = config.max_staleness
         is_whole = config.schedule == "one_step" or not config.max_staleness
         self.producer = Producer(
-            lambda version, ids, keys: sampler.generate_as("policy", version, ids, keys),
+            sampler.stream,
             rows,
             self.max_staleness,
             rows_per_part=rows if is_whole else math.ceil(rows / PARTS),
@@ -77,6 +77,8 @@ class RolloutsAhead:
         if config.score_early and sampler.rewards.row_wise:
             self.early = EarlyScores(sampler, self.producer, scored_from)
         self._batches: dict[int, PromptBatch] = {}
+        # Of a rollout's keys: the numbers of their rows.
+        self._places: dict[int, dict[RowKey, int]] = {}
         # Weights of the policy by the number of the rollout that they were published for, on the CPU.
         self._published: dict[int, dict[str, Tensor]] = {}
         # Of a checkpoint: the first rollout that is not in use.
@@ -102,7 +104,7 @@ class RolloutsAhead:
     def finish(self, iteration: int) -> None:
         """Forget a rollout that the trainer has scored."""
         self.producer.finish(iteration)
-        del self._batches[iteration]
+        del self._batches[iteration], self._places[iteration]
         if self.early is not None:
             self.early.forget(iteration)
 
@@ -115,10 +117,9 @@ class RolloutsAhead:
         return iteration - torch.tensor(rollout.policy_versions) / self.config.slots_per_rollout
 
     def _arrived(self, iteration: int, keys: Sequence[RowKey], rows: Sequence[StartedRow]) -> None:
-        batch = self._batches.get(iteration)
-        if self.early is None or batch is None:  # A rollout may be used before this thread comes here.
+        batch, places = self._batches.get(iteration), self._places.get(iteration)
+        if self.early is None or batch is None or places is None:  # It may be used before this thread comes here.
             return
-        places = {key: place for place, key in enumerate(batch.keys)}
         self.early.add(iteration, batch.select([places[key] for key in keys]), rows)
 
     def _publish(self, iteration: int) -> None:
@@ -132,7 +133,9 @@ class RolloutsAhead:
     def _offer(self, first: int, last: int) -> None:
         for iteration in range(first, min(last, self.num_rollouts - 1) + 1):
             if iteration not in self._batches:
-                batch = self._batches[iteration] = self.prompts(iteration)
+                batch = self.prompts(iteration)
+                self._places[iteration] = {key: place for place, key in enumerate(batch.keys)}
+                self._batches[iteration] = batch
                 self.producer.offer(iteration, batch.prompt_ids, batch.keys)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

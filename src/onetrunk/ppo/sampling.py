@@ -28,7 +28,14 @@ from onetrunk.rewards.base import RowScore, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
-from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
+from onetrunk.rollouts.base import (
+    RolloutBackend,
+    RowArrival,
+    SampledRole,
+    SamplingParams,
+    StreamingBackend,
+    VersionedBackend,
+)
 from onetrunk.rollouts.producer import StartedRow
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
@@ -324,12 +331,36 @@ class Sampler:
         """Return one completion per prompt from a version that a versioned backend holds; may run in any thread."""
         rollout = self.backend.generate_as(role, version, prompt_ids, self.params, keys)
         self._require_contract(rollout, len(prompt_ids))
-        if role == "policy" and rollout.policy_version != version:
+        if role == "policy":
+            self._require_version(rollout, version)
+        return rollout
+
+    def stream(
+        self, version: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey], arrived: RowArrival
+    ) -> Rollout:
+        """Return samples of the policy as `generate_as` does; may run in any thread.
+
+        `arrived` is called with each row as soon as it is there, and not at all if the backend does not tell.
+        """
+        if not isinstance(self.backend, StreamingBackend):
+            return self.generate_as("policy", version, prompt_ids, keys)
+
+        def checked(place: int, row: Rollout) -> None:
+            self._require_contract(row, 1)
+            self._require_version(row, version)
+            arrived(place, row)
+
+        rollout = self.backend.stream_as("policy", version, prompt_ids, self.params, keys, checked)
+        self._require_contract(rollout, len(prompt_ids))
+        self._require_version(rollout, version)
+        return rollout
+
+    def _require_version(self, rollout: Rollout, version: int) -> None:
+        if rollout.policy_version != version:
             raise RuntimeError(
                 f"{type(self.backend).__name__}.generate_as returned samples of policy version"
                 f" {rollout.policy_version}, and version {version} was asked for; none of them is trained on"
             )
-        return rollout
 
     def _require_contract(self, rollout: Rollout, num_prompts: int) -> None:
         name = f"{type(self.backend).__name__}.generate"

@@ -3,7 +3,7 @@
 The trainer offers rollouts in order, publishes a version before each update, and takes every rollout once. A rollout
 is sampled in parts. A part starts with the latest version, in order, as soon as the staleness allows it (admission
 control of AReaL, 2505.24298) and rows that run leave room for it. Which part gets which version may depend on time;
-known versions repeat such a run exactly.
+known versions repeat such a run exactly. A sampler may tell of the rows of a part before all of them are there.
 
 Nothing here communicates with other processes: each has a producer of its own rows.
 """
@@ -13,14 +13,16 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from onetrunk.rollouts.base import RowArrival
 from onetrunk.types import Rollout, RowKey
 
 # Seconds between two polls of a thread that waits for a rollout.
@@ -29,8 +31,9 @@ POLL_S = 0.2
 # ends the process with exit code 134.
 LONGEST_WAIT_S = 10.0
 
-# (version, prompt_ids, keys) -> one completion per prompt, from that version.
-Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey]], Rollout]
+# (version, prompt_ids, keys, arrived) -> one completion per prompt, from that version. It may call `arrived` with a
+# row as soon as that is there; a row of which it does not tell is there at the end of the call.
+Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey], RowArrival], Rollout]
 # (iteration, keys, rows): rows of a rollout that are there.
 Arrival = Callable[[int, Sequence[RowKey], Sequence["StartedRow"]], None]
 
@@ -51,13 +54,29 @@ class StartedRow:
 
 @dataclass(eq=False)
 class Part:
-    """Rows of one rollout that are sampled in one call; `version` is None until it starts, `rows` until it ends."""
+    """Rows of one rollout that are sampled in one call.
+
+    Args:
+        iteration: the rollout.
+        places: of the rows in it.
+        prompt_ids, keys: of the rows.
+        version: None until it starts.
+        rows: None until it ends.
+        early: rows of which the call told before its end, by their number in the part.
+    """
 
     iteration: int
+    places: list[int]
     prompt_ids: list[list[int]]
     keys: list[RowKey]
     version: int | None = None
     rows: list[StartedRow] | None = None
+    early: dict[int, StartedRow] = field(default_factory=dict)
+
+    def started(self) -> dict[RowKey, StartedRow]:
+        """Return the rows as they are; the part must have started."""
+        rows = self.rows or [self.early.get(i, StartedRow(self.version)) for i in range(len(self.keys))]
+        return dict(zip(self.keys, rows, strict=True))
 
 
 class Producer:
@@ -156,9 +175,11 @@ class Producer:
             poll()
         with self._changed:
             parts = [part for part in self._parts if part.iteration == iteration]
-        rows = [row for part in parts for row in part.rows]
+        columns = (zip(part.places, part.prompt_ids, part.rows, strict=True) for part in parts)
+        in_order = sorted(itertools.chain.from_iterable(columns), key=operator.itemgetter(0))
+        rows = [row for _, _, row in in_order]
         return Rollout(
-            prompt_ids=[ids for part in parts for ids in part.prompt_ids],
+            prompt_ids=[ids for _, ids, _ in in_order],
             completion_ids=[row.completion_ids for row in rows],
             sampler_logprobs=[row.logprobs for row in rows],
             stopped=[row.stopped for row in rows],
@@ -180,8 +201,7 @@ class Producer:
             rows: dict[RowKey, StartedRow] = {}
             for part in self._parts:
                 if part.version is not None:
-                    running = [StartedRow(part.version)] * len(part.keys)
-                    rows |= dict(zip(part.keys, part.rows or running, strict=True))
+                    rows |= part.started()
             # Rows of a checkpoint that were not offered again yet.
             return {key: row for key, row in self._known.items() if key not in rows} | rows
 
@@ -220,7 +240,7 @@ class Producer:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _split(self, iteration: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> list[Part]:
-        """Return the parts of a rollout in the order of its rows; known rows of one state stay together."""
+        """Return the parts of a rollout in the order of their first rows; known rows of one state stay together."""
         known = [self._known.pop(key, None) for key in keys]
 
         def kind(row: int) -> tuple[int, bool, int | None]:
@@ -229,10 +249,12 @@ class Producer:
             # A completion's version does not divide parts; a row that starts needs the version that it had.
             return row // self.rows_per_part, is_sampled, None if state is None or is_sampled else state.version
 
+        groups: dict[tuple[int, bool, int | None], list[int]] = {}
+        for row in range(len(keys)):
+            groups.setdefault(kind(row), []).append(row)
         parts = []
-        for (_, is_sampled, version), group in itertools.groupby(range(len(keys)), kind):
-            rows = list(group)
-            part = Part(iteration, [list(prompt_ids[i]) for i in rows], [keys[i] for i in rows])
+        for (_, is_sampled, version), rows in groups.items():
+            part = Part(iteration, rows, [list(prompt_ids[i]) for i in rows], [keys[i] for i in rows])
             if is_sampled:
                 part.rows = [known[i] for i in rows]
                 part.version = min(row.version for row in part.rows)
@@ -264,9 +286,9 @@ class Producer:
     def _run(self, part: Part) -> None:
         error, rows = None, []
         try:
-            rollout = self.sample(part.version, part.prompt_ids, part.keys)
-            columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped
-            rows = [StartedRow(part.version, *row) for row in zip(*columns, strict=True)]
+            told = functools.partial(self._keep_early, part)
+            rows = _rows(part.version, self.sample(part.version, part.prompt_ids, part.keys, told))
+            _require_same(part, rows)
         except BaseException as raised:
             error = raised
         with self._changed:
@@ -277,8 +299,18 @@ class Producer:
                 self._error = error
             self._dispatch()
             self._changed.notify_all()
-        if error is None:
-            self.arrived(part.iteration, part.keys, rows)
+        late = [i for i in range(len(rows)) if i not in part.early]
+        if error is None and late:
+            self.arrived(part.iteration, [part.keys[i] for i in late], [rows[i] for i in late])
+
+    def _keep_early(self, part: Part, place: int, rollout: Rollout) -> None:
+        """Take a row of a call that runs."""
+        (row,) = _rows(part.version, rollout)
+        with self._changed:
+            if place in part.early:
+                raise RuntimeError(f"the sampler told twice of row {place} of a call; each row arrives once")
+            part.early[place] = row
+        self.arrived(part.iteration, [part.keys[place]], [row])
 
     def _is_done(self, iteration: int) -> bool:
         """Wait for at most POLL_S; return whether all rows of a rollout are there, or raise what prevents it."""
@@ -298,6 +330,21 @@ class Producer:
 
     def _has_all(self, iteration: int) -> bool:
         return all(part.rows is not None for part in self._parts if part.iteration == iteration)
+
+
+def _rows(version: int, rollout: Rollout) -> list[StartedRow]:
+    columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped
+    return [StartedRow(version, *row) for row in zip(*columns, strict=True)]
+
+
+def _require_same(part: Part, rows: Sequence[StartedRow]) -> None:
+    """Raise RuntimeError if a row that came early is another one at the end: its score would be that of another."""
+    for place, row in part.early.items():
+        if rows[place].completion_ids != row.completion_ids:
+            raise RuntimeError(
+                f"the sampler told of row {place} of a call early, and returned another completion of it; a row must"
+                " be the same in both"
+            )
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()

@@ -1,0 +1,148 @@
+"""`onetrunk ppo` on a vLLM server: what it cannot work with is one message before training; a fake server."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from onetrunk import cli
+from onetrunk.rollouts.pool import ServerPolicy
+from onetrunk.rollouts.vllm import VLLMBackend
+from tests.ppo.support import base_model
+from tests.rollouts.stub_vllm import StubVLLM, wait_until
+from tests.stages.recipes import ROOT
+from tests.stages.small_runs import make_material, run, words_of
+
+# It waits until the test lets it go on, and shows that it waits.
+WAITS = """
+from pathlib import Path
+import time
+
+def score(completions, **kwargs):
+    Path("waits").touch()
+    while not Path("go").exists():
+        time.sleep(0.1)
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    make_material(folder)
+    (folder / "waits.py").write_text(WAITS)
+    return folder
+
+
+@pytest.fixture
+def there(material, monkeypatch):
+    monkeypatch.chdir(material)
+    return material
+
+
+def served(**settings):
+    """Return a fake server of the base of the commands."""
+    return StubVLLM(AutoModelForCausalLM.from_pretrained("base"), **settings)
+
+
+def on(url):
+    return "--use_vllm", "true", "--vllm_server_base_url", url
+
+
+def rejected(capsys, output, *options, without=()):
+    """Run PPO, which must end before training with exit code 1 and one error; return what it said."""
+    words = words_of("ppo", "--output_dir", output, *options)
+    for option in without:
+        place = words.index(option)
+        del words[place : place + 2]
+    assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert [line.startswith("error: ") for line in said.splitlines()].count(True) == 1 and "Traceback" not in said
+    # What was published to see whether the server takes it is deleted when the process ends.
+    assert not [path for path in Path(output).rglob("*.safetensors") if "_adapters" not in path.parts]
+    return " ".join(said.split())
+
+
+def test_a_run_on_a_server_trains(there, tmp_path):
+    with served() as server:
+        assert run("ppo", "--output_dir", tmp_path, *on(server.url)) == 0
+        assert any("-policy-v0" in name for _, name in server.events) and not server.missing
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(there, tmp_path, capsys):
+    options = ("--vllm_server_timeout", 0.2)
+    said = rejected(capsys, tmp_path, *on("http://127.0.0.1:9"), *options)
+    assert "vLLM server http://127.0.0.1:9: not ready after 0 s" in said and "onetrunk serve MODEL --port" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"version": "0.9.2"}, (), "its version 0.9.2 is too old; install vLLM 0.11 or later"),
+        ({"loads_adapters": False}, (), "start it with --enable-lora and the environment variable"),
+        ({"raw": True}, ("--temperature", 0.7), "start it with --logprobs-mode processed_logprobs"),
+        ({"max_rank": 1}, (), "LoRA rank 2 is greater than max_lora_rank 1.; start it with --max-lora-rank 2 or more"),
+        ({"max_length": 5}, (), "start it with --max-model-len 6 or more, or lower max_completion_length"),
+        ({}, ("--use_dora", "true"), "the adapter 'default' is DoRA (use_dora)"),
+    ],
+    ids=["too old", "no adapters", "raw logprobs", "rank", "positions", "dora"],
+)
+def test_a_server_or_an_adapter_that_cannot_be_used_is_told(settings, options, message, there, tmp_path, capsys):
+    with served(**settings) as server:
+        assert message in rejected(capsys, tmp_path, *on(server.url), *options)
+        assert not any("-policy-" in name for _, name in server.events)
+
+
+def test_another_base_model_on_the_server_is_told(there, tmp_path, capsys):
+    with StubVLLM(base_model(seed=1)) as server:
+        said = rejected(capsys, tmp_path, *on(server.url))
+        assert "serves another base model: its logprobs of" in said and "it loaded /models/base" in said
+
+
+def test_an_adapter_with_whole_modules_is_told(there, tmp_path, capsys):
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained("base")
+    get_peft_model(base, config).save_pretrained(tmp_path / "whole")
+    adapter = ("--model_name_or_path", tmp_path / "whole")
+    with served() as server:
+        said = rejected(capsys, tmp_path / "out", *on(server.url), *adapter, without=["--lora_r"])
+        assert "modules_to_save" in said and "lm_head" in said and not server.events
+
+
+def test_a_server_on_which_another_training_publishes_is_told(there, tmp_path, capsys):
+    policy = ServerPolicy(wait_s=120.0, probe_s=0.02)
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    with served() as server:
+        first = VLLMBackend(server.url, tmp_path / "first", policy=policy)
+        first.sync(get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config), 0)
+        said = rejected(capsys, tmp_path / "second", *on(server.url))
+        assert f"{server.url} is in use" in said and f"process {os.getpid()} on" in said
+        assert any("-policy-v0" in name for name in server.adapters)  # The first one goes on.
+        first.close()
+
+
+@pytest.mark.slow
+def test_of_two_commands_on_one_server_the_second_is_rejected_and_the_first_ends_well(there, tmp_path, capsys):
+    with served() as server:
+        options = ("--output_dir", tmp_path / "first", "--reward_funcs", "waits.py:score")
+        words = words_of("ppo", *options, *on(server.url))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        with (tmp_path / "log").open("w") as log:
+            first = subprocess.Popen(
+                [sys.executable, "-m", "onetrunk", *words], cwd=there, env=environment, stdout=log, stderr=log
+            )
+        try:
+            wait_until(lambda: (there / "waits").exists() or first.poll() is not None, 600)
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            said = rejected(capsys, tmp_path / "second", *on(server.url))
+            assert f"process {first.pid} on" in said and "start a server of its own for this training" in said
+            (there / "go").touch()
+            assert first.wait(600) == 0, (tmp_path / "log").read_text()
+        finally:
+            first.kill()
+        assert server.adapters == {} and not server.missing
