@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from onetrunk.rollouts.colocate import CPU_ENVIRONMENT, ENVIRONMENT
 from tests.rollouts.stub_vllm import BASE, StubVLLM
 
 
@@ -129,4 +130,7 @@ def install(monkeypatch: Any) -> type[StubEngine]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(StubEngine, "fault", None)
     monkeypatch.setattr(StubEngine, "made", [])
+    # The backend sets them for its process; tests that come later, and their child processes, must not have them.
+    for name, value in (CPU_ENVIRONMENT | ENVIRONMENT).items():
+        monkeypatch.setenv(name, value)
     return StubEngine
