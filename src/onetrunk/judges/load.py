@@ -223,8 +223,10 @@ def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | N
 
 def names_a_judge(spec: str) -> bool:
     """Return whether a text names a Judge in Python: path/to/file.py:NAME or package.module.NAME, and no folder."""
-    if spec == RUBRIC or spec.startswith((REWARD, *SERVER)) or Path(spec).expanduser().exists():
-        return spec.endswith(".py")
+    if spec == RUBRIC or spec.startswith((REWARD, *SERVER)):
+        return False
+    if Path(spec).expanduser().exists():
+        return spec.endswith(".py")  # Without a name in it, which the error asks for.
     return spec.rpartition(":")[0].endswith(".py") or is_dotted_path(spec)
 
 

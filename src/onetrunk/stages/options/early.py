@@ -273,7 +273,7 @@ def _check_reward(spec: str) -> None:
     is_word = spec in (JUDGE, PAIRWISE)
     if is_word or "/" in spec or ":" in spec or is_dotted_path(spec) or Path(spec).expanduser().is_dir():
         if spec.endswith(".py") and Path(spec).expanduser().is_file():
-            there = ", ".join(_functions_of(Path(spec).expanduser())) or "none"
+            there = ", ".join(_public(_body_of(Path(spec).expanduser()) or [], ast.FunctionDef)) or "none"
             raise ValueError(
                 f"reward function {spec!r} names a file and no function in it; write '{spec}:NAME' (functions in it:"
                 f" {there})"
@@ -288,13 +288,17 @@ def _check_reward(spec: str) -> None:
     )
 
 
-def _functions_of(path: Path) -> list[str]:
-    """Return the public functions at the top of a Python file; empty if it cannot be read as one."""
+def _body_of(path: Path) -> list[ast.stmt] | None:
+    """Return the statements of a Python file; None if it cannot be read: its import says why, with the line."""
     try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
+        return ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError):
-        return []
-    return [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+        return None
+
+
+def _public(body: Sequence[ast.stmt], kind: type[ast.FunctionDef] | type[ast.ClassDef]) -> list[str]:
+    """Return the names of the public functions, or classes, among the statements of a file."""
+    return [node.name for node in body if isinstance(node, kind) and node.name[0] != "_"]
 
 
 def _check_function(spec: str, what: str = "reward function") -> None:
@@ -306,15 +310,14 @@ def _check_function(spec: str, what: str = "reward function") -> None:
     if not path.is_file():
         folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
         raise ValueError(f"{what} {spec!r}: there is no file {path}{folder}; check the path")
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, ValueError):
-        return  # The import says what is wrong, with its line.
+    body = _body_of(path)
+    if body is None:
+        return
     names = [_defined(node) for node in body]
     if None in names or name in sum(names, []):
         return
     kind, kinds = (ast.ClassDef, "classes") if what == "judge" else (ast.FunctionDef, "functions")
-    there = [node.name for node in body if isinstance(node, kind) and node.name[0] != "_"]
+    there = _public(body, kind)
     near = difflib.get_close_matches(name, there, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there) or f'no {kinds}'}"
     raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; {hint}")
