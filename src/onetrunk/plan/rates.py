@@ -26,10 +26,12 @@ class Rates:
         hidden_half, tokens_half: width and tokens of a forward at which half of `matmul` is reached.
         layer_s: seconds per layer of a forward with its backward, beyond its products; a forward alone takes a third.
         adapter_layer_s: the same, of the adapters of a layer.
-        decode_layer_s: seconds per layer of one decoded token, of the sampler in this process.
+        decode_matmul: share of the peak that the products of a decoded token reach.
+        decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token of the sampler in this process.
         served_layer_s, served_step_s: the same of a server with CUDA graphs, and per step.
         forward_s: seconds of a forward with its backward beyond its layers.
         row_s: seconds per row and decoded token (draws, bookkeeping).
+        step_s: seconds of an optimizer step (clipping, Adam).
         token_s: seconds per token of scoring and of each pass of the update, beyond products (PPO arithmetic).
         bandwidth: share of the memory bandwidth that decoding reaches.
         link: share of the bandwidth between devices that collectives reach.
@@ -43,11 +45,14 @@ class Rates:
     tokens_half: float = 256.0
     layer_s: float = 0.0145
     adapter_layer_s: float = 0.0145
+    decode_matmul: float = 0.50
     decode_layer_s: float = 0.0009
+    decode_step_s: float = 0.0
     served_layer_s: float = 0.00004
     served_step_s: float = 0.002
     forward_s: float = 0.0
     row_s: float = 0.0
+    step_s: float = 0.0
     token_s: float = 0.0
     bandwidth: float = 0.65
     link: float = 0.7
@@ -67,7 +72,7 @@ class Rates:
             raise ValueError(f"{place}: rates must map names of {', '.join(known)} to numbers")
         for name, value in values.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and name in ("matmul", "attention", "bandwidth", "link")):
+            if not is_number or value < 0 or (value == 0 and name in ("matmul", "decode_matmul", "attention", "bandwidth", "link")):
                 raise ValueError(f"{place}: {name} of rates is {value!r}; give a number above 0")
         return cls(**{name: float(value) for name, value in values.items()})
 
@@ -77,7 +82,14 @@ class Rates:
 
     def matmul_share(self, hidden: int, tokens: float) -> float:
         """Return the share of the peak that the products of a forward of `tokens` tokens reach."""
-        return self.matmul * hidden / (hidden + self.hidden_half) * tokens / (tokens + self.tokens_half)
+        return self.matmul * self._saturation(hidden, tokens)
+
+    def decode_share(self, hidden: int, rows: float) -> float:
+        """Return the share of the peak that the products of one decoded token of `rows` rows reach."""
+        return self.decode_matmul * self._saturation(hidden, rows)
+
+    def _saturation(self, hidden: int, tokens: float) -> float:
+        return hidden / (hidden + self.hidden_half) * tokens / (tokens + self.tokens_half)
 
 
 def non_negative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float], floor: float) -> list[float]:

@@ -168,18 +168,16 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
     read = active * base_bytes + kv_cache_bytes(shape, 1, 1) * itemsize * rows * context
     bandwidth = read / divided / (device.bandwidth_gb_s * 1e9 * rates.bandwidth)
     flops = forward_flops(shape, 1, shape.num_layers) * rows + head_flops(shape, 1) * rows
-    compute = product_seconds(
-        shape, device, itemsize, matrix_flops=flops, tokens=rows if device.is_cpu else WHOLE, tensor=divided
-    ) + 2 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim * 2 / (
-        peak(device, itemsize) * rates.attention * divided
-    )
+    attention = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
+    share = rates.decode_share(shape.hidden_size, rows if device.is_cpu else WHOLE)
+    compute = (flops / share + attention / rates.attention) / peak(device, itemsize) / divided
     parts = {"bandwidth": max(0.0, bandwidth - compute), "compute": compute}
     if not local:
         parts = {name: value * UNMERGED for name, value in parts.items()}
         parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s
     else:
         compiled = rates.served_layer_s if job.compiles else rates.decode_layer_s
-        parts["launches"] = shape.num_layers * compiled + rows * rates.row_s
+        parts["launches"] = shape.num_layers * compiled + rates.decode_step_s + rows * rates.row_s
         if base_bytes <= INT8_BYTES:
             parts["compute"] += bandwidth * (UNPACKING[True] - 1)
     if divided > 1:
@@ -351,6 +349,7 @@ def update_time(job: Job, layout: TrainLayout) -> PhaseTime:
         stored = packs.tokens * shape.hidden_size * job.itemsize * above * packs.number
         parts["offload"] = 2 * stored / RELOAD
     parts = {name: value * epochs for name, value in parts.items()}
+    parts["other"] += epochs * job.num_minibatches * rates.step_s
     link = _reduce_seconds(job, layout) * epochs * job.num_minibatches
     if layout.shards > 1:
         link += _gather_seconds(job, layout, packs, "update", parts["compute"])
