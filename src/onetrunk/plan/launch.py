@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onetrunk.plan.cost import cost_of
-from onetrunk.plan.evaluate import ASYNC_STALENESS, Plan, host_gib
+from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, host_gib
 from onetrunk.plan.hardware import Catalog
 from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
 from onetrunk.plan.search import MANY_ROWS
@@ -18,7 +18,7 @@ from onetrunk.utils.files import atomic_write_text
 
 TEMPLATES = Path(__file__).with_name("templates")
 # The first server listens here, the next one on the port after it.
-PORT = 8100
+PORT, REWARD_PORT = 8100, 8090
 CPUS_PER_GPU = 8
 # Ranks that vLLM serves.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -46,6 +46,7 @@ class Launch:
         base: name or folder of its base, which servers load.
         folder: that the files go to.
         is_overridden: the model is not the recipe's, so the command names it.
+        reward: name of the reward model, which a plan may put on a server.
     """
 
     job: Job
@@ -57,6 +58,20 @@ class Launch:
     folder: str
     market: str = "on_demand"
     is_overridden: bool = False
+    reward: str | None = None
+
+    @property
+    def served_devices(self) -> int:
+        """Devices of servers: of samplers, and of the reward."""
+        plan = self.plan
+        return (plan.sample.count if plan.sample.engine == SERVER else 0) + (
+            REWARD_DEVICES if plan.has_reward_server else 0
+        )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the plan needs a server."""
+        return self.served_devices > 0
 
     @property
     def machines(self) -> int:
@@ -72,9 +87,9 @@ class Launch:
     def shares_machine(self) -> bool:
         """Whether servers stand on the trainer's only machine."""
         plan = self.plan
-        if plan.sample.engine != SERVER or plan.sample.device.name != plan.train.device.name:
+        if plan.sample.device.name != plan.train.device.name:
             return False
-        return plan.train.count + plan.sample.count <= plan.train.per_node
+        return self.has_servers and plan.train.count + self.served_devices <= plan.train.per_node
 
     @property
     def about(self) -> str:
@@ -114,16 +129,20 @@ def settings_of(launch: Launch) -> list[str]:
         words += ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *_urls(launch)]
     elif plan.sample.rows < job.rows // train.data:
         words += ["--max_rollout_rows", str(plan.sample.rows)]
+    if plan.has_reward_server:
+        words += ["--reward_funcs", f"{_host(launch)}:{REWARD_PORT}/classify#model={launch.reward}&tokenizer={launch.reward}"]
     if train.device.is_cpu:
         words += ["--use_cpu", "true"]
     return words
 
 
+def _host(launch: Launch) -> str:
+    """Return where servers are: this machine, or the one that the variable SERVER_HOST names."""
+    return "http://localhost" if launch.shares_machine else "http://$SERVER_HOST"
+
+
 def _urls(launch: Launch) -> list[str]:
-    """Return the addresses of the servers: on this machine, or on the hosts of the variable SERVER_HOST."""
-    sample = launch.plan.sample
-    host = "localhost" if launch.shares_machine else "$SERVER_HOST"
-    return [f"http://{host}:{PORT + number}" for number in range(sample.replicas)]
+    return [f"{_host(launch)}:{PORT + number}" for number in range(launch.plan.sample.replicas)]
 
 
 def trainer_command(launch: Launch, rendezvous: str = "") -> str:
@@ -184,12 +203,12 @@ def _accelerate(launch: Launch) -> str:
 
 
 def _before(launch: Launch) -> str:
-    if launch.plan.sample.engine != SERVER:
+    if not launch.has_servers:
         return ""
     script = f"bash {launch.folder}/servers.sh"
     if launch.shares_machine:
         return f"\n# The servers come first, in a shell of their own: {script}"
-    machines = math.ceil(launch.plan.sample.count / launch.plan.train.per_node)
+    machines = math.ceil(launch.served_devices / launch.plan.train.per_node)
     where = "a machine of their own" if machines == 1 else f"{machines} machines behind one name"
     return f"\n# The servers come first, on {where}: {script}. SERVER_HOST is the name of that machine."
 
@@ -197,7 +216,7 @@ def _before(launch: Launch) -> str:
 def launch_files(launch: Launch) -> dict[str, str]:
     """Return the text of each file by its name."""
     plan, train = launch.plan, launch.plan.train
-    before, needs_host = _before(launch), plan.sample.engine == SERVER and not launch.shares_machine
+    before, needs_host = _before(launch), launch.has_servers and not launch.shares_machine
     environment = ': "${SERVER_HOST:?the name of the machine of the servers}"\n' if needs_host else ""
     if train.device.is_cpu and train.count > 1:
         environment += "export ACCELERATE_USE_CPU=true\n"
@@ -214,23 +233,36 @@ def launch_files(launch: Launch) -> dict[str, str]:
         )
     }  # fmt: skip
     files["accelerate.yaml"] = _accelerate(launch)
-    if plan.sample.engine == SERVER:
-        devices = plan.sample.tensor * plan.sample.stages
-        room = plan.train.per_node - (train.count if launch.shares_machine else 0)
-        here = min(plan.sample.replicas, max(1, room // devices))
-        files["servers.sh"] = render(
-            "servers.sh", per_machine=here, port=PORT, last=here - 1, devices=devices, command=server_command(launch),
-            offset=train.count if launch.shares_machine else 0,
-        )  # fmt: skip
+    if launch.has_servers:
+        files["servers.sh"] = _servers(launch)
     if not train.device.is_cpu:
         files |= _scheduler_files(launch, common, environment)
     return files
 
 
+def _servers(launch: Launch) -> str:
+    """Return the script that starts the servers of one machine."""
+    plan, offset = launch.plan, launch.plan.train.count if launch.shares_machine else 0
+    devices, here = plan.sample.tensor * plan.sample.stages, 0
+    if plan.sample.engine == SERVER:
+        here = min(plan.sample.replicas, max(1, (plan.train.per_node - offset) // devices))
+    sampler = ""
+    if here:
+        sampler = render(
+            "samplers.txt", last=here - 1, offset=offset, devices=devices, command=server_command(launch)
+        )
+    reward = ""
+    if plan.has_reward_server:
+        host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
+        reward = render("reward.txt", device=offset + here * devices, model=shlex.quote(str(launch.reward)), host=host,
+                        port=REWARD_PORT)  # fmt: skip
+    return render("servers.sh", port=PORT, servers=sampler + reward, about=launch.about)
+
+
 def _scheduler_files(launch: Launch, common: dict[str, object], environment: str) -> dict[str, str]:
     plan, train = launch.plan, launch.plan.train
     cost = cost_of(launch.job, plan, launch.catalog)
-    here = launch.trainers + (plan.sample.count if launch.shares_machine else 0)
+    here = launch.trainers + (launch.served_devices if launch.shares_machine else 0)
     hours = min(24 * 7, math.ceil(1.2 * cost.high_hours))
     time = f"{hours // 24}-{hours % 24:02d}:00:00" if hours >= 24 else f"{hours:02d}:00:00"
     several, shape = launch.machines > 1, "--num_machines {} --num_processes {} --main_process_ip {} --main_process_port {} "

@@ -28,7 +28,8 @@ class Rates:
         adapter_layer_s: the same, of the adapters of a layer.
         decode_matmul: share of the peak that the products of a decoded token reach.
         decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token of the sampler in this process.
-        served_layer_s, served_step_s: the same of a server with CUDA graphs, and per step.
+        served_layer_s, served_step_s, served_row_s: of a server with CUDA graphs per layer, per step, and per row and
+            step (draws, logprobs, text); the last was set to the one published throughput of a server.
         forward_s: seconds of a forward with its backward beyond its layers.
         row_s: seconds per row and decoded token (draws, bookkeeping).
         step_s: seconds of an optimizer step (clipping, Adam).
@@ -50,6 +51,7 @@ class Rates:
     decode_step_s: float = 0.0
     served_layer_s: float = 0.00004
     served_step_s: float = 0.002
+    served_row_s: float = 0.00004
     forward_s: float = 0.0
     row_s: float = 0.0
     step_s: float = 0.0

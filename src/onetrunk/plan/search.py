@@ -50,7 +50,7 @@ class Space:
         keeps_settings: microbatch, checkpointing and offloading stay as the recipe has them.
         pipelines: stages of a server's pipeline that are tried.
         tokens: of a forward that are tried.
-        least, most: devices in all.
+        serves_reward: the reward model may have a device of its own.
     """
 
     schedules: Sequence[str] = ("sync", "one_step", "async")
@@ -59,6 +59,7 @@ class Space:
     keeps_settings: bool = False
     pipelines: Sequence[int] = (1,)
     tokens: Sequence[int] = TOKENS
+    serves_reward: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,10 @@ def inner_layouts(job: Job, train: TrainLayout, engine: str, pool: Pool) -> Iter
         yield from (SampleLayout(train.device, COLOCATED, train.data, rows=cap) for cap in SERVED_ROWS)
 
 
-def reward_places(job: Job, pool: Pool) -> tuple[bool, ...]:
+def reward_places(job: Job, pool: Pool, space: Space) -> tuple[bool, ...]:
     """Return whether the reward model may have a device of its own."""
-    return (False, True) if job.reward is not None and pool.count > REWARD_DEVICES else (False,)
+    is_possible = space.serves_reward and job.reward is not None and pool.count > REWARD_DEVICES
+    return (False, True) if is_possible and not pool.device.is_cpu else (False,)
 
 
 # --- fronts ---------------------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def train_options(job: Job, pools: Sequence[Pool], space: Space) -> list[TrainOp
     options = []
     for pool in pools:
         for layout in train_layouts(job, pool, space):
-            for served in reward_places(job, pool):
+            for served in reward_places(job, pool, space):
                 if layout.count + (REWARD_DEVICES if served else 0) > pool.count:
                     continue
                 memory = train_memory(job, layout, served)

@@ -174,7 +174,7 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
     parts = {"bandwidth": max(0.0, bandwidth - compute), "compute": compute}
     if not local:
         parts = {name: value * UNMERGED for name, value in parts.items()}
-        parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s
+        parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s + rows * rates.served_row_s
     else:
         compiled = rates.served_layer_s if job.compiles else rates.decode_layer_s
         parts["launches"] = shape.num_layers * compiled + rates.decode_step_s + rows * rates.row_s

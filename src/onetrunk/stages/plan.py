@@ -22,7 +22,7 @@ from onetrunk.plan.job import DTYPES, Job, job_of
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.other_stages import Around, around_times
 from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware
-from onetrunk.plan.shapes import ADAPTER_CONFIG, read_model
+from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.simulate import save_gantt, simulate
 from onetrunk.stages.options.early import check_ppo_settings, say
 from onetrunk.stages.options.plan_words import PlanWords, plan_words
@@ -47,6 +47,7 @@ class Request:
     model: str
     base: str
     is_overridden: bool
+    reward: str | None
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
@@ -97,10 +98,11 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         raise UsageError("the recipe names no model; give --model")
     model = read_model(name)
     adapter = Path(name).expanduser() / ADAPTER_CONFIG
+    reward, reward_name = _reward_of(own, values)
     job = job_of(
         values,
         model,
-        reward=_reward_of(own, values),
+        reward=reward,
         prompt_tokens=own["prompt_tokens"],
         completion_tokens=own["completion_tokens"],
         spread=own["length_spread"],
@@ -114,6 +116,7 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         base_bytes=tuple(DTYPES[dtype] for dtype in own["dtypes"] or ()),
         keeps_settings=own["keep_settings"],
         pipelines=(1, *own["pipeline_stages"]),
+        serves_reward=reward_name is not None,
     )
     around = Around(
         own["label_prompts"], own["label_completions"], _model_or_none(own["judge_model"]), own["reward_pairs"],
@@ -121,26 +124,31 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     )  # fmt: skip
     base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else name
     is_overridden = own["model"] is not None and own["model"] != values["model_name_or_path"]
-    return Request(job, pools, catalog, space, around, name, base, is_overridden)
+    return Request(job, pools, catalog, space, around, name, base, is_overridden, reward_name)
 
 
 def _model_or_none(name: str | None) -> Any:
     return None if name is None else read_model(name)
 
 
-def _reward_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """Return the reward model: the one that is named, or the recipe's only model whose config is here."""
-    if own["reward_model"] is not None:
-        return read_model(own["reward_model"])
+def _reward_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[ModelFacts | None, str | None]:
+    """Return the reward model, and its name if it may stand on a server.
+
+    It is the one that is named, or the recipe's only model whose config is here. One of several rewards stays where it
+    is, because the launch files would have to repeat the others.
+    """
     written = values["reward_funcs"] or []
-    for spec in [written] if isinstance(written, str) else written:
+    specs = [written] if isinstance(written, str) else list(written)
+    if own["reward_model"] is not None:
+        return read_model(own["reward_model"]), own["reward_model"] if len(specs) <= 1 else None
+    for spec in specs:
         if ":" in spec or spec in ("judge", "pairwise"):
             continue
         try:
-            return read_model(spec)
+            return read_model(spec), spec if len(specs) == 1 else None
         except ValueError:
             continue
-    return None
+    return None, None
 
 
 def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
@@ -190,7 +198,7 @@ def _write(request: Request, ranking: Sequence[Ranked], own: Mapping[str, Any]) 
     config = own["config"] or "YOUR_RECIPE.yaml"
     launch = Launch(
         request.job, best, request.catalog, config, request.model, request.base, str(folder), own["market"],
-        request.is_overridden,
+        request.is_overridden, request.reward,
     )  # fmt: skip
     paths = write_files(launch)
     cost = cost_of(request.job, best, request.catalog)
