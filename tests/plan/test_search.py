@@ -25,7 +25,11 @@ from onetrunk.plan.timing import COLOCATED, LOCAL, SERVER
 from tests.plan.support import SMALL, device, job, job_7b, pool
 
 FEW = Space(tokens=(2048, 8192))
-EXAMPLES = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=12)
+
+
+def examples(number):
+    return settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=number)
+
 
 
 def everything(one_job, pools, space):
@@ -55,8 +59,7 @@ def objective_of(plan, objective):
     return value_of(objective, plan.iteration_s, plan.count, plan.usd_per_hour("on_demand"))[0]
 
 
-@EXAMPLES
-@given(
+SPACES = given(
     count=st.integers(1, 4),
     memory=st.sampled_from([1.2, 3.0, 40.0]),
     speed=st.sampled_from([0.01, 1.0, 900.0]),
@@ -67,7 +70,28 @@ def objective_of(plan, objective):
     has_reward=st.booleans(),
     engines=st.sampled_from([(LOCAL, COLOCATED, SERVER), (LOCAL,), (SERVER,)]),
 )
-def test_the_search_equals_trying_everything(count, memory, speed, rows, spread, objective, second, has_reward, engines):
+
+
+@examples(10)
+@SPACES
+def test_the_search_equals_trying_everything(**space):
+    check_equal_to_everything(**space)
+
+
+@pytest.mark.slow
+@examples(150)
+@SPACES
+def test_the_search_equals_trying_everything_on_many_spaces(**space):
+    check_equal_to_everything(**space)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_search_equals_trying_everything_where_all_kinds_of_plans_fit(objective):
+    plans = check_equal_to_everything(4, 40.0, 1.0, 8, 0.9, objective, True, True, (LOCAL, COLOCATED, SERVER))
+    assert plans > 1000
+
+
+def check_equal_to_everything(count, memory, speed, rows, spread, objective, second, has_reward, engines):
     one = job(rollout_batch_size=rows, reward=SMALL if has_reward else None)
     one = replace(one, lengths=replace(one.lengths, spread=spread))
     pools = [pool(count, memory_gib=memory, tflops=speed)]
@@ -82,9 +106,10 @@ def test_the_search_equals_trying_everything(count, memory, speed, rows, spread,
         # Whatever is ranked fits, and the first is the best of the list.
         assert all(entry.plan.shortage() is None for entry in ranking)
         assert objective_of(ranking[0].plan, objective) == min(objective_of(e.plan, objective) for e in ranking)
+    return len(tried)
 
 
-@EXAMPLES
+@examples(6)
 @given(
     count=st.integers(1, 24),
     more=st.integers(1, 24),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ ASSUMED_PROMPT = 256
 MEAN_SHARE = 0.5
 # Of the logarithm of completion lengths; 0.6 is that of chat replies, 1 has a heavy tail.
 SPREAD = 0.6
+NORMAL = statistics.NormalDist()
 SCHEDULES = ("sync", "one_step", "async")
 
 
@@ -62,12 +64,11 @@ class Lengths:
         return 0.5 * math.erfc((math.log(length) - middle) / (self.spread * math.sqrt(2)))
 
     def quantile(self, share: float) -> float:
-        """Return the length that a share of the completions does not exceed."""
-        low, high = 0.0, float(self.longest)
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.survival(middle) > 1 - share else (low, middle)
-        return high
+        """Return the length that a share of the completions does not exceed; `share` is above 0 and below 1."""
+        if self.spread == 0:
+            return self.completion
+        middle = math.log(max(1e-9, self._uncut_mean())) - self.spread**2 / 2
+        return min(float(self.longest), math.exp(middle + self.spread * NORMAL.inv_cdf(share)))
 
     def _uncut_mean(self) -> float:
         """Return the mean before the cut at `longest`, such that the mean after it is `completion`."""

@@ -188,7 +188,7 @@ def render(name: str, **values: object) -> str:
 
 def _accelerate(launch: Launch) -> str:
     train = launch.plan.train
-    sections, kind = "", "MULTI_GPU" if train.count > 1 else "NO"
+    sections, kind = "", "MULTI_GPU" if train.count > 1 else "'NO'"
     if train.tensor > 1:
         sections = render("parallelism.txt", replicate=1, shard=1, tensor=train.tensor)
     elif train.shards > 1:

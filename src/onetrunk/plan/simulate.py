@@ -71,11 +71,7 @@ class _Replica:
 
 def drawn_lengths(lengths: Lengths, count: int, source: random.Random) -> list[float]:
     """Return completion lengths, drawn from the distribution that the plan assumes."""
-    drawn = []
-    for _ in range(count):
-        drawn.append(max(1.0, float(lengths.longest) if lengths.spread == 0 and lengths.completion >= lengths.longest
-                         else lengths.quantile(source.random())))  # fmt: skip
-    return drawn
+    return [max(1.0, lengths.quantile(source.uniform(1e-9, 1 - 1e-9))) for _ in range(count)]
 
 
 class Simulation:
