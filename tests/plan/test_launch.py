@@ -170,3 +170,21 @@ def test_a_plan_without_servers_writes_none(tmp_path):
     files = launch_files(Launch(launch.job, plan, load_catalog(), CONFIG, "m", "m", str(tmp_path)))
     assert set(files) == {"launch.sh", "accelerate.yaml"} and "--use_cpu true" in files["launch.sh"]
     assert yaml.safe_load(files["accelerate.yaml"])["use_cpu"] is True
+
+
+PLANNED = ROOT / "recipes" / "launch" / "planned"
+# Run it again after a change of templates or rates.
+PLANNED_COMMAND = """plan --config recipes/llama-3.1-8b/ppo.yaml --model meta-llama/Llama-3.1-8B --hardware 8xH100-80GB
+    --schedules one_step --engines server --completion_tokens 300 --prompt_tokens 200 --write recipes/launch/planned"""
+
+
+def test_the_example_of_the_repository_is_what_a_plan_writes(monkeypatch, tmp_path):
+    from onetrunk import cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(PLANNED_COMMAND.split()) == 0
+    for path in sorted((tmp_path / "recipes/launch/planned").iterdir()):
+        # Drawings and the last digits of numbers differ between versions and processors.
+        if path.suffix not in (".png", ".svg", ".json"):
+            assert path.read_text() == (PLANNED / path.name).read_text(), f"run onetrunk {PLANNED_COMMAND}"
+    assert (PLANNED / "gantt.svg").is_file()

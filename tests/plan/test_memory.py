@@ -8,7 +8,6 @@ from onetrunk.plan.errors import WITHIN, cross_checked, published
 from onetrunk.plan.hardware import GIB
 from onetrunk.plan.memory import (
     FITTED,
-    TILE_BYTES,
     Constants,
     Training,
     fit_constants,
@@ -32,7 +31,7 @@ def test_the_parts_of_a_lora_training_by_hand():
         "gradients": 4 * 5000,
         "optimizer": 8 * 5000,
         "activations": 1000 * 64 * 4 * 2 + 10 * 1000 * 64 + 3 * 1000 * 128,
-        "logits": TILE_BYTES,
+        "logits": 12 * 1000 * 1000,
         "transient": 0.0,
         "runtime": GIB,
     }

@@ -31,7 +31,6 @@ def examples(number):
     return settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=number)
 
 
-
 def everything(one_job, pools, space):
     """Yield every plan that fits, without any pruning: each layout of the trainer with each of the samplers."""
     for own in pools:
@@ -196,7 +195,8 @@ def test_what_does_not_fit_says_by_how_much_and_on_what_it_would():
 def test_layouts_divide_rows_and_heads():
     one = job(rollout_batch_size=12, num_minibatches=2)
     layouts = list(train_layouts(one, pool(16), Space(tokens=())))
-    # 12 prompts: 1, 2, 3 and 6 processes; 12 would leave one row for two minibatches. 2 key-value heads: groups of 1 or 2.
+    # 12 prompts: 1, 2, 3 and 6 processes; 12 would leave one row for two minibatches. With 2 key-value heads,
+    # groups have 1 or 2 devices.
     assert {layout.data for layout in layouts} == {1, 2, 3, 6}
     assert {layout.tensor for layout in layouts} == {1, 2}
     kept = list(train_layouts(one, pool(1), Space(keeps_settings=True)))

@@ -8,8 +8,6 @@ of the room that imports torch, and only when it runs.
 from __future__ import annotations
 
 import gc
-import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,7 +37,16 @@ VOCAB, RANK = 512, 8
 # A measurement is the median of this many runs, after one that is not counted.
 RUNS = 3
 HALVES = (0.0, 16.0, 64.0, 256.0, 1024.0)
-IMPORTS = "import resource, sys; import onetrunk.stages.ppo; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+# The kernel's own peak of the process: getrusage would count the memory of the parent, from which it was forked.
+IMPORTS = """
+import onetrunk.stages.ppo
+try:
+    lines = open("/proc/self/status").read().splitlines()
+    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")))
+except (OSError, StopIteration):
+    import resource, sys
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ def _synchronize() -> None:
 
 
 def _clock() -> Callable[[], float]:
-    """Return the clock: with one thread on a CPU, processor seconds, which other programs on the machine do not lengthen."""
+    """Return the clock: with one thread on a CPU, processor time, which other programs do not lengthen."""
     import torch
 
     is_alone = not torch.cuda.is_available() and torch.get_num_threads() == 1
@@ -296,16 +303,20 @@ def _optimizer_seconds(model: TrunkModel) -> float:
 
 def _imported_gib() -> float:
     """Return the memory of a process that has imported what a PPO run imports."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     if done.returncode:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024) / GIB
+        raise RuntimeError(
+            f"the imports of a PPO run fail: {done.stderr.strip().splitlines()[-1]}; see onetrunk doctor"
+        )
+    return int(done.stdout.split()[-1]) / GIB
 
 
 def hardware_text(measured: Calibration) -> str:
     """Return the hardware file of a measured machine."""
     device = measured.device
-    values: dict[str, Any] = {f.name: getattr(device, f.name) for f in fields(device) if f.name not in ("name", "rates")}
+    values: dict[str, Any] = {
+        f.name: getattr(device, f.name) for f in fields(device) if f.name not in ("name", "rates")
+    }
     values = {name: round(v, 6) if isinstance(v, float) else v for name, v in values.items() if v is not None}
     # Six significant digits: a time of microseconds is lost by rounding to a place.
     values["rates"] = {name: float(f"{value:.6g}") for name, value in device.rates.as_values().items()}

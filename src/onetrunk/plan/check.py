@@ -6,6 +6,7 @@ what is compared is the arithmetic alone.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,9 @@ def check_run(
     own = own or {}
     record, log = _record(folder), _log(folder)
     settings = {**defaults, **{k: v for k, v in record["settings"].items() if k in defaults}}
-    settings["activation_checkpointing"] = settings.get("activation_checkpointing") or settings.get("gradient_checkpointing")
+    settings["activation_checkpointing"] = settings.get("activation_checkpointing") or settings.get(
+        "gradient_checkpointing"
+    )
     timed = [entry for entry in log if any(f"time/{phase}_s" in entry for phase in PHASES)]
     rollouts = _rollouts(record, timed)
     begin = next((entry for entry in log if entry.get("event") == "begin"), {})
@@ -101,7 +104,9 @@ def _record(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} has no readable {RECORD}, which onetrunk ppo writes; give its output_dir") from error
+        raise ValueError(
+            f"{folder} has no readable {RECORD}, which onetrunk ppo writes; give its output_dir"
+        ) from error
     if record.get("verb") != "ppo":
         raise ValueError(f"{folder} is a run of {record.get('verb')}; --check compares runs of onetrunk ppo")
     return record
@@ -155,27 +160,35 @@ def _reward(own: Mapping[str, Any], settings: Mapping[str, Any], notes: list[str
 
 
 def _prompt_tokens(folder: Path, settings: Mapping[str, Any], notes: list[str]) -> float | None:
-    """Return the mean tokens of the prompts in the run's samples, counted with its own tokenizer; None without one."""
-    tokenizer, samples = folder / "tokenizer.json", folder / "_report" / "completions-before.jsonl"
-    if not tokenizer.is_file() or not samples.is_file():
+    """Return the mean tokens of the run's prompts, counted with its own tokenizer; None where they are not here.
+
+    They are in the samples of its held-out prompts, or in the file of rows that it trained on.
+    """
+    tokenizer = folder / "tokenizer.json"
+    places = [folder / "_report" / "completions-before.jsonl", Path(str(settings.get("dataset_name") or ""))]
+    samples = next((path for path in places if path.suffix == ".jsonl" and path.is_file()), None)
+    if samples is None or not tokenizer.is_file():
         return None
     from tokenizers import Tokenizer
 
     reader, counts = Tokenizer.from_file(str(tokenizer)), []
-    for line in samples.read_text(encoding="utf-8").splitlines()[:COUNTED]:
-        prompt = json.loads(line).get("prompt")
-        texts = [prompt] if isinstance(prompt, str) else [str(m.get("content", "")) for m in prompt or []]
-        # A message has a mark before and one behind it in most templates.
-        counts.append(sum(len(reader.encode(text).ids) + (0 if isinstance(prompt, str) else 2) for text in texts))
+    with samples.open(encoding="utf-8") as file:
+        for line in itertools.islice(file, COUNTED):
+            prompt = json.loads(line).get("prompt")
+            texts = [prompt] if isinstance(prompt, str) else [str(m.get("content", "")) for m in prompt or []]
+            # A message has a mark before it and one after it in most templates, and the reply one before it.
+            marks = 0 if isinstance(prompt, str) else 2 * len(texts) + 1
+            counts.append(marks + sum(len(reader.encode(text).ids) for text in texts))
     if not counts:
         return None
-    notes.append(f"prompts have {statistics.fmean(counts):.1f} tokens on average (samples of the run)")
+    notes.append(f"prompts have {statistics.fmean(counts):.1f} tokens on average (counted in {samples})")
     return statistics.fmean(counts)
 
 
 def _plan_of_run(job: Job, device: Device, processes: int) -> Plan:
     train = TrainLayout(
-        device, processes, 1, 1, max(1, processes), job.base_bytes, job.microbatch_rows, job.microbatch_tokens or 2**31,
+        device, processes, 1, 1, max(1, processes), job.base_bytes, job.microbatch_rows,
+        job.microbatch_tokens or 2**31,
         job.is_checkpointed, job.is_offloaded,
     )  # fmt: skip
     engine = SERVER if job.uses_server else LOCAL
@@ -199,7 +212,8 @@ def check_lines(checked: Checked) -> list[str]:
     """Return the comparison, for people."""
     train = checked.plan.train
     lines = [
-        f"{checked.folder}: {checked.rollouts} rollouts of {checked.job.rows} rows on {train.count} x {train.device.name}",
+        f"{checked.folder}: {checked.rollouts} rollouts of {checked.job.rows} rows on {train.count} x"
+        f" {train.device.name}",
         *(f"assumed: {note}" for note in checked.notes),
         f"{'':<14}{'predicted':>12}{'measured':>12}{'error':>9}  goal",
     ]
@@ -207,7 +221,8 @@ def check_lines(checked: Checked) -> list[str]:
         goal = GOALS["memory" if line.unit == "GiB" else "phase"]
         verdict = "within" if abs(line.error) <= goal else "missed"
         lines.append(
-            f"{line.what:<14}{line.predicted:>10.3f} {line.unit:<3}{line.measured:>8.3f} {line.unit:<3}{line.error:>+7.0%}"
+            f"{line.what:<14}{line.predicted:>10.3f} {line.unit:<3}{line.measured:>8.3f} {line.unit:<3}"
+            f"{line.error:>+7.0%}"
             f"  {verdict} {goal:.0%}"
         )
     if not train.device.rates.is_calibrated:

@@ -165,9 +165,7 @@ def sample_memory(
             added["transient"] = job.shape.parameters * train.base_bytes / train.tensor
         return {"generate": parts | added}
     adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
-    served = server_parts(
-        job.shape, rows, width, min(2.0, job.base_bytes), adapters, sample.tensor, sample.stages
-    )
+    served = server_parts(job.shape, rows, width, min(2.0, job.base_bytes), adapters, sample.tensor, sample.stages)
     if sample.engine == SERVER:
         return {"server": served}
     parts = {name: trainer[name] for name in kept if name in trainer}
@@ -224,7 +222,10 @@ def evaluate(
 
 def host_gib(job: Job, plan: Plan) -> dict[str, float]:
     """Return the GiB of system memory per trainer device, by what takes them."""
-    parts = {"process": 4.0, "weights while loading": job.shape.parameters * job.model.itemsize / GIB / plan.train.per_node}
+    parts = {
+        "process": 4.0,
+        "weights while loading": job.shape.parameters * job.model.itemsize / GIB / plan.train.per_node,
+    }
     if plan.train.is_offloaded:
         packs = packs_of(job, plan.train)
         stored = packs.tokens * job.shape.hidden_size * job.itemsize * job.adapted_layers

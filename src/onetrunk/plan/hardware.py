@@ -87,7 +87,9 @@ def load_catalog(user_file: str | None = None) -> Catalog:
     if user_file is not None:
         path = Path(user_file).expanduser()
         if not path.is_file():
-            raise ValueError(f"the hardware file {path} does not exist (working folder {Path.cwd()}); give a YAML file")
+            raise ValueError(
+                f"the hardware file {path} does not exist (working folder {Path.cwd()}); give a YAML file"
+            )
         own = _content(path)
         for name, values in own.get("devices", {}).items():
             devices[name] = _device(name, values, devices.get(name), path)

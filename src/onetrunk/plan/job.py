@@ -282,8 +282,8 @@ def _lengths(
         assumed.append(f"completions of {completion_tokens:g} tokens on average (--completion_tokens)")
     if not 0 < completion_tokens <= longest:
         raise ValueError(
-            f"--completion_tokens is {completion_tokens:g} and max_completion_length {longest}; give a mean above 0 and"
-            " at most that"
+            f"--completion_tokens is {completion_tokens:g} and max_completion_length {longest}; give a mean above 0"
+            " and at most that"
         )
     if not 0 < prompt_tokens <= longest_prompt:
         raise ValueError(
@@ -309,7 +309,9 @@ def _adapted_layers(text: str, layers: int) -> int:
         return layers
     number = text.removeprefix("top-")
     if not number.isdigit() or not 1 <= int(number) <= layers:
-        raise ValueError(f"adapter_layers is {text!r}; this model has {layers} layers: write all, or top-1 to top-{layers}")
+        raise ValueError(
+            f"adapter_layers is {text!r}; this model has {layers} layers: write all, or top-1 to top-{layers}"
+        )
     return int(number)
 
 

@@ -130,7 +130,10 @@ def settings_of(launch: Launch) -> list[str]:
     elif plan.sample.rows < job.rows // train.data:
         words += ["--max_rollout_rows", str(plan.sample.rows)]
     if plan.has_reward_server:
-        words += ["--reward_funcs", f"{_host(launch)}:{REWARD_PORT}/classify#model={launch.reward}&tokenizer={launch.reward}"]
+        words += [
+            "--reward_funcs",
+            f"{_host(launch)}:{REWARD_PORT}/classify#model={launch.reward}&tokenizer={launch.reward}",
+        ]
     if train.device.is_cpu:
         words += ["--use_cpu", "true"]
     return words
@@ -158,7 +161,9 @@ def trainer_command(launch: Launch, rendezvous: str = "") -> str:
         return f"onetrunk ppo {words}"
     config = shlex.quote(f"{launch.folder}/accelerate.yaml")
     shape = rendezvous or f"--num_processes {launch.plan.train.count} "
-    return f"accelerate launch --config_file {config} {shape}--rdzv_backend c10d --max_restarts 3 scripts/ppo.py {words}"
+    return (
+        f"accelerate launch --config_file {config} {shape}--rdzv_backend c10d --max_restarts 3 scripts/ppo.py {words}"
+    )
 
 
 def server_command(launch: Launch) -> str:
@@ -172,7 +177,7 @@ def server_command(launch: Launch) -> str:
         words += ["--max_loras", str(adapters), "--max_model_len", str(job.lengths.width)]
         words += ["--tensor_parallel_size", str(sample.tensor), "--port"]
         # In an environment of its own vLLM has an interpreter of its own.
-        return f"{shlex.join(words)} $(({PORT} + number)) ${{VLLM_PYTHON:+--python \"$VLLM_PYTHON\"}}"
+        return f'{shlex.join(words)} $(({PORT} + number)) ${{VLLM_PYTHON:+--python "$VLLM_PYTHON"}}'
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", launch.base, "--host", host, "--enable-lora"]
     words += ["--max-lora-rank", str(rank), "--max-loras", str(adapters), "--max-model-len", str(job.lengths.width)]
     words += ["--tensor-parallel-size", str(sample.tensor), "--pipeline-parallel-size", str(sample.stages)]
@@ -215,7 +220,7 @@ def _before(launch: Launch) -> str:
 
 def launch_files(launch: Launch) -> dict[str, str]:
     """Return the text of each file by its name."""
-    plan, train = launch.plan, launch.plan.train
+    train = launch.plan.train
     before, needs_host = _before(launch), launch.has_servers and not launch.shares_machine
     environment = ': "${SERVER_HOST:?the name of the machine of the servers}"\n' if needs_host else ""
     if train.device.is_cpu and train.count > 1:
@@ -225,10 +230,13 @@ def launch_files(launch: Launch) -> dict[str, str]:
     common = {"about": launch.about, "folder": launch.folder, "machines": launch.machines, "before": before}
     several = launch.machines > 1
     nodes = "--num_machines {n} --num_processes {p} --main_process_ip {ip} --main_process_port {port} "
-    hand = nodes.format(n=launch.machines, p=train.count, ip='"$MAIN_HOST"', port=29400) + '--machine_rank "$NODE_RANK" '
+    hand = (
+        nodes.format(n=launch.machines, p=train.count, ip='"$MAIN_HOST"', port=29400) + '--machine_rank "$NODE_RANK" '
+    )
     files = {
         "launch.sh": render(
-            "launch.sh", about=launch.about, environment=environment, command=trainer_command(launch, hand if several else ""),
+            "launch.sh", about=launch.about, environment=environment,
+            command=trainer_command(launch, hand if several else ""),
             before=before + ("\n# On each machine, with MAIN_HOST and NODE_RANK set." if several else ""),
         )
     }  # fmt: skip
@@ -248,9 +256,7 @@ def _servers(launch: Launch) -> str:
         here = min(plan.sample.replicas, max(1, (plan.train.per_node - offset) // devices))
     sampler = ""
     if here:
-        sampler = render(
-            "samplers.txt", last=here - 1, offset=offset, devices=devices, command=server_command(launch)
-        )
+        sampler = render("samplers.txt", last=here - 1, offset=offset, devices=devices, command=server_command(launch))
     reward = ""
     if plan.has_reward_server:
         host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
@@ -265,7 +271,10 @@ def _scheduler_files(launch: Launch, common: dict[str, object], environment: str
     here = launch.trainers + (launch.served_devices if launch.shares_machine else 0)
     hours = min(24 * 7, math.ceil(1.2 * cost.high_hours))
     time = f"{hours // 24}-{hours % 24:02d}:00:00" if hours >= 24 else f"{hours:02d}:00:00"
-    several, shape = launch.machines > 1, "--num_machines {} --num_processes {} --main_process_ip {} --main_process_port {} "
+    several, shape = (
+        launch.machines > 1,
+        "--num_machines {} --num_processes {} --main_process_ip {} --main_process_port {} ",
+    )
     slurm = environment + (
         'read -r host < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\nport=$((20000 + SLURM_JOB_ID % 10000))\n'
         if several
@@ -288,7 +297,12 @@ def _scheduler_files(launch: Launch, common: dict[str, object], environment: str
         command=_shell(start, environment, "  ") + trainer_command(launch, of_sky),
     )  # fmt: skip
     job = render(
-        "trainjob.yaml", **common, per_machine=here, cpus=cpus, host_gib=host, command=trainer_command(launch, of_kubeflow)
+        "trainjob.yaml",
+        **common,
+        per_machine=here,
+        cpus=cpus,
+        host_gib=host,
+        command=trainer_command(launch, of_kubeflow),
     )
     job = job.replace("        exec ", "        " + _shell(start_job, environment, "        ") + "exec ")
     return {

@@ -27,8 +27,8 @@ FP32 = 4
 SERVER_GIB = 2.0
 # Logits of the next token, their logprobs and their sums, as the sampler of this process holds them.
 SAMPLER_COPIES = 3
-# Tokens by columns of a tile of logits, and the buffers of that size.
-TILE_BYTES = 1024 * 8192 * 4 * 3
+# Tokens and columns of a tile of logits, and the bytes of its float32 buffers per entry.
+TILE, TILE_BYTES = (1024, 8192), 12
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def fixed_parts(training: Training) -> dict[str, float]:
     base = 0.0 if training.is_full else shape.parameters * training.base_bytes / training.shards / training.tensor
     trained = training.trained / shared
     kept = kept_activations_bytes(shape, training.tokens, layers, training.itemsize, training.is_checkpointed)
-    logits = LOGIT_BYTES * training.tokens * shape.vocab_size / training.tensor if training.keeps_logits else TILE_BYTES
+    logits = TILE_BYTES * min(TILE[0], training.tokens) * min(TILE[1], shape.vocab_size)
+    if training.keeps_logits:
+        logits = LOGIT_BYTES * training.tokens * shape.vocab_size / training.tensor
     return {
         "weights": base + (FP32 * trained if training.is_full else 0.0),
         "adapters": 0.0 if training.is_full else FP32 * trained,

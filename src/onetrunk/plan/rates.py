@@ -17,8 +17,8 @@ class Rates:
     """Efficiencies and overheads of a device.
 
     The seconds of n products are their FLOPs over the peak and a share of it, which saturates with the width of the
-    model and with the tokens of a forward, plus a constant time per layer: launches, and small kernels. Measured shares
-    of the peak span 8% to 62%, so one number would not do.
+    model and with the tokens of a forward, plus a constant time per layer: launches, and small kernels. Measured
+    shares of the peak span 8% to 62%, so one number would not do.
 
     Args:
         matmul: share of the peak that large products reach.
@@ -27,7 +27,7 @@ class Rates:
         layer_s: seconds per layer of a forward with its backward, beyond its products; a forward alone takes a third.
         adapter_layer_s: the same, of the adapters of a layer.
         decode_matmul: share of the peak that the products of a decoded token reach.
-        decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token of the sampler in this process.
+        decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token of the trainer's own sampler.
         served_layer_s, served_step_s, served_row_s: of a server with CUDA graphs per layer, per step, and per row and
             step (draws, logprobs, text); the last was set to the one published throughput of a server.
         forward_s: seconds of a forward with its backward beyond its layers.
@@ -74,7 +74,11 @@ class Rates:
             raise ValueError(f"{place}: rates must map names of {', '.join(known)} to numbers")
         for name, value in values.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and name in ("matmul", "decode_matmul", "attention", "bandwidth", "link")):
+            if (
+                not is_number
+                or value < 0
+                or (value == 0 and name in ("matmul", "decode_matmul", "attention", "bandwidth", "link"))
+            ):
                 raise ValueError(f"{place}: {name} of rates is {value!r}; give a number above 0")
         return cls(**{name: float(value) for name, value in values.items()})
 

@@ -13,7 +13,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from onetrunk.plan.evaluate import REWARD_DEVICES, Plan, evaluate, iteration_seconds, sample_memory, scored, train_memory, usable_bytes
+from onetrunk.plan.evaluate import (
+    REWARD_DEVICES,
+    Plan,
+    evaluate,
+    iteration_seconds,
+    sample_memory,
+    scored,
+    train_memory,
+    usable_bytes,
+)
 from onetrunk.plan.hardware import GIB, Catalog, Pool
 from onetrunk.plan.job import Job
 from onetrunk.plan.timing import (

@@ -103,7 +103,9 @@ def shape_of_config(config: Mapping[str, Any], place: str) -> ModelShape:
             values.setdefault(new, values[old])
     wrong = [key for key in NEEDED if not isinstance(values.get(key), int) or values[key] < 1]
     if wrong:
-        raise ValueError(f"{place} is no config of a language model: {', '.join(wrong)} is missing or no number above 0")
+        raise ValueError(
+            f"{place} is no config of a language model: {', '.join(wrong)} is missing or no number above 0"
+        )
     values.setdefault("model_type", "")
     return ModelShape.from_config(SimpleNamespace(**values))
 

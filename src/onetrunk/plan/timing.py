@@ -1,7 +1,7 @@
 """Seconds of each phase of an iteration, with what bounds them: products, memory bandwidth, launches, or links.
 
-A decoded token reads the weights once for all rows; a forward multiplies them once per token. So generation is bound by
-bandwidth or launches, scoring and update by products. Every number of a device comes from `rates.py`.
+A decoded token reads the weights once for all rows; a forward multiplies them once per token. So generation is bound
+by bandwidth or launches, scoring and update by products. Every number of a device comes from `rates.py`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ It answers in about a second: neither torch nor transformers is imported, except
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +82,10 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         say(f"error: {error}", "all options: onetrunk plan --help")
         return 2
+    except BrokenPipeError:
+        # `onetrunk plan ... | head`: Python would report the same error again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, RuntimeError) as error:
         say(f"error: {error}")
         return 1
@@ -163,6 +169,9 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
         cheapest = search(request.job, request.pools, request.space, "cost", own["market"], 1)[0].plan
         check_budget(cost_of(request.job, cheapest, request.catalog), own["market"], own["budget"])
     around = around_times(request.job, best, request.around)
+    if own["write"] is not None:
+        for path in _write(request, ranking, own):
+            say(f"wrote {path}")
     if own["json"]:
         print(json_text(request.job, ranking, cost, own["market"], around))
     else:
@@ -170,9 +179,7 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
         lost = rejected(request.job, request.pools, request.space)
         if lost:
             print("\n".join(["", "what does not fit at its best", *(f"  {line}" for line in lost)]))
-    if own["write"] is not None:
-        for path in _write(request, ranking, own):
-            say(f"wrote {path}")
+    sys.stdout.flush()
     return 0
 
 

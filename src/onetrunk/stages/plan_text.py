@@ -20,8 +20,8 @@ PARTS = (
     "transient", "runtime",
 )  # fmt: skip
 GPU_ERA_NOTE = (
-    "times of GPUs rest on published measurements of other software (plan/README.md has their errors); none of them was"
-    " measured with onetrunk"
+    "times of GPUs rest on published measurements of other software (plan/README.md has their errors); none of them"
+    " was measured with onetrunk"
 )
 
 
@@ -59,7 +59,9 @@ def plan_lines(
 def job_lines(job: Job, pools: Sequence[Pool]) -> list[str]:
     """Return what is planned, and what had to be assumed."""
     shape = job.shape
-    layers = "all" if job.adapted_layers == shape.num_layers else f"the last {job.adapted_layers} of {shape.num_layers}"
+    layers = (
+        "all" if job.adapted_layers == shape.num_layers else f"the last {job.adapted_layers} of {shape.num_layers}"
+    )
     lengths = job.lengths
     lines = [
         f"model     {job.model.name}: {shape.parameters / 1e9:.3g}B weights of {job.base_bytes:g} bytes, LoRA rank"
@@ -150,7 +152,10 @@ def cost_lines(job: Job, plan: Plan, cost: Cost, market: str, around: Mapping[st
 
 def ranking_lines(ranking: Sequence[Ranked], market: str) -> list[str]:
     """Return a line per plan, with what it has worse than the first."""
-    lines = [f"{'schedule':<10}{'sampling':<10}{'devices':<26}{'s/iteration':>12}{'$/iteration':>13}  why it is not the first"]
+    lines = [
+        f"{'schedule':<10}{'sampling':<10}{'devices':<26}{'s/iteration':>12}{'$/iteration':>13}"
+        "  why it is not the first"
+    ]
     for entry in ranking:
         plan = entry.plan
         devices = "+".join(f"{count}x{name}" for name, count in plan.devices.items())
@@ -171,9 +176,7 @@ def role_lines(job: Job, plan: Plan) -> list[str]:
     return [f"{value / GIB:>9.1f}  {name}" for name, value in layouts.items()]
 
 
-def json_text(
-    job: Job, ranking: Sequence[Ranked], cost: Cost, market: str, around: Mapping[str, PhaseTime]
-) -> str:
+def json_text(job: Job, ranking: Sequence[Ranked], cost: Cost, market: str, around: Mapping[str, PhaseTime]) -> str:
     """Return the plans and the cost of the best one as JSON."""
     best = ranking[0].plan
     content = {

@@ -12,9 +12,9 @@ from onetrunk.stages.options.schema import Parser, UsageError
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
 Arithmetic and simulation: it needs no GPU, no network and no weights, only the config.json of the model."""
-EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 256) and change the recipe that is planned.
+EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 256) and change the planned recipe.
 Examples: onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB;
-onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2 --write plans/llama;
+onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2;
 onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --hardware_file machine.yaml"""
 OBJECTIVES = {"time": "fewest seconds", "cost": "fewest dollars", "gpus": "fewest devices"}
 MARKETS = ("on_demand", "spot", "reserved")
@@ -40,9 +40,13 @@ def plan_parser() -> Parser:
     about = parser.add_argument_group("what is planned")
     about.add_argument("--config", metavar="FILE", help="recipe of onetrunk ppo, such as llama-3.1-8b/ppo")
     about.add_argument("--model", metavar="NAME", help="folder with a config.json, or a name; instead of the recipe's")
-    about.add_argument("--reward_model", metavar="NAME", help="reward model that the trainer loads; None: the recipe's")
+    about.add_argument(
+        "--reward_model", metavar="NAME", help="reward model that the trainer loads; None: the recipe's"
+    )
     about.add_argument("--num_rollouts", type=int, metavar="N", help="rollouts of the run, instead of the recipe's")
-    about.add_argument("--prompt_tokens", type=float, metavar="N", help="mean tokens of a prompt; None: half the longest")
+    about.add_argument(
+        "--prompt_tokens", type=float, metavar="N", help="mean tokens of a prompt; None: half the longest"
+    )
     about.add_argument(
         "--completion_tokens", type=float, metavar="N", help="mean tokens of a completion; None: half the longest"
     )
@@ -56,8 +60,12 @@ def plan_parser() -> Parser:
     about.add_argument("--student_model", metavar="NAME", help="model of the student; None: the base")
     _add_hardware(parser)
     search = parser.add_argument_group("what may be varied")
-    search.add_argument("--objective", choices=tuple(OBJECTIVES), default="time", help="what the best plan has fewest of")
-    search.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="schedules that are tried")
+    search.add_argument(
+        "--objective", choices=tuple(OBJECTIVES), default="time", help="what the best plan has fewest of"
+    )
+    search.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="schedules that are tried"
+    )
     search.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="where completions are sampled")
     search.add_argument("--dtypes", nargs="+", choices=DTYPES, help="precisions of the base; None: the recipe's")
     text = "stages of a server's pipeline that are tried besides 1; as many batches are in flight"
