@@ -25,9 +25,9 @@ class Rates:
         attention: share that the products of attention reach.
         hidden_half, tokens_half: width and tokens of a forward at which half of `matmul` is reached.
         layer_s: seconds per layer of a forward with its backward, beyond its products; a forward alone takes a third.
-        adapter_layer_s: the same, of the adapters of a layer.
+        adapter_layer_s: the same of the adapters of a layer.
         decode_matmul: share of the peak that the products of a decoded token reach.
-        decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token of the trainer's own sampler.
+        decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token in this process.
         served_layer_s, served_step_s, served_row_s: of a server with CUDA graphs per layer, per step, and per row and
             step (draws, logprobs, text); the last was set to the one published throughput of a server.
         forward_s: seconds of a forward with its backward beyond its layers.
