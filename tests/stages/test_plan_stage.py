@@ -64,6 +64,17 @@ def test_json_has_the_same_numbers_and_they_add_up(capsys):
     assert content["ranking"][0]["why"] == ""
 
 
+def test_a_budget_chooses_a_plan_that_it_allows(capsys):
+    def total(*words):
+        assert plan(*MODEL, "--hardware", "8xH100", "--json", *words) == 0
+        return json.loads(capsys.readouterr().out)["cost"]["total_usd"]
+
+    fastest, cheapest = total(), total("--objective", "cost")
+    assert cheapest < fastest
+    middle = (cheapest + fastest) / 2
+    assert cheapest <= total("--budget", middle) <= middle
+
+
 def test_settings_of_ppo_and_means_change_the_plan(capsys):
     def seconds(*words):
         assert plan(*MODEL, "--hardware", "1xH100", "--engines", "local", "--json", *words) == 0

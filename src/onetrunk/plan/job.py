@@ -212,10 +212,8 @@ def job_of(
     assumed: list[str] = []
     lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)
     base_bytes = _base_bytes(values, model)
-    layers = _adapted_layers(str(values["adapter_layers"]), model.shape.num_layers)
-    staleness = values["max_staleness"] if values["max_staleness"] is not None else 1
-    rollouts = _rollouts(values, num_rollouts, assumed)
     is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
+    rollouts = _rollouts(values, num_rollouts, assumed)
     if reward is None and any("/" in spec or spec.startswith("runs") for spec in _rewards(values)):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures = values["capture_trunk_states"]
@@ -224,35 +222,38 @@ def job_of(
         base_bytes=base_bytes,
         itemsize=2.0 if is_half else 4.0,
         lengths=lengths,
-        lora_rank=int(values["lora_r"]),
-        adapted_layers=layers,
-        trained_copies=2 if values["value_head"] == "adapter" else 1,
+        adapted_layers=_adapted_layers(str(values["adapter_layers"]), model.shape.num_layers),
         frozen_copies=1 if is_continued else 0,
-        has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,
         reward_bytes=4.0 if on_cpu else min(2.0, reward.itemsize if reward else 2.0),
-        rollout_batch_size=values["rollout_batch_size"],
-        num_generations=values["num_generations"],
         num_rollouts=rollouts,
-        num_ppo_epochs=values["num_ppo_epochs"],
-        num_minibatches=values["num_minibatches"],
-        microbatch_rows=values["per_device_train_batch_size"],
-        microbatch_tokens=values["microbatch_tokens"],
-        max_rollout_rows=values["max_rollout_rows"],
-        is_checkpointed=bool(values["activation_checkpointing"] or values.get("gradient_checkpointing")),
-        is_offloaded=values["activation_offloading"],
-        optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
-        keeps_states=values["trunk_cache"] in ("auto", "device"),
         captures_states=(not is_half) if captures is None else bool(captures),
-        is_padding_free=bool(values["padding_free"]),
-        compiles=bool(values["compile_decoding"]),
-        schedule=values["schedule"],
-        max_staleness={"sync": 0, "one_step": 1}.get(values["schedule"], staleness),
-        uses_server=bool(values["use_vllm"]),
-        save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
-        keeps_checkpoints=values.get("save_total_limit"),
         assumed=tuple(assumed),
+        **_settings(values),
     )
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job that are settings, or follow from one or two of them."""
+    staleness = values["max_staleness"] if values["max_staleness"] is not None else 1
+    same = ("rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
+            "max_rollout_rows", "schedule")  # fmt: skip
+    return {name: values[name] for name in same} | {
+        "lora_rank": int(values["lora_r"]),
+        "trained_copies": 2 if values["value_head"] == "adapter" else 1,
+        "has_reference": values["beta"] > 0 or values["kl_target"] is not None,
+        "microbatch_rows": values["per_device_train_batch_size"],
+        "is_checkpointed": bool(values["activation_checkpointing"] or values.get("gradient_checkpointing")),
+        "is_offloaded": bool(values["activation_offloading"]),
+        "optimizer_bytes": ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
+        "keeps_states": values["trunk_cache"] in ("auto", "device"),
+        "is_padding_free": bool(values["padding_free"]),
+        "compiles": bool(values["compile_decoding"]),
+        "max_staleness": {"sync": 0, "one_step": 1}.get(values["schedule"], staleness),
+        "uses_server": bool(values["use_vllm"]),
+        "save_every": int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
+        "keeps_checkpoints": values.get("save_total_limit"),
+    }
 
 
 def _rewards(values: Mapping[str, Any]) -> list[str]:

@@ -154,7 +154,9 @@ def trainer_command(launch: Launch, rendezvous: str = "") -> str:
     Args:
         rendezvous: options of the launcher for several machines.
     """
-    rest = ["--config", launch.config, *settings_of(launch), "--resume", "auto"]
+    rest = ["--config", launch.config, *settings_of(launch)]
+    # A restarted run would delete what it is to resume from.
+    rest += ["--overwrite_output_dir", "false", "--resume", "auto"]
     # Quotes around a variable, so that the shell replaces it.
     words = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in rest)
     if launch.plan.train.count == 1 and not rendezvous:

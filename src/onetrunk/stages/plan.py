@@ -23,7 +23,7 @@ from onetrunk.plan.hardware import Catalog, Pool, load_catalog, parse_pools
 from onetrunk.plan.job import DTYPES, Job, job_of
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.other_stages import Around, around_times
-from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware
+from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.simulate import save_gantt, simulate
 from onetrunk.stages.options.early import check_ppo_settings, say
@@ -163,11 +163,9 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
     ranking = search(request.job, request.pools, request.space, own["objective"], own["market"], own["top"])
     if not ranking:
         raise ValueError(does_not_fit(request, own["market"]))
+    ranking = _within_budget(request, own, ranking)
     best = ranking[0].plan
     cost = cost_of(request.job, best, request.catalog)
-    if own["budget"] is not None:
-        cheapest = search(request.job, request.pools, request.space, "cost", own["market"], 1)[0].plan
-        check_budget(cost_of(request.job, cheapest, request.catalog), own["market"], own["budget"])
     around = around_times(request.job, best, request.around)
     if own["write"] is not None:
         for path in _write(request, ranking, own):
@@ -181,6 +179,22 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
             print("\n".join(["", "what does not fit at its best", *(f"  {line}" for line in lost)]))
     sys.stdout.flush()
     return 0
+
+
+def _within_budget(request: Request, own: Mapping[str, Any], ranking: list[Ranked]) -> list[Ranked]:
+    """Return the plans that the budget allows, the best first; the cheapest of all if it allows no other.
+
+    Raises:
+        ValueError: even the cheapest plan costs more.
+    """
+    if own["budget"] is None:
+        return ranking
+    market = own["market"]
+    cheapest = search(request.job, request.pools, request.space, "cost", market, 1)
+    check_budget(cost_of(request.job, cheapest[0].plan, request.catalog), market, own["budget"])
+    kept = [e.plan for e in ranking if cost_of(request.job, e.plan, request.catalog).total(market) <= own["budget"]]
+    plans = kept or [cheapest[0].plan]
+    return [Ranked(plan, why_not(plan, plans[0], own["objective"], market)) for plan in plans]
 
 
 def does_not_fit(request: Request, market: str) -> str:
