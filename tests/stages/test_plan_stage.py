@@ -103,6 +103,7 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
     ("words", "code", "parts"),
     [
         (["--hardware", "8xV100", *MODEL], 1, ["unknown GPU 'V100'", "did you mean", "--hardware_file"]),
+        (["--hardware", "8xH10", *MODEL], 1, ["unknown GPU 'H10'", "did you mean H100-80GB"]),
         (["--hardware", "8xA100", *MODEL], 1, ["A100-40GB or A100-80GB"]),
         (["--hardware", "H100", "--model", "Qwen/Qwen2.5-8B"], 1, ["no config.json", "Qwen/Qwen2.5-"]),
         (["--hardware", "H100", "--model", "./absent"], 1, ["does not exist", "config.json"]),

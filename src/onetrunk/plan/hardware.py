@@ -149,8 +149,10 @@ def find_device(name: str, catalog: Catalog) -> Device:
 
     known = {plain(full): full for full in catalog.devices}
     wanted = plain(name)
+    # The memory may be left out, and RTX.
+    models = {full: plain(full.split("-")[0]) for full in known.values()}
     fits = [full for key, full in known.items() if key == wanted] or [
-        full for key, full in known.items() if wanted and (key.startswith(wanted) or key.startswith(f"rtx{wanted}"))
+        full for full, model in models.items() if model in (wanted, f"rtx{wanted}")
     ]
     if len(fits) == 1:
         return catalog.devices[fits[0]]

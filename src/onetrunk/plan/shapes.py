@@ -67,9 +67,9 @@ def read_model(name: str) -> ModelFacts:
         return ModelFacts(name, shapes[found], 2.0, f"the table of plan/models.yaml ({found})")
     near = difflib.get_close_matches(_plain(name), {_plain(full): full for full in shapes}, n=3, cutoff=0.5)
     names = [full for full in shapes if _plain(full) in near]
-    hint = f"models of nearly this name: {', '.join(names)}. " if names else ""
+    hint = f"models of nearly this name: {', '.join(names)}; " if names else ""
     raise ValueError(
-        f"no config.json of the model {name!r} is on this machine, and nothing is downloaded: {hint}Give --model a"
+        f"no config.json of the model {name!r} is on this machine, and nothing is downloaded: {hint}give --model a"
         " folder with a config.json or the path of one; `hf download NAME config.json` fetches it"
     )
 
