@@ -288,4 +288,4 @@ def test_the_environment_of_the_ray_job_is_one_for_ray():
 
 def test_every_file_is_in_the_table_of_the_readme():
     text = (LAUNCH / "README.md").read_text()
-    assert [path.name for path in sorted(LAUNCH.iterdir()) if f"({path.name})" not in text] == ["README.md"]
+    assert [path.name for path in sorted(LAUNCH.iterdir()) if f"({path.name}" not in text] == ["README.md"]

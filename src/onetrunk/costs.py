@@ -18,6 +18,11 @@ class ModelShape:
         head_dim: size of one head.
         is_gated: whether the feed-forward block has three matrices (SwiGLU, GeGLU) instead of two.
         is_tied: whether the output head shares the embedding's weights.
+        num_experts: experts of a layer of a mixture; 0: the feed-forward blocks are dense.
+        experts_per_token: experts that a token runs through, without the shared ones.
+        num_shared_experts: experts that every token runs through, besides.
+        expert_size: width of one expert.
+        num_dense_layers: layers of a mixture whose feed-forward block is dense, of `intermediate_size`.
     """
 
     vocab_size: int
@@ -29,6 +34,11 @@ class ModelShape:
     head_dim: int
     is_gated: bool = True
     is_tied: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 0
+    num_shared_experts: int = 0
+    expert_size: int = 0
+    num_dense_layers: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
@@ -45,13 +55,35 @@ class ModelShape:
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
             is_gated=config.model_type != "gpt2",
             is_tied=bool(getattr(config, "tie_word_embeddings", True)),
+            **_mixture_of(config, intermediate or 4 * hidden),
         )
 
     @property
+    def attention_parameters(self) -> int:
+        """Number of weights in the attention matrices of one layer."""
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
     def layer_parameters(self) -> int:
-        """Number of weights in the matrices of one layer."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
+        """Number of weights in the matrices of one layer; of a mixture, with all experts."""
+        return self.attention_parameters + self._feed_forward(self.num_experts)
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Number of weights that one token is multiplied with in one layer."""
+        return self.attention_parameters + self._feed_forward(self.experts_per_token)
+
+    @property
+    def active_width(self) -> int:
+        """Width of the feed-forward block that one token runs through."""
+        if not self.num_experts:
+            return self.intermediate_size
+        return (self.experts_per_token + self.num_shared_experts) * self.expert_size
+
+    def _feed_forward(self, experts: int) -> int:
+        matrices = 3 if self.is_gated else 2
+        width = (experts + self.num_shared_experts) * self.expert_size if self.num_experts else self.intermediate_size
+        return matrices * self.hidden_size * width
 
     @property
     def head_parameters(self) -> int:
@@ -66,7 +98,41 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of weights in all matrices; norms and biases, under 1% of a model, are left out."""
-        return self.num_layers * self.layer_parameters + self.outer_parameters
+        dense = self.attention_parameters + (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
+        mixed = self.num_layers - self.num_dense_layers
+        return mixed * self.layer_parameters + self.num_dense_layers * dense + self.outer_parameters
+
+    def lora_parameters(self, rank: int, layers: int | None = None) -> int:
+        """Return the weights of a LoRA adapter on every matrix: `rank` times inputs plus outputs of each.
+
+        Args:
+            rank: of the adapter.
+            layers: that are adapted; None: all.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
+        width = self.expert_size if self.num_experts else self.intermediate_size
+        blocks = self.num_experts + self.num_shared_experts if self.num_experts else 1
+        feed_forward = blocks * (3 if self.is_gated else 2) * (self.hidden_size + width)
+        return rank * (self.num_layers if layers is None else layers) * (attention + feed_forward)
+
+
+def _mixture_of(config: Any, intermediate: int) -> dict[str, int]:
+    """Return the fields of a mixture of experts in a config, under the names of the families; {} of a dense model."""
+
+    def first(*names: str) -> int:
+        return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    if not experts:
+        return {}
+    return {
+        "num_experts": experts,
+        "experts_per_token": first("num_experts_per_tok", "num_experts_per_token") or 1,
+        "num_shared_experts": first("n_shared_experts", "num_shared_experts"),
+        "expert_size": first("moe_intermediate_size") or intermediate,
+        "num_dense_layers": first("first_k_dense_replace"),
+    }
 
 
 def trunk_states_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
@@ -77,6 +143,19 @@ def trunk_states_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
 def kv_cache_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes of keys and values of `tokens` padded tokens in all layers."""
     return 2 * tokens * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+
+
+# Hidden states that a layer keeps for the backward, per token, in units of the hidden size: attention with its
+# projections, norms and residuals about 10; the feed-forward block has its own width, three times if gated.
+KEPT_PER_TOKEN = 10
+
+
+def kept_activations_bytes(shape: ModelShape, tokens: int, layers: int, itemsize: float, is_checkpointed: bool) -> int:
+    """Return the bytes that `layers` trained layers keep for their backward; checkpointed, only their inputs."""
+    per_layer = shape.hidden_size
+    if not is_checkpointed:
+        per_layer = KEPT_PER_TOKEN * shape.hidden_size + (3 if shape.is_gated else 1) * shape.active_width
+    return int(tokens * per_layer * layers * itemsize)
 
 
 def held_bytes(shape: ModelShape, itemsize: float, shards: int, *, is_gathered: bool = False) -> int:
@@ -144,7 +223,7 @@ def gathers(
 def forward_flops(shape: ModelShape, tokens: int, layers: int, context: float = 0.0) -> float:
     """Return the FLOPs of `layers` layers for `tokens` tokens that each attend to `context` tokens on average."""
     attention = 4 * context * shape.num_heads * shape.head_dim
-    return tokens * layers * (2.0 * shape.layer_parameters + attention)
+    return tokens * layers * (2.0 * shape.active_layer_parameters + attention)
 
 
 def head_flops(shape: ModelShape, tokens: int) -> float:

@@ -227,7 +227,7 @@ def test_help_lists_the_options(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
     own = {"run": "--until", "serve": "--max_lora_rank", "config": "distill", "completion": "fish", "init": "--model"}
     own |= {"report": "--price_per_gpu_hour", "recipes": "list|copy", "merge": "--dtype"}
-    own["doctor"] = "usage: onetrunk doctor"
+    own |= {"doctor": "usage: onetrunk doctor", "plan": "--hardware_file"}
     assert own.get(verb, "dataset_columns") in capsys.readouterr().out
 
 

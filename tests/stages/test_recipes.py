@@ -7,6 +7,7 @@ from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
 from onetrunk.stages.merge import parse_merge
 from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
+from onetrunk.stages.plan import parse_plan
 from onetrunk.stages.ppo import DRY_RUN, parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.recipes import parse_recipes
@@ -30,6 +31,7 @@ PARSERS = {
     "serve": parse_serve,
     "merge": parse_merge,
     "recipes": parse_recipes,
+    "plan": parse_plan,
 }
 SCRIPT_VERBS = set(PARSERS) - {"report", "run", "serve", "merge", "recipes"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
@@ -48,7 +50,7 @@ def at_the_root(monkeypatch):
 
 
 def test_every_verb_has_a_parser_and_a_script():
-    assert set(PARSERS) == set(VERBS) - set(PLAIN_VERBS) | {"recipes"}
+    assert set(PARSERS) == set(VERBS) - set(PLAIN_VERBS) | {"recipes", "plan"}
     assert {path.stem for path in SCRIPTS} == set(VERB_OF_SCRIPT)
 
 

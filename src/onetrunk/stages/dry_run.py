@@ -17,7 +17,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import left_by_a_run
-from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
+from onetrunk.costs import (
+    ModelShape,
+    host_memory_bytes,
+    kept_activations_bytes,
+    kv_cache_bytes,
+    trunk_states_bytes,
+)
 from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
@@ -30,9 +36,6 @@ from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.plain_arguments import PPODataArguments, PPOJudgeArguments
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 
-# Hidden states that a layer keeps for the backward, per token, in units of the hidden size: attention with its
-# projections, norms and residuals about 10; the feed-forward block has its own width, three times if gated.
-KEPT_PER_TOKEN = 10
 # A trained float32 weight, its gradient, and two numbers of Adam.
 TRAINED_BYTES, TRAINED_BYTES_8BIT = 16, 10
 
@@ -168,9 +171,8 @@ def memory_lines(
     decoding = min(plan.rows_per_rank, args.max_rollout_rows or plan.rows_per_rank)
     tokens = plan.rows_per_pack * width
     tokens = min(tokens, args.microbatch_tokens or tokens)
-    per_layer = shape.hidden_size
-    if not args.activation_checkpointing:
-        per_layer = KEPT_PER_TOKEN * shape.hidden_size + (3 if shape.is_gated else 1) * shape.intermediate_size
+    trained_layers = size.num_layers - size.first_layer
+    kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
     sampling = kv_cache_bytes(shape, decoding * width, compute) + decoding * shape.vocab_size * 4 * SAMPLER_COPIES
     parts = {
         "weights of the base": int(size.base * itemsize),
@@ -182,10 +184,7 @@ def memory_lines(
             else 0
         ),
         f"while sampling {decoding} rows": 0 if args.use_vllm else sampling,
-        f"in the largest forward, {tokens} tokens": tokens
-        * per_layer
-        * (size.num_layers - size.first_layer)
-        * compute,
+        f"in the largest forward, {tokens} tokens": kept_for_backward,
     }
     *kept, sampled, updated = parts.values()
     peak = sum(kept) + max(sampled, updated)

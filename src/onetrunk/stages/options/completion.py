@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 
 from onetrunk.stages.options.early import say
+from onetrunk.stages.options.plan_words import plan_parser
 from onetrunk.stages.options.schema import Option, Parser, UsageError, load_options, verbs
 from onetrunk.stages.options.verbs import VERBS
 
@@ -78,6 +79,8 @@ def words_of(verb: str, options: Sequence[Option]) -> list[str]:
     """Return the options of a verb as they are written."""
     if verb == "run":
         return list(RUN_OPTIONS)
+    if verb == "plan":
+        return [flag for action in plan_parser()._actions for flag in action.option_strings if flag.startswith("--")]
     has_checkpoints = any(option.name == "resume_from_checkpoint" for option in options)
     common = [*COMMON, *(["--resume"] if has_checkpoints else [])] if options else ["--help"]
     return [*common, *EXTRA.get(verb, ()), *(f"--{option.name}" for option in options)]

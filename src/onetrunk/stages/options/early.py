@@ -149,6 +149,11 @@ def _made(kind: type[Settings], values: Values) -> Settings:
     return kind(**{f.name: values[f.name] for f in fields(kind) if f.init})
 
 
+def check_ppo_settings(values: Values, defaults: Values) -> None:
+    """Raise ValueError for a setting of PPO that is out of range or contradicts another one."""
+    _filled(_PPO, values, defaults)
+
+
 def _check_training(values: Values, defaults: Values) -> None:
     _made(TrainingDataArguments, values)
     args = SimpleNamespace(**values)

@@ -8,6 +8,7 @@ VERBS = {
     "ppo": "train a LoRA policy on one frozen base by PPO",
     "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
     "run": "run several of these in a row, resumably",
+    "plan": "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
     "report": "write a page about how a run, several runs or a pipeline went",
     "merge": "add an adapter to its base: one model, for tools that do not load adapters",
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
@@ -23,5 +24,6 @@ PLAIN_VERBS = {
     "init": "onetrunk.stages.init",
     "recipes": "onetrunk.stages.recipes",
     "doctor": "onetrunk.stages.doctor",
+    "plan": "onetrunk.stages.plan",
     "completion": "onetrunk.stages.options.completion",
 }

@@ -1,0 +1,451 @@
+"""The search for the best plan: schedule, placement, parallelism of each phase, and the settings of a forward.
+
+Score and update run in the trainer's processes, generation in a layout of its own. Each side keeps only plans that no
+other one beats in seconds, memory and devices (a Pareto front); the two sides are then combined without leaving one
+out. What is dropped cannot win: seconds add up, memory only has to fit, so a layout that is slower, larger in every
+memory figure and on as many devices of the same pool loses in every combination. So the result is that of trying
+everything, which a test holds it to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from onetrunk.plan.evaluate import (
+    REWARD_DEVICES,
+    Plan,
+    evaluate,
+    iteration_seconds,
+    sample_memory,
+    scored,
+    train_memory,
+    usable_bytes,
+)
+from onetrunk.plan.hardware import GIB, Catalog, Pool
+from onetrunk.plan.job import Job
+from onetrunk.plan.timing import (
+    COLOCATED,
+    LOCAL,
+    SERVER,
+    PhaseTime,
+    SampleLayout,
+    TrainLayout,
+    generate_time,
+    publish_seconds,
+    update_time,
+)
+
+OBJECTIVES = ("time", "cost", "gpus")
+# Tokens of a forward that are tried, besides the recipe's own.
+TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)
+# With a budget of tokens the number of rows does not bound a forward.
+MANY_ROWS = 512
+# Rows of a server that decode at once; it keeps a queue for the rest.
+SERVED_ROWS = (8, 32, 64, 128, 256, 512)
+# Counts of a device that are tried for the smallest hardware that fits.
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be varied.
+
+    Args:
+        schedules: of SCHEDULES; all but sync need a server.
+        engines: of LOCAL, COLOCATED and SERVER.
+        base_bytes: bytes of a weight of the base that may be chosen; empty: the recipe's.
+        keeps_settings: microbatch, checkpointing and offloading stay as the recipe has them.
+        pipelines: stages of a server's pipeline that are tried.
+        tokens: of a forward that are tried.
+        serves_reward: the reward model may have a device of its own.
+    """
+
+    schedules: Sequence[str] = ("sync", "one_step", "async")
+    engines: Sequence[str] = (LOCAL, COLOCATED, SERVER)
+    base_bytes: Sequence[float] = ()
+    keeps_settings: bool = False
+    pipelines: Sequence[int] = (1,)
+    tokens: Sequence[int] = TOKENS
+    serves_reward: bool = True
+
+
+@dataclass(frozen=True)
+class TrainOption:
+    """A layout of the trainer with what combinations need of it."""
+
+    pool: Pool
+    layout: TrainLayout
+    has_reward_server: bool
+    seconds: float
+    peak: float
+    kept: float
+    memory: dict[str, dict[str, float]]
+
+    @property
+    def devices(self) -> int:
+        """Devices of the pool that it takes."""
+        return self.layout.count + (REWARD_DEVICES if self.has_reward_server else 0)
+
+
+@dataclass(frozen=True)
+class SampleOption:
+    """A layout of servers with what combinations need of it."""
+
+    pool: Pool
+    layout: SampleLayout
+    time: PhaseTime
+    peak: float
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+def train_layouts(job: Job, pool: Pool, space: Space) -> Iterator[TrainLayout]:
+    """Yield every layout of the trainer on at most all devices of a pool."""
+    prompts = job.rollout_batch_size
+    for data in (d for d in range(1, min(prompts, pool.count) + 1) if prompts % d == 0):
+        if (prompts // data * job.num_generations) % job.num_minibatches:
+            continue
+        for tensor in _divisions(job, pool):
+            if data * tensor > pool.count:
+                continue
+            for shards in _shard_counts(data, tensor, pool):
+                base = TrainLayout(pool.device, data, tensor, shards, pool.per_node)
+                yield from (_with(base, *choice) for choice in _settings(job, space))
+
+
+def _with(
+    base: TrainLayout, base_bytes: float, forward: tuple[int, int], checkpointed: bool, offloaded: bool
+) -> TrainLayout:
+    rows, tokens = forward
+    return replace(
+        base, base_bytes=base_bytes, rows=rows, tokens=tokens, is_checkpointed=checkpointed, is_offloaded=offloaded
+    )
+
+
+def _divisions(job: Job, pool: Pool) -> list[int]:
+    """Return the sizes of groups that may divide every matrix: they share the key-value heads of one machine."""
+    heads = job.shape.num_kv_heads
+    return [1] if pool.device.is_cpu else [t for t in (1, 2, 4, 8) if t <= pool.per_node and heads % t == 0]
+
+
+def _shard_counts(data: int, tensor: int, pool: Pool) -> list[int]:
+    if tensor > 1 or data == 1:
+        return [1]
+    counts = {1, data}
+    if data > pool.per_node and data % pool.per_node == 0:
+        counts.add(pool.per_node)
+    return sorted(counts)
+
+
+def _settings(job: Job, space: Space) -> Iterator[tuple[float, tuple[int, int], bool, bool]]:
+    own = (job.microbatch_rows, job.microbatch_tokens or 2**31)
+    sizes = space.base_bytes or (job.base_bytes,)
+    if space.keeps_settings:
+        yield from ((size, own, job.is_checkpointed, job.is_offloaded) for size in sizes)
+        return
+    forwards = [own, *((MANY_ROWS, tokens) for tokens in space.tokens if tokens >= job.lengths.width)]
+    for size in sizes:
+        for forward in forwards:
+            yield size, forward, False, False
+            yield size, forward, True, False
+            yield size, forward, True, True
+
+
+def server_layouts(job: Job, pool: Pool, space: Space) -> Iterator[SampleLayout]:
+    """Yield every layout of servers on at most all devices of a pool."""
+    for tensor in _divisions(job, pool):
+        for stages in space.pipelines:
+            if stages > job.shape.num_layers:
+                continue
+            for replicas in range(1, min(job.rows, pool.count // (tensor * stages)) + 1):
+                for rows in SERVED_ROWS:
+                    yield SampleLayout(pool.device, SERVER, replicas, tensor, stages, stages, rows)
+
+
+def inner_layouts(job: Job, train: TrainLayout, engine: str, pool: Pool) -> Iterator[SampleLayout]:
+    """Yield the layouts of a sampler that shares the trainer's devices."""
+    rows = -(-job.rows // train.data)
+    if engine == LOCAL:
+        caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
+        yield from (SampleLayout(train.device, LOCAL, train.data, train.tensor, rows=cap) for cap in caps)
+        return
+    # The colocated engine belongs to one process, and reads a whole base.
+    if train.tensor == 1 and train.shards == 1 and not pool.device.is_cpu:
+        yield from (SampleLayout(train.device, COLOCATED, train.data, rows=cap) for cap in SERVED_ROWS)
+
+
+def reward_places(job: Job, pool: Pool, space: Space) -> tuple[bool, ...]:
+    """Return whether the reward model may have a device of its own."""
+    is_possible = space.serves_reward and job.reward is not None and pool.count > REWARD_DEVICES
+    return (False, True) if is_possible and not pool.device.is_cpu else (False,)
+
+
+# --- fronts ---------------------------------------------------------------------------------------------------------
+
+
+def front(items: Iterable[object], key: Callable[[object], tuple[float, ...]]) -> list:
+    """Return the items that no other one is at most as large as in every number of `key`; of equal ones the first."""
+    kept: list[tuple[tuple[float, ...], object]] = []
+    for numbers, item in sorted(((key(item), item) for item in items), key=lambda entry: entry[0]):
+        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in kept):
+            kept.append((numbers, item))
+    return [item for _, item in kept]
+
+
+def train_options(job: Job, pools: Sequence[Pool], space: Space) -> list[TrainOption]:
+    """Return the trainer's layouts of every pool, whether they fit or not."""
+    options = []
+    for pool in pools:
+        for layout in train_layouts(job, pool, space):
+            for served in reward_places(job, pool, space):
+                if layout.count + (REWARD_DEVICES if served else 0) > pool.count:
+                    continue
+                memory = train_memory(job, layout, served)
+                seconds = scored(job, layout, served).seconds + update_time(job, layout).seconds
+                peak = max(sum(parts.values()) for parts in memory.values())
+                kept = sum(v for k, v in memory["score"].items() if k not in ("activations", "logits", "transient"))
+                options.append(TrainOption(pool, layout, served, seconds, peak, kept, memory))
+    return options
+
+
+def kind_of(layout: TrainLayout) -> str:
+    """Return how the base stands on the devices: whole, sharded or divided."""
+    return "divided" if layout.tensor > 1 else "sharded" if layout.shards > 1 else "whole"
+
+
+def _fronts(items: Iterable, group: Callable, key: Callable) -> list:
+    """Return the fronts of groups of items, one after the other."""
+    groups: dict[tuple, list] = {}
+    for item in items:
+        groups.setdefault(group(item), []).append(item)
+    return [item for members in groups.values() for item in front(members, key)]
+
+
+def _for_servers(options: Sequence[TrainOption]) -> list[TrainOption]:
+    """Return what may win next to servers: seconds and devices count, memory only has to fit."""
+    return _fronts(
+        options,
+        lambda o: (o.pool.device.name, kind_of(o.layout), o.has_reward_server),
+        lambda o: (o.devices, o.seconds),
+    )
+
+
+def _for_sharing(options: Sequence[TrainOption]) -> list[TrainOption]:
+    """Return what may win with a sampler on the same devices: what stays in memory while it samples counts, too."""
+    return _fronts(
+        options,
+        lambda o: (o.pool.device.name, o.layout.data, o.layout.tensor, o.layout.shards, o.has_reward_server,
+                   o.layout.base_bytes),
+        lambda o: (o.seconds, o.kept),
+    )  # fmt: skip
+
+
+def _server_front(job: Job, pools: Sequence[Pool], space: Space, any_train: TrainLayout) -> list[SampleOption]:
+    options = []
+    for pool in pools:
+        for layout in server_layouts(job, pool, space):
+            peak = sum(sample_memory(job, any_train, layout, {})["server"].values())
+            if peak <= usable_bytes(pool.device):
+                options.append(SampleOption(pool, layout, generate_time(job, layout), peak))
+    # Publishing takes longer with more replicas.
+    return _fronts(
+        options,
+        lambda o: (o.pool.device.name, o.layout.stages > 1),
+        lambda o: (o.layout.count, o.layout.replicas, o.time.seconds, o.time.seconds - o.time.tail),
+    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A combination, before everything of it is worked out."""
+
+    schedule: str
+    train: TrainOption
+    sample: SampleLayout
+    seconds: float
+
+    @property
+    def count(self) -> int:
+        """Devices in all."""
+        return self.train.devices + (self.sample.count if self.sample.engine == SERVER else 0)
+
+    def usd_per_hour(self, market: str) -> float:
+        """Return dollars per hour of all devices."""
+        own = self.train.devices * self.train.layout.device.price(market)
+        return own + (self.sample.count * self.sample.device.price(market) if self.sample.engine == SERVER else 0)
+
+    def plan(self, job: Job) -> Plan:
+        """Return everything of it."""
+        return evaluate(job, self.train.layout, self.sample, self.schedule, self.train.has_reward_server)
+
+
+def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candidate]:
+    """Yield the combinations that fit and that may be the best for some objective."""
+    fitting = [o for o in train_options(job, pools, space) if o.peak <= usable_bytes(o.layout.device)]
+    inner: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]] = {}
+    for train in _for_sharing(fitting):
+        for engine in (LOCAL, COLOCATED):
+            if engine in space.engines and "sync" in space.schedules:
+                yield from _inner_candidates(job, train, engine, inner)
+    if SERVER not in space.engines or not fitting:
+        return
+    servers = _server_front(job, pools, space, fitting[0].layout)
+    for train in _for_servers(fitting):
+        for server in servers:
+            same = server.pool is train.pool
+            if same and train.devices + server.layout.count > train.pool.count:
+                continue
+            publish = publish_seconds(job, train.layout, server.layout)
+            for schedule in space.schedules:
+                seconds = iteration_seconds(schedule, server.time, train.seconds, publish)
+                yield Candidate(schedule, train, server.layout, seconds)
+
+
+def _inner_candidates(
+    job: Job, train: TrainOption, engine: str, known: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]]
+) -> Iterator[Candidate]:
+    """Yield the fastest sampler on the trainer's own devices that fits; fewer rows at once take less memory."""
+    layout = train.layout
+    key = (engine, layout.device.name, layout.data, layout.tensor, layout.shards, layout.base_bytes)
+    if key not in known:
+        own = replace(job, base_bytes=layout.base_bytes)
+        known[key] = []
+        for sample in inner_layouts(job, layout, engine, train.pool):
+            parts = sample_memory(job, layout, sample, {})["generate"]
+            known[key].append((sample, generate_time(own if engine == LOCAL else job, sample), sum(parts.values())))
+        known[key].sort(key=lambda entry: entry[1].seconds)
+    room = usable_bytes(layout.device) - train.kept
+    for sample, time, size in known[key]:
+        if size <= room:
+            publish = publish_seconds(job, layout, sample)
+            yield Candidate("sync", train, sample, iteration_seconds("sync", time, train.seconds, publish))
+            return
+
+
+def value_of(objective: str, seconds: float, count: int, usd_per_hour: float) -> tuple[float, ...]:
+    """Return what an objective makes as small as possible; ties go to fewer seconds, dollars and devices."""
+    cost = seconds * usd_per_hour
+    return {"time": (seconds, cost, count), "cost": (cost, seconds, count), "gpus": (count, seconds, cost)}[objective]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A plan in the ranking, and why it is not the first."""
+
+    plan: Plan
+    why: str
+
+
+def search(
+    job: Job, pools: Sequence[Pool], space: Space, objective: str = "time", market: str = "on_demand", most: int = 8
+) -> list[Ranked]:
+    """Return the best plan of each family of plans that fits, the best first; [] if none fits.
+
+    A family is a schedule, an engine, and a division of the devices. The first is the best of all plans.
+
+    Args:
+        most: plans that are returned.
+    """
+
+    def value(candidate: Candidate) -> tuple[float, ...]:
+        return value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+
+    best: dict[tuple, tuple[tuple[float, ...], Candidate]] = {}
+    for candidate in candidates(job, pools, space):
+        layout = candidate.train.layout
+        family = (candidate.schedule, candidate.sample.engine, kind_of(layout), candidate.sample.stages > 1,
+                  layout.device.name, candidate.sample.device.name)  # fmt: skip
+        number = value(candidate)
+        if family not in best or number < best[family][0]:
+            best[family] = (number, candidate)
+    ordered = [candidate for _, candidate in sorted(best.values(), key=lambda entry: entry[0])][:most]
+    plans = [candidate.plan(job) for candidate in ordered]
+    return [Ranked(plan, why_not(plan, plans[0], objective, market)) for plan in plans]
+
+
+def why_not(plan: Plan, winner: Plan, objective: str, market: str) -> str:
+    """Return in words what a plan has worse than the winner; "" of the winner."""
+    if plan is winner:
+        return ""
+    words = []
+    if objective == "cost":
+        cost = plan.iteration_s * plan.usd_per_hour(market) / (winner.iteration_s * winner.usd_per_hour(market))
+        words.append(f"costs {cost:.2f} times as much")
+    elif objective == "gpus" and plan.count > winner.count:
+        words.append(f"takes {plan.count} devices instead of {winner.count}")
+    ratio = plan.iteration_s / winner.iteration_s
+    words.append(f"takes {ratio:.2f} times as long" if ratio >= 1.005 else "is as fast or faster")
+    if ratio >= 1.005:
+        losses = {name: plan.phases[name].seconds - winner.phases[name].seconds for name in plan.phases}
+        name = max(losses, key=losses.__getitem__)
+        phase = plan.phases[name]
+        if losses[name] > 0:
+            words.append(f"{name} needs {losses[name]:.1f} s more, most of it {phase.bottleneck}")
+        elif plan.schedule == "sync" and winner.schedule != "sync":
+            words.append("its phases wait for each other")
+        else:
+            words.append(f"publishing takes {plan.publish_s:.1f} s")
+    idle = {name: share for name, share in plan.idle().items() if share > 0.25}
+    words += [f"{name} idle {share:.0%}" for name, share in idle.items()]
+    return "; ".join(words)
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
+    """Return why the layouts that come closest to fitting do not, one line per way to divide the base."""
+    closest: dict[str, tuple[float, str]] = {}
+    for option in train_options(job, pools, space):
+        layout = option.layout
+        kind = f"tensor parallel x{layout.tensor}" if layout.tensor > 1 else (
+            f"sharded over {layout.shards}" if layout.shards > 1 else "whole base on each device"
+        )  # fmt: skip
+        room = usable_bytes(layout.device)
+        for sample in inner_layouts(job, layout, LOCAL, option.pool):
+            memory = option.memory | sample_memory(job, layout, sample, option.memory["score"])
+            peaks = {phase: sum(parts.values()) for phase, parts in memory.items()}
+            phase = max(peaks, key=peaks.__getitem__)
+            ratio = peaks[phase] / room
+            if ratio > 1 and (kind not in closest or ratio < closest[kind][0]):
+                part = max(memory[phase], key=memory[phase].__getitem__)
+                text = (
+                    f"{kind} ({layout.device.name}): {phase} needs {peaks[phase] / GIB:.1f} of {room / GIB:.1f} GiB,"
+                    f" of which {part} {memory[phase][part] / GIB:.1f}"
+                )
+                closest[kind] = (ratio, text)
+    return [text for _, text in sorted(closest.values())]
+
+
+def smallest_hardware(job: Job, catalog: Catalog, space: Space, market: str) -> tuple[Pool, float] | None:
+    """Return the cheapest count of one device on which some plan fits, and its dollars per hour."""
+    found: list[tuple[float, int, Pool]] = []
+    for device in catalog.devices.values():
+        if device.is_cpu:
+            continue
+        for count in COUNTS:
+            price = count * device.price(market)
+            if found and price >= min(found)[0]:
+                break
+            pool = Pool(device, count, min(count, 8))
+            one = replace(space, tokens=(), schedules=("sync",), engines=(LOCAL,), base_bytes=space.base_bytes)
+            if next(candidates(_smallest_forward(job), (pool,), one), None) is not None:
+                found.append((price, count, pool))
+                break
+    if not found:
+        return None
+    price, _, pool = min(found, key=lambda entry: entry[:2])
+    return pool, price
+
+
+def _smallest_forward(job: Job) -> Job:
+    """Return the job with one row in a forward and one that decodes, checkpointed: what needs the least memory."""
+    return replace(job, microbatch_rows=1, microbatch_tokens=None, is_checkpointed=True, num_minibatches=1)
+
+
+def steps_of(job: Job, seconds: float) -> float:
+    """Return the hours of the whole run."""
+    return job.num_rollouts * seconds / 3600 if math.isfinite(seconds) else math.inf

@@ -1,0 +1,449 @@
+"""Seconds of each phase of an iteration, with what bounds them: products, memory bandwidth, launches, or links.
+
+A decoded token reads the weights once for all rows; a forward multiplies them once per token. So generation is bound
+by bandwidth or launches, scoring and update by products. Every number of a device comes from `rates.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from onetrunk.costs import ModelShape, forward_flops, gathers, head_flops, kv_cache_bytes
+from onetrunk.plan.hardware import Device
+from onetrunk.plan.job import INT8_BYTES, Job, Lengths
+
+# Engines that sample: the trainer's own loop, a vLLM engine in its processes, vLLM servers on devices of their own.
+LOCAL, COLOCATED, SERVER = "local", "colocate", "server"
+# Tokens of a pack over those of its rows, which are sorted by length.
+PADDING = 1.1
+# A served adapter that is not merged costs 1.33 to 1.39 times as much per token (measured by vLLM's users).
+UNMERGED = 1.36
+# Products with a quantised base: its weights are unpacked for each. Estimates; nothing was measured here.
+UNPACKING = {True: 1.3, False: 1.0}
+# Host memory to device, where weights are reloaded after sleeping; bytes per second.
+RELOAD = 20e9
+# Loading an adapter on a server, and its calls (8 to 44 ms measured, with margin for several servers).
+PUBLISH_S = 0.1
+# Latency of a collective between devices.
+LATENCY_S = 2e-5
+# On a GPU few rows are slow because the weights are read for them, which is counted as bandwidth.
+WHOLE = 1e9
+# Points at which the falling number of decoding rows is read.
+SEGMENTS = 24
+# Prediction over truth: 80% of the measured step times lie within these factors (README.md); after a calibration, and
+# without one.
+BAND_CALIBRATED, BAND = (0.75, 1.35), (0.6, 1.6)
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """How score and update run.
+
+    Args:
+        device: of the trainer's processes.
+        data: processes with different rows.
+        tensor: devices that divide every matrix.
+        shards: devices that share one copy of the base; 1: each has it whole.
+        per_node: devices of one machine.
+        base_bytes: bytes of a weight.
+        rows, tokens: most rows and tokens of a forward.
+    """
+
+    device: Device
+    data: int
+    tensor: int = 1
+    shards: int = 1
+    per_node: int = 8
+    base_bytes: float = 2.0
+    rows: int = 8
+    tokens: int = 8192
+    is_checkpointed: bool = False
+    is_offloaded: bool = False
+
+    @property
+    def count(self) -> int:
+        """Devices in all."""
+        return self.data * self.tensor
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """How completions are sampled.
+
+    Args:
+        device: of the samplers.
+        engine: LOCAL, COLOCATED or SERVER.
+        replicas: samplers with different rows.
+        tensor, stages: devices that divide every matrix of a sampler, and stages of its pipeline.
+        in_flight: independent batches in the pipeline.
+        rows: most rows of a replica that decode at once.
+    """
+
+    device: Device
+    engine: str
+    replicas: int
+    tensor: int = 1
+    stages: int = 1
+    in_flight: int = 1
+    rows: int = 1_000_000
+
+    @property
+    def count(self) -> int:
+        """Devices in all."""
+        return self.replicas * self.tensor * self.stages
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of a phase by what they are spent on.
+
+    Args:
+        parts: seconds of each.
+        tail: seconds of them that go to the last, longest completions: what the same tokens would not take, had all
+            rows of a batch ended together.
+    """
+
+    parts: dict[str, float] = field(default_factory=dict)
+    tail: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the phase."""
+        return sum(self.parts.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """What takes most of the time."""
+        return max(self.parts, key=self.parts.__getitem__) if self.parts else "nothing"
+
+
+def peak(device: Device, itemsize: float) -> float:
+    """Return the peak of the products, operations per second; float32 on a GPU runs at half of bfloat16."""
+    return device.tflops * 1e12 * (0.5 if itemsize > 2 and not device.is_cpu else 1.0)
+
+
+def product_seconds(
+    shape: ModelShape,
+    device: Device,
+    itemsize: float,
+    *,
+    matrix_flops: float,
+    attention_flops: float = 0.0,
+    tokens: float,
+    tensor: int = 1,
+) -> float:
+    """Return the seconds of products.
+
+    Args:
+        shape: of the model.
+        device: that runs them.
+        itemsize: bytes of an activation.
+        matrix_flops, attention_flops: of all devices together.
+        tokens: of one forward, on which the reached share depends.
+        tensor: devices that divide them.
+    """
+    top = peak(device, itemsize) * device.kernels
+    share = device.rates.matmul_share(shape.hidden_size, tokens)
+    return (matrix_flops / share + attention_flops / device.rates.attention) / top / tensor
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> dict[str, float]:
+    """Return the seconds of one decoded token of `rows` rows, on all stages of a replica, by what they are spent on.
+
+    Args:
+        rows: that decode together.
+        context: mean tokens that each of them has.
+    """
+    shape, device, rates = job.shape, layout.device, layout.device.rates
+    local, divided = layout.engine == LOCAL, layout.tensor
+    base_bytes = job.base_bytes if local else min(2.0, job.base_bytes)
+    itemsize = job.itemsize if local else 2.0
+    active = shape.num_layers * _touched_weights(shape, rows) + shape.head_parameters
+    read = active * base_bytes + kv_cache_bytes(shape, 1, 1) * itemsize * rows * context
+    bandwidth = read / divided / (device.bandwidth_gb_s * 1e9 * rates.bandwidth)
+    flops = forward_flops(shape, 1, shape.num_layers) * rows + head_flops(shape, 1) * rows
+    attention = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
+    share = rates.decode_share(shape.hidden_size, rows if device.is_cpu else WHOLE)
+    compute = (flops / share + attention / rates.attention) / peak(device, itemsize) / divided
+    parts = {"bandwidth": max(0.0, bandwidth - compute), "compute": compute}
+    if not local:
+        parts = {name: value * UNMERGED for name, value in parts.items()}
+        parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s + rows * rates.served_row_s
+    else:
+        compiled = rates.served_layer_s if job.compiles else rates.decode_layer_s
+        parts["launches"] = shape.num_layers * compiled + rates.decode_step_s + rows * rates.row_s
+        if base_bytes <= INT8_BYTES:
+            parts["compute"] += bandwidth * (UNPACKING[True] - 1)
+    if divided > 1:
+        wire = rows * shape.hidden_size * itemsize * 2 * (divided - 1) / divided
+        parts["link"] = 2 * shape.num_layers * (wire / (device.link_gb_s * 1e9 * rates.link) + LATENCY_S)
+    if layout.stages > 1:
+        parts["link"] = parts.get("link", 0.0) + layout.stages * LATENCY_S
+    return parts
+
+
+def _touched_weights(shape: ModelShape, rows: float) -> float:
+    """Return the weights of a layer that at least one of the rows runs through; of a mixture, not all experts."""
+    if not shape.num_experts:
+        return shape.layer_parameters
+    share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** max(1.0, rows)
+    extra = shape.layer_parameters - shape.active_layer_parameters
+    return shape.active_layer_parameters + extra * max(0.0, share - shape.experts_per_token / shape.num_experts)
+
+
+def period_factor(stages: int, in_flight: int) -> float:
+    """Return the seconds between two tokens of a batch over those of its step on all stages together.
+
+    Token t+1 needs the last stage's sample of token t: one batch leaves all stages but one idle. With as many batches
+    as stages, each advances by a token per round: period = max(stages, in_flight) steps of one stage.
+    """
+    return max(stages, in_flight) / stages
+
+
+def decode_seconds(
+    step: Callable[[float, float], dict[str, float]], rows: float, most_rows: float, lengths: Lengths
+) -> PhaseTime:
+    """Return the seconds until all rows of a replica are done.
+
+    While rows wait, `most_rows` decode; then their number falls as completions end, and the last ones decode almost
+    alone, which is the tail.
+
+    Args:
+        step: seconds of one token by part, for a number of rows and a mean context.
+        rows: of the replica.
+        most_rows: that decode together.
+        lengths: of completions.
+    """
+    total: dict[str, float] = {}
+
+    def add(parts: dict[str, float], steps: float) -> None:
+        for name, value in parts.items():
+            total[name] = total.get(name, 0.0) + value * steps
+
+    together = min(rows, most_rows)
+    if rows > together:
+        add(step(together, lengths.prompt + lengths.completion / 2), (rows - together) * lengths.completion / together)
+    width, shares = _falling(lengths, together, rows > together)
+    for i, share in enumerate(shares):
+        alive = max(1.0, together * share)
+        add(step(alive, lengths.prompt + width * (i + 0.5)), width)
+    whole = sum(total.values())
+    # The same tokens, had no row ended before the others.
+    even = sum(step(together, lengths.prompt + lengths.completion / 2).values()) * rows * lengths.completion / together
+    return PhaseTime(total, max(0.0, whole - even))
+
+
+@functools.lru_cache(maxsize=4096)
+def _falling(lengths: Lengths, rows: float, is_refilled: bool) -> tuple[float, tuple[float, ...]]:
+    """Return the steps of a segment, and the share of rows that still decode in the middle of each segment.
+
+    The end is where less than half a row is expected to be left.
+    """
+    ends = max(1.0, lengths.quantile(1 - min(0.5, 0.5 / rows)))
+    width = ends / SEGMENTS
+    shares = [lengths.survival(width * (i + 0.5)) for i in range(SEGMENTS)]
+    if is_refilled:
+        # Rows that joined at different times have on average run for a while.
+        area = sum(shares)
+        shares = [sum(shares[i:]) / area for i in range(SEGMENTS)]
+    return width, tuple(shares)
+
+
+def generate_time(job: Job, layout: SampleLayout, rows: int | None = None) -> PhaseTime:
+    """Return the seconds of a rollout: prompts, then one token after the other until the longest completion.
+
+    Args:
+        rows: of the whole rollout; None: those of the job.
+    """
+    total = job.rows if rows is None else rows
+    mine = math.ceil(total / layout.replicas)
+    factor, per_batch = period_factor(layout.stages, layout.in_flight), mine / layout.in_flight
+    most = layout.rows / layout.in_flight
+    if layout.engine == LOCAL and job.max_rollout_rows:
+        most = min(most, job.max_rollout_rows)
+
+    def step(alive: float, context: float) -> dict[str, float]:
+        parts = step_parts(job, layout, alive, context)
+        return {name: value * factor for name, value in parts.items()}
+
+    decoding = decode_seconds(step, per_batch, max(1.0, most), job.lengths)
+    shape, device = job.shape, layout.device
+    # A prompt with several completions runs once in this process.
+    prompts = mine / (job.num_generations if layout.engine == LOCAL else 1) * job.lengths.prompt
+    prefill = product_seconds(
+        shape,
+        device,
+        job.itemsize,
+        matrix_flops=forward_flops(shape, int(prompts), shape.num_layers),
+        attention_flops=4 * prompts * job.lengths.prompt / 2 * shape.num_layers * shape.num_heads * shape.head_dim,
+        tokens=prompts,
+        tensor=layout.tensor * layout.stages,
+    )
+    return PhaseTime(decoding.parts | {"prompts": prefill}, decoding.tail)
+
+
+# --- scoring and update ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The packs of one process: their number, the tokens of each with padding, and those of completions."""
+
+    number: int
+    tokens: float
+    completion: float
+
+
+def packs_of(job: Job, layout: TrainLayout) -> Packs:
+    """Return the packs that a process forms of its rows of a rollout."""
+    rows = max(1, job.rows // layout.data)
+    padding = 1.0 if job.is_padding_free else PADDING
+    per_minibatch = max(1, rows // job.num_minibatches)
+    most_rows = min(layout.rows, per_minibatch, max(1, int(layout.tokens // (job.lengths.row * padding))))
+    number = job.num_minibatches * math.ceil(per_minibatch / most_rows)
+    tokens = rows * job.lengths.row * padding / number
+    return Packs(number, tokens, rows * job.lengths.completion * padding / number)
+
+
+def score_time(job: Job, layout: TrainLayout) -> PhaseTime:
+    """Return the seconds of scoring: old logprobs, values, reference, and a reward model of its own."""
+    packs, shape = packs_of(job, layout), job.shape
+    above, cut = job.adapted_layers, shape.num_layers - job.adapted_layers
+    roles = 1 + job.has_reference + (job.trained_copies - 1)
+    layers = roles * above + (0 if job.captures_states or not cut else cut)
+    heads = (1 + job.has_reference) * packs.completion
+    parts = _forward_parts(job, layout, packs, layers, heads, passes=1.0)
+    rates = layout.device.rates
+    launches = layers * rates.layer_s / 3 + above * (roles - job.has_reference) * rates.adapter_layer_s / 3
+    parts["launches"] = packs.number * (launches + roles * rates.forward_s / 3)
+    parts["other"] = packs.number * packs.tokens * rates.token_s
+    if job.reward is not None:
+        parts["reward"] = _reward_seconds(job, layout)
+    if layout.shards > 1:
+        parts["link"] = _gather_seconds(job, layout, packs, "score", parts["compute"])
+    return PhaseTime(parts)
+
+
+def update_time(job: Job, layout: TrainLayout) -> PhaseTime:
+    """Return the seconds of all epochs of the update of a rollout."""
+    packs, shape = packs_of(job, layout), job.shape
+    above, cut = job.adapted_layers, shape.num_layers - job.adapted_layers
+    branches = job.trained_copies
+    # Forward, the gradient of every input, and with checkpointing the forward again.
+    passes = 3.0 if layout.is_checkpointed else 2.0
+    parts = _forward_parts(job, layout, packs, branches * above, 1.5 * packs.completion, passes=passes)
+    if cut and not job.keeps_states:
+        lower = _forward_parts(job, layout, packs, cut, 0.0, passes=1.0)
+        parts = {name: value + lower.get(name, 0.0) for name, value in parts.items()}
+    rates, epochs = layout.device.rates, job.num_ppo_epochs
+    per_layer = rates.layer_s * (1.0 if layout.is_checkpointed else 0.75) + rates.adapter_layer_s
+    parts["launches"] = packs.number * (branches * above * per_layer + rates.forward_s)
+    parts["other"] = packs.number * packs.tokens * rates.token_s
+    if layout.is_offloaded:
+        stored = packs.tokens * shape.hidden_size * job.itemsize * above * packs.number
+        parts["offload"] = 2 * stored / RELOAD
+    parts = {name: value * epochs for name, value in parts.items()}
+    parts["other"] += epochs * job.num_minibatches * rates.step_s
+    link = _reduce_seconds(job, layout) * epochs * job.num_minibatches
+    if layout.shards > 1:
+        link += _gather_seconds(job, layout, packs, "update", parts["compute"])
+    return PhaseTime(parts | ({"link": link + parts.pop("link", 0.0)} if link or "link" in parts else {}))
+
+
+def _forward_parts(
+    job: Job, layout: TrainLayout, packs: Packs, layers: float, head_tokens: float, passes: float
+) -> dict[str, float]:
+    """Return the seconds of products, and of collectives of tensor parallelism, of all packs of a process."""
+    shape, device = job.shape, layout.device
+    matrix = forward_flops(shape, 1, 1) * packs.tokens * layers + head_flops(shape, 1) * head_tokens
+    heads = shape.num_heads * shape.head_dim
+    attention = 4 * packs.tokens * layers * (job.lengths.row / 2) * heads
+    # The backward of attention computes its products again: 2.5 times the forward.
+    attention_passes = passes if passes <= 1 else passes + 0.5
+    seconds = product_seconds(
+        shape,
+        device,
+        job.itemsize,
+        matrix_flops=matrix * passes * packs.number,
+        attention_flops=attention * attention_passes * packs.number,
+        tokens=packs.tokens,
+        tensor=layout.tensor,
+    )
+    parts = {"compute": seconds * UNPACKING[layout.base_bytes <= INT8_BYTES]}
+    if layout.tensor > 1:
+        wire = packs.tokens * shape.hidden_size * job.itemsize * 2 * (layout.tensor - 1) / layout.tensor
+        per_layer = 2 * (wire / (device.link_gb_s * 1e9 * device.rates.link) + LATENCY_S)
+        parts["link"] = packs.number * layers * passes * per_layer
+    return parts
+
+
+def _reward_seconds(job: Job, layout: TrainLayout) -> float:
+    reward, rows = job.reward, max(1, job.rows // layout.data)
+    tokens = rows * job.lengths.row * PADDING
+    per_forward = min(rows, layout.rows) * job.lengths.row
+    products = product_seconds(
+        reward,
+        layout.device,
+        job.itemsize,
+        matrix_flops=forward_flops(reward, int(tokens), reward.num_layers),
+        tokens=per_forward,
+    )
+    rates = layout.device.rates
+    forwards = math.ceil(rows / max(1, min(rows, layout.rows)))
+    return products + forwards * (reward.num_layers * rates.layer_s / 3 + rates.forward_s / 3)
+
+
+def _link_gb_s(layout: TrainLayout, count: int) -> float:
+    return layout.device.link_gb_s if count <= layout.per_node else layout.device.network_gb_s
+
+
+def _gather_seconds(job: Job, layout: TrainLayout, packs: Packs, phase: str, compute: float) -> float:
+    """Return the seconds of gathering a sharded base that the products do not hide."""
+    cut = job.shape.num_layers - job.adapted_layers
+    counts = gathers(
+        job.shape,
+        cut,
+        packs.number,
+        job.num_ppo_epochs,
+        has_value_adapter=job.trained_copies > 1,
+        has_reference=job.has_reference,
+        lower_layers="sampling" if job.captures_states else "scoring" if job.keeps_states else "every",
+    )[phase]
+    moved = counts.num_bytes(job.shape, layout.base_bytes) * (1 - 1 / layout.shards) / layout.tensor
+    if layout.is_checkpointed and phase == "update":
+        moved *= 1.5
+    seconds = moved / (_link_gb_s(layout, layout.shards) * 1e9 * layout.device.rates.link)
+    return max(0.0, seconds - compute) + 0.1 * min(seconds, compute)
+
+
+def _reduce_seconds(job: Job, layout: TrainLayout) -> float:
+    """Return the seconds of one all-reduce of the gradients of everything that trains."""
+    if layout.count == 1:
+        return 0.0
+    moved = 2 * 4 * job.trained_weights * (layout.count - 1) / layout.count
+    return moved / (_link_gb_s(layout, layout.count) * 1e9 * layout.device.rates.link) + LATENCY_S * layout.count
+
+
+def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float:
+    """Return the seconds between an update and the next rollout: adapters to servers, weights that are reloaded."""
+    if sample.engine == LOCAL:
+        if train.shards == 1:
+            return 0.0
+        whole = job.shape.parameters * train.base_bytes / train.tensor
+        return whole / (_link_gb_s(train, train.shards) * 1e9 * train.device.rates.link)
+    sent = 2.0 * job.adapter_weights / (sample.device.network_gb_s * 1e9) * sample.replicas
+    if sample.engine == SERVER:
+        return PUBLISH_S + sent
+    # The engine wakes up: its weights come back from host memory.
+    return PUBLISH_S + 2.0 * job.shape.parameters / sample.tensor / RELOAD
+
+
+def band(device: Device) -> tuple[float, float]:
+    """Return the factors between which a time is expected, over the predicted one."""
+    return BAND_CALIBRATED if device.rates.is_calibrated else BAND

@@ -1,0 +1,137 @@
+"""Calibration fits what it is given, and a run's log is compared with the prediction of its own settings."""
+
+import json
+
+import pytest
+import yaml
+
+from onetrunk.plan.calibrate import Calibration, Observation, fit_rates, hardware_text, predicted
+from onetrunk.plan.check import check_lines, check_run
+from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.rates import Rates, non_negative_fit
+from onetrunk.stages.options.schema import load_options
+from tests.plan.support import LENGTHS, device, job
+
+DEFAULTS = {option.name: option.default for option in load_options("ppo")}
+CPU = load_catalog().devices["CPU"]
+
+
+def test_a_fit_finds_the_coefficients_and_ignores_one_wrong_point():
+    rows = [[1.0, float(n)] for n in range(1, 9)]
+    targets = [2 + 3 * n for n in range(1, 9)]
+    assert non_negative_fit(rows, targets, 1e-3) == pytest.approx([2, 3], rel=1e-3)
+    targets[4] = 500.0
+    assert non_negative_fit(rows, targets, 1e-3) == pytest.approx([2, 3], rel=1e-2)
+    # A negative coefficient becomes 0, and the rest is fitted without it.
+    assert non_negative_fit([[1.0, 1.0], [1.0, 2.0]], [2.0, 1.0], 1e-3)[1] == 0
+
+
+def observations(own):
+    """Return what a machine of given rates would measure."""
+    seen = []
+    for rows in (4, 16, 64):
+        for layers in (2, 6):
+            one = job(lengths=LENGTHS, rollout_batch_size=rows, num_minibatches=1, num_ppo_epochs=1,
+                      is_padding_free=True,
+                      adapted_layers=4 if layers > 4 else 2, microbatch_rows=rows)  # fmt: skip
+            for kind in ("decode", "score", "update"):
+                seen.append(Observation(kind, one, rows, predicted(Observation(kind, one, rows, 1.0), own)))
+    return seen
+
+
+def test_calibration_finds_the_rates_of_a_machine():
+    true = Rates(
+        matmul=0.4, attention=0.4, decode_matmul=0.3, hidden_half=64.0, tokens_half=256.0, layer_s=2e-3,
+        adapter_layer_s=1e-3, decode_layer_s=3e-4, decode_step_s=1e-3, row_s=1e-5, forward_s=4e-3, token_s=1e-6,
+        bandwidth=0.5,
+    )  # fmt: skip
+    own = device(is_cpu=True, tflops=0.05, bandwidth_gb_s=20.0, rates=true)
+    seen = observations(own)
+    found = device(is_cpu=True, tflops=0.05, bandwidth_gb_s=20.0, rates=fit_rates(own, seen))
+    errors = [abs(error) for _, error in Calibration(found, tuple(seen)).errors()]
+    assert sorted(errors)[int(0.9 * len(errors))] < 0.1
+    assert found.rates.is_calibrated and not Rates().is_calibrated
+
+
+def test_a_calibration_is_a_hardware_file(tmp_path):
+    own = device(name="THIS-CPU", is_cpu=True, rates=Rates(layer_s=1.23456789e-7))
+    path = tmp_path / "machine.yaml"
+    path.write_text(hardware_text(Calibration(own, ())))
+    assert yaml.safe_load(path.read_text())["devices"]["THIS-CPU"]["rates"]["layer_s"] == 1.23457e-7
+    read = load_catalog(str(path)).devices["THIS-CPU"]
+    assert read.is_cpu and read.rates.layer_s == pytest.approx(1.23457e-7) and read.memory_gib == own.memory_gib
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Return the folder of a run of 3 rollouts, with record and log as onetrunk ppo writes them."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"model_type": "llama", "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "intermediate_size": 128, "dtype": "float32"}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    folder = tmp_path / "run"
+    (folder / "_report").mkdir(parents=True)
+    settings = {"rollout_batch_size": 16, "num_ppo_epochs": 2, "max_completion_length": 48, "max_prompt_length": 40,
+                "model_name_or_path": str(model), "reward_funcs": ["rewards.py:polite"], "lora_r": 8}  # fmt: skip
+    about = {"verb": "ppo", "base": str(model), "slots_per_rollout": 2, "settings": settings}
+    (folder / "_report" / "run.json").write_text(json.dumps(about))
+    log = [{"event": "begin", "num_processes": 1, "num_gpus": 0}]
+    for step in range(1, 7):
+        entry = {"step": step, "time/update_s": 0.2, "memory/peak_gib": 1.0}
+        if step % 2:
+            entry |= {"time/generate_s": 1.0, "time/score_s": 0.5, "completion/length": 24.0}
+        log.append(entry)
+    (folder / "_report" / "log.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in log) + '{"step": 7, "ti'
+    )
+    return folder
+
+
+def test_a_run_is_compared_per_rollout_with_its_own_settings(run_dir):
+    checked = check_run(run_dir, DEFAULTS, load_catalog(), {"prompt_tokens": 20.0})
+    measured = {line.what: line.measured for line in checked.lines}
+    # Two steps of 0.2 s in each rollout.
+    assert measured == {"generate": 1.0, "score": 0.5, "update": pytest.approx(0.4), "peak memory": 1.0}
+    one = checked.job
+    assert (one.rows, one.lora_rank, one.lengths.completion, one.lengths.prompt) == (16, 8, 24.0, 20.0)
+    assert checked.plan.train.device is CPU and one.base_bytes == 4.0
+    assert all(line.predicted > 0 for line in checked.lines)
+    text = "\n".join(check_lines(checked))
+    assert "3 rollouts of 16 rows" in text and "not calibrated" in text and "rewards.py:polite counts as free" in text
+    line = next(line for line in checked.lines if line.what == "update")
+    assert f"{line.error:+.0%}" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"verb": "sft"}, "run of sft"),
+        ({"slots_per_rollout": 6}, "fewer than 2 rollouts"),
+    ],
+)
+def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message):
+    path = run_dir / "_report" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        check_run(run_dir, DEFAULTS, load_catalog())
+
+
+def test_an_unknown_gpu_of_a_run_asks_for_its_name(run_dir):
+    path = run_dir / "_report" / "log.jsonl"
+    path.write_text(path.read_text().replace('"num_gpus": 0', '"num_gpus": 1, "device": "Imaginary 9"'))
+    with pytest.raises(ValueError, match="Imaginary 9.*--hardware"):
+        check_run(run_dir, DEFAULTS, load_catalog())
+    checked = check_run(run_dir, DEFAULTS, load_catalog(), {"hardware": "1xT4"})
+    assert checked.plan.train.device.name == "T4-16GB"
+
+
+@pytest.mark.slow
+def test_this_machine_can_be_calibrated(tmp_path):
+    from onetrunk.plan.calibrate import calibrate
+
+    measured = calibrate(load_catalog())
+    errors = sorted(abs(error) for _, error in measured.errors())
+    # Generous: other programs may run.
+    assert errors[len(errors) // 2] < 0.5
+    assert 0.2 < measured.device.rates.runtime_gib < 4 and measured.device.tflops > 0.001

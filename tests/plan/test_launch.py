@@ -1,0 +1,190 @@
+"""The files of a plan are taken by the parsers and the schedulers that read them, and name the plan's devices."""
+
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from onetrunk.plan.evaluate import evaluate
+from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.launch import PORT, Launch, launch_files, write_files
+from onetrunk.plan.timing import COLOCATED, LOCAL, SERVER, SampleLayout, TrainLayout
+from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.serve import parse_serve
+from tests.plan.support import SMALL, job_7b
+from tests.stages.recipes import ROOT, commands_of
+from tests.test_launch_files import SBATCH_OPTIONS, SLURM, check_elastic, launched, leaves, run_shell, sbatch_options
+
+__all__ = ["run_shell"]  # A fixture.
+
+DEVICE = load_catalog().devices["H100-80GB"]
+CONFIG = "recipes/qwen2.5-0.5b/ppo.yaml"
+# Layouts of training and sampling, schedule, and whether the reward has a server.
+PLANS = {
+    "one": (TrainLayout(DEVICE, 1), SampleLayout(DEVICE, LOCAL, 1), "sync", False),
+    "colocated": (TrainLayout(DEVICE, 2, rows=512), SampleLayout(DEVICE, COLOCATED, 2, rows=64), "sync", False),
+    "sharded": (TrainLayout(DEVICE, 8, shards=8), SampleLayout(DEVICE, LOCAL, 8, rows=4), "sync", False),
+    "hybrid": (TrainLayout(DEVICE, 16, shards=8), SampleLayout(DEVICE, LOCAL, 16), "sync", False),
+    "divided": (TrainLayout(DEVICE, 2, 2), SampleLayout(DEVICE, LOCAL, 2, 2), "sync", False),
+    "servers": (TrainLayout(DEVICE, 4, rows=512), SampleLayout(DEVICE, SERVER, 2, 2), "one_step", False),
+    "reward": (TrainLayout(DEVICE, 4), SampleLayout(DEVICE, LOCAL, 4), "sync", True),
+    "apart": (TrainLayout(DEVICE, 8), SampleLayout(DEVICE, SERVER, 8), "async", True),
+    "pipeline": (TrainLayout(DEVICE, 4), SampleLayout(DEVICE, SERVER, 1, 2, 2, 2), "one_step", False),
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def launch_of(name: str, folder) -> Launch:
+    train, sample, schedule, has_reward_server = PLANS[name]
+    one = job_7b(reward=SMALL, adapted_layers=28)
+    plan = evaluate(one, train, sample, schedule, has_reward_server)
+    model = "Qwen/Qwen2.5-7B"
+    return Launch(one, plan, load_catalog(), CONFIG, model, model, str(folder), "spot", True, "org/reward")
+
+
+@pytest.fixture(params=PLANS)
+def written(request, tmp_path):
+    """Return a launch whose files are in a folder."""
+    launch = launch_of(request.param, tmp_path)
+    write_files(launch)
+    return launch
+
+
+def settings_in(words: list[str]):
+    """Return the PPO settings of a command, which the complete parser takes."""
+    start = words.index("--config")
+    return next(part for part in parse_ppo(words[start:]) if hasattr(part, "schedule"))
+
+
+def check_settings(launch: Launch, words: list[str]) -> None:
+    settings, plan = settings_in(words), launch.plan
+    assert settings.schedule == plan.schedule and settings.resume_from_checkpoint == "auto"
+    assert settings.use_vllm is (plan.sample.engine != LOCAL)
+    if plan.sample.engine == SERVER:
+        assert len(settings.vllm_server_base_url) == plan.sample.replicas
+    if plan.train.rows == 512:
+        assert settings.microbatch_tokens == plan.train.tokens
+    served = any("/classify#model=org/reward" in word for word in words)
+    assert served is plan.has_reward_server
+
+
+@pytest.mark.sampled(3)
+def test_bash_reads_every_script_and_the_launch_line_parses(written, run_shell, tmp_path):
+    for path in [*tmp_path.glob("*.sh"), *tmp_path.glob("*.sbatch")]:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+    if written.plan.train.count == 1:
+        (words,) = [c for c in commands_of((tmp_path / "launch.sh").read_text().replace("exec ", "")) if "ppo" in c]
+        check_settings(written, words)
+        return
+    env = {"SERVER_HOST": "s1", "MAIN_HOST": "n1", "NODE_RANK": "0"}
+    code, (call,) = run_shell(["bash", str(tmp_path / "launch.sh")], **env)
+    assert code == 0
+    options = launched(call["words"])
+    check_elastic(options, call["env"])
+    check_settings(written, call["words"])
+    assert int(options["--num_processes"]) == written.plan.train.count
+
+
+@pytest.mark.sampled(3)
+def test_the_accelerate_config_says_how_the_base_is_held(written, tmp_path):
+    config = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
+    train = written.plan.train
+    assert config["num_processes"] == train.count and config["use_cpu"] is False
+    kind = "FSDP" if train.shards > 1 else "MULTI_GPU" if train.count > 1 else "NO"
+    assert config["distributed_type"] == kind
+    sizes = config.get("parallelism_config", {})
+    if train.tensor > 1:
+        assert sizes["parallelism_config_tp_size"] == train.tensor
+    if 1 < train.shards < train.count:
+        assert sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"] == train.count
+
+
+@pytest.mark.sampled(3)
+def test_slurm_takes_the_job_and_it_starts_the_plan(written, run_shell, tmp_path):
+    path = tmp_path / "job.sbatch"
+    options = sbatch_options(path)
+    assert len(options) == path.read_text().count("\n#SBATCH ")
+    for name, value in options.items():
+        form = SBATCH_OPTIONS[name]
+        assert value is None if form is None else re.fullmatch(form, value), (name, value)
+    env = {**SLURM, "SERVER_HOST": "s1", "PRINTS_scontrol": "n1\nn2", "PRINTS_squeue": "n1", "VLLM_PYTHON": "true"}
+    code, calls = run_shell(["bash", str(path)], **env)
+    assert code == 0
+    words = next(call["words"] for call in calls if call["words"][0] == "srun")
+    launch = launched(words)
+    assert int(launch["--num_processes"]) == written.plan.train.count
+    assert int(options["nodes"]) == written.machines
+    check_settings(written, words)
+
+
+@pytest.mark.sampled(3)
+def test_skypilot_and_kubeflow_start_the_plan(written, run_shell, tmp_path):
+    task = yaml.safe_load((tmp_path / "skypilot.yaml").read_text())
+    assert task["resources"]["use_spot"] is True and task["num_nodes"] == written.machines
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": str(written.machines), "MIRROR": "s3://b"}
+    env |= {"SERVER_HOST": "s1", "VLLM_PYTHON": "true", **task["envs"], "MIRROR": "s3://b"}
+    code, calls = run_shell(["bash", "-c", task["run"]], **env)
+    words = next(call["words"] for call in calls if call["words"][0] == "accelerate")
+    assert code == 0 and launched(words)["--main_process_ip"] == "10.0.0.1"
+    assert words[words.index("--checkpoint_mirror") + 1] == "s3://b"
+    trainer = yaml.safe_load((tmp_path / "trainjob.yaml").read_text())["spec"]["trainer"]
+    assert trainer["numNodes"] == written.machines
+    env = {"PET_NNODES": str(written.machines), "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "29400"}
+    env |= {"SERVER_HOST": "s1", "VLLM_PYTHON": "true"}
+    script = trainer["args"][0].replace("cd /onetrunk", f"cd {ROOT}")
+    code, calls = run_shell([*trainer["command"], script], **env)
+    words = next(call["words"] for call in calls if call["words"][0] == "accelerate")
+    assert code == 0 and int(launched(words)["--num_processes"]) == written.plan.train.count
+
+
+def test_kubeflow_knows_every_key(tmp_path):
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    job = yaml.safe_load(launch_files(launch_of("hybrid", tmp_path))["trainjob.yaml"])
+    assert set(leaves(job)) <= set(leaves(models.TrainerV1alpha1TrainJob.from_dict(job).to_dict()))
+
+
+def test_servers_take_the_devices_that_the_trainer_leaves(tmp_path):
+    files = launch_files(launch_of("servers", tmp_path))
+    assert "first=$((4 + number * 2))" in files["servers.sh"] and "seq 0 1" in files["servers.sh"]
+    assert "CUDA_VISIBLE_DEVICES=$(seq -s, 0 3)" in files["launch.sh"]
+    line = next(line for line in files["servers.sh"].splitlines() if "onetrunk serve" in line)
+    words = line.split(" $((")[0].split()[2:]
+    (args,) = parse_serve([*words, str(PORT)])
+    assert (args.tensor_parallel_size, args.max_loras, args.max_model_len) == (2, 3, 1024)
+    assert "--pipeline-parallel-size 2" in launch_files(launch_of("pipeline", tmp_path))["servers.sh"]
+    assert "--runner pooling" in launch_files(launch_of("reward", tmp_path))["servers.sh"]
+    apart = launch_files(launch_of("apart", tmp_path))
+    assert "$SERVER_HOST" in apart["launch.sh"] and "first=$((0 + number * 1))" in apart["servers.sh"]
+
+
+def test_a_plan_without_servers_writes_none(tmp_path):
+    assert "servers.sh" not in launch_files(launch_of("sharded", tmp_path))
+    cpu = load_catalog().devices["CPU"]
+    launch = launch_of("one", tmp_path)
+    plan = evaluate(launch.job, TrainLayout(cpu, 1), SampleLayout(cpu, LOCAL, 1), "sync")
+    files = launch_files(Launch(launch.job, plan, load_catalog(), CONFIG, "m", "m", str(tmp_path)))
+    assert set(files) == {"launch.sh", "accelerate.yaml"} and "--use_cpu true" in files["launch.sh"]
+    assert yaml.safe_load(files["accelerate.yaml"])["use_cpu"] is True
+
+
+PLANNED = ROOT / "recipes" / "launch" / "planned"
+# Run it again after a change of templates or rates.
+PLANNED_COMMAND = """plan --config recipes/llama-3.1-8b/ppo.yaml --model meta-llama/Llama-3.1-8B --hardware 8xH100-80GB
+    --schedules one_step --engines server --completion_tokens 300 --prompt_tokens 200 --write recipes/launch/planned"""
+
+
+def test_the_example_of_the_repository_is_what_a_plan_writes(monkeypatch, tmp_path):
+    from onetrunk import cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(PLANNED_COMMAND.split()) == 0
+    for path in sorted((tmp_path / "recipes/launch/planned").iterdir()):
+        # Drawings and the last digits of numbers differ between versions and processors.
+        if path.suffix not in (".png", ".svg", ".json"):
+            assert path.read_text() == (PLANNED / path.name).read_text(), f"run onetrunk {PLANNED_COMMAND}"
+    assert (PLANNED / "gantt.svg").is_file()

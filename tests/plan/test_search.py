@@ -1,0 +1,213 @@
+"""The search equals trying everything; more memory or devices never make the best plan worse; what fits is said."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onetrunk.plan.evaluate import evaluate, train_memory, usable_bytes
+from onetrunk.plan.hardware import GIB, load_catalog
+from onetrunk.plan.search import (
+    OBJECTIVES,
+    Space,
+    front,
+    inner_layouts,
+    rejected,
+    reward_places,
+    search,
+    server_layouts,
+    smallest_hardware,
+    train_layouts,
+    value_of,
+)
+from onetrunk.plan.timing import COLOCATED, LOCAL, SERVER
+from tests.plan.support import SMALL, device, job, job_7b, pool
+
+FEW = Space(tokens=(2048, 8192))
+
+
+def examples(number):
+    return settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=number)
+
+
+def everything(one_job, pools, space):
+    """Yield every plan that fits, without any pruning: each layout of the trainer with each of the samplers."""
+    for own in pools:
+        for train in train_layouts(one_job, own, space):
+            for served in reward_places(one_job, own, space):
+                used = train.count + served
+                if used > own.count:
+                    continue
+                inner = [s for engine in (LOCAL, COLOCATED) if engine in space.engines
+                         for s in inner_layouts(one_job, train, engine, own)]  # fmt: skip
+                pairs = [("sync", sample) for sample in inner if "sync" in space.schedules]
+                if SERVER in space.engines:
+                    for other in pools:
+                        for sample in server_layouts(one_job, other, space):
+                            if other is not own or used + sample.count <= own.count:
+                                pairs += [(schedule, sample) for schedule in space.schedules]
+                for schedule, sample in pairs:
+                    same = replace(one_job, base_bytes=train.base_bytes) if sample.engine == LOCAL else one_job
+                    plan = evaluate(same, train, sample, schedule, served)
+                    if plan.shortage() is None:
+                        yield plan
+
+
+def objective_of(plan, objective):
+    return value_of(objective, plan.iteration_s, plan.count, plan.usd_per_hour("on_demand"))[0]
+
+
+SPACES = given(
+    count=st.integers(1, 4),
+    memory=st.sampled_from([1.2, 3.0, 40.0]),
+    speed=st.sampled_from([0.01, 1.0, 900.0]),
+    rows=st.sampled_from([4, 8]),
+    spread=st.sampled_from([0.0, 0.9]),
+    objective=st.sampled_from(OBJECTIVES),
+    second=st.booleans(),
+    has_reward=st.booleans(),
+    engines=st.sampled_from([(LOCAL, COLOCATED, SERVER), (LOCAL,), (SERVER,)]),
+)
+
+
+@examples(10)
+@SPACES
+def test_the_search_equals_trying_everything(**space):
+    check_equal_to_everything(**space)
+
+
+@pytest.mark.slow
+@examples(150)
+@SPACES
+def test_the_search_equals_trying_everything_on_many_spaces(**space):
+    check_equal_to_everything(**space)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_search_equals_trying_everything_where_all_kinds_of_plans_fit(objective):
+    plans = check_equal_to_everything(4, 40.0, 1.0, 8, 0.9, objective, True, True, (LOCAL, COLOCATED, SERVER))
+    assert plans > 1000
+
+
+def check_equal_to_everything(count, memory, speed, rows, spread, objective, second, has_reward, engines):
+    one = job(rollout_batch_size=rows, reward=SMALL if has_reward else None)
+    one = replace(one, lengths=replace(one.lengths, spread=spread))
+    pools = [pool(count, memory_gib=memory, tflops=speed)]
+    if second:
+        pools.append(pool(2, name="E", memory_gib=8.0, tflops=10 * speed, usd_per_hour=5.0))
+    space = Space(tokens=(1024,), engines=engines, pipelines=(1, 2))
+    tried = [objective_of(plan, objective) for plan in everything(one, pools, space)]
+    ranking = search(one, pools, space, objective)
+    assert bool(tried) == bool(ranking)
+    if tried:
+        assert objective_of(ranking[0].plan, objective) == pytest.approx(min(tried), rel=1e-9)
+        # Whatever is ranked fits, and the first is the best of the list.
+        assert all(entry.plan.shortage() is None for entry in ranking)
+        assert objective_of(ranking[0].plan, objective) == min(objective_of(e.plan, objective) for e in ranking)
+    return len(tried)
+
+
+@examples(6)
+@given(
+    count=st.integers(1, 24),
+    more=st.integers(1, 24),
+    memory=st.sampled_from([18.0, 24.0, 48.0, 80.0]),
+    extra=st.sampled_from([1.0, 8.0, 100.0]),
+    objective=st.sampled_from(OBJECTIVES),
+)
+def test_more_memory_or_devices_never_make_the_best_plan_worse(count, more, memory, extra, objective):
+    one, space = job_7b(), FEW
+
+    def best(devices, gib):
+        # The same machines of 8, so that only their number changes.
+        own = replace(pool(devices, memory_gib=gib), per_node=8)
+        ranking = search(one, [own], space, objective, most=1)
+        return objective_of(ranking[0].plan, objective) if ranking else float("inf")
+
+    least = best(count, memory)
+    assert best(count + more, memory) <= least * (1 + 1e-9)
+    assert best(count, memory + extra) <= least * (1 + 1e-9)
+
+
+def test_a_front_keeps_what_nothing_else_beats():
+    points = [(3, 1), (1, 3), (2, 2), (2, 3), (3, 3), (1, 3)]
+    assert front(points, lambda p: p) == [(1, 3), (2, 2), (3, 1)]
+
+
+def test_the_objectives_choose_differently():
+    one, pools = job_7b(), [pool(16)]
+    fast, cheap, few = (search(one, pools, FEW, objective)[0].plan for objective in OBJECTIVES)
+    assert few.count == 1 <= cheap.count <= fast.count
+    assert fast.iteration_s < cheap.iteration_s or cheap.count == fast.count
+    cost = [plan.iteration_s * plan.usd_per_hour("on_demand") for plan in (fast, cheap, few)]
+    assert min(cost) == cost[1]
+
+
+def test_colocation_wins_on_few_devices_and_a_split_on_many():
+    # HybridFlow's observation. Here the reason is the floor of each phase: on many devices neither generation (the
+    # longest completion) nor the update (launches) gets shorter, so the phases gain by running at the same time.
+    one = job_7b()
+    placements = {n: search(one, [replace(pool(n), per_node=8)], FEW)[0].plan.sample.engine for n in (1, 64)}
+    assert placements == {1: COLOCATED, 64: SERVER}
+
+
+def test_every_loser_is_told_why():
+    ranking = search(job_7b(), [pool(8)], FEW)
+    assert len(ranking) > 2 and ranking[0].why == ""
+    for entry in ranking[1:]:
+        assert entry.why
+        if entry.plan.iteration_s > 1.01 * ranking[0].plan.iteration_s:
+            assert "times as long" in entry.why and any(w in entry.why for w in ("needs", "wait", "publishing"))
+
+
+def test_a_mixed_pool_samples_on_the_cheaper_devices():
+    own, other = pool(4), pool(4, name="E", memory_gib=44.0, tflops=360.0, bandwidth_gb_s=860.0, usd_per_hour=0.5)
+    mixed = search(job_7b(), [own, other], FEW)[0].plan
+    alone = search(job_7b(), [own], FEW)[0].plan
+    assert mixed.iteration_s < alone.iteration_s and set(mixed.devices) == {"D", "E"}
+
+
+def test_schedules_other_than_sync_need_servers():
+    assert search(job_7b(), [pool(4)], Space(schedules=("async",), engines=(LOCAL, COLOCATED))) == []
+    plan = search(job_7b(), [pool(4)], Space(schedules=("async",), tokens=(8192,)))[0].plan
+    assert plan.schedule == "async" and plan.sample.engine == SERVER
+
+
+def test_each_phase_has_a_plan_of_its_own():
+    # A 70B-shaped server is divided while the trainer is sharded, whatever fits.
+    plan = search(job_7b(), [pool(8, memory_gib=14.0)], FEW)[0].plan
+    assert (plan.train.shards > 1 or plan.train.tensor > 1) and plan.shortage() is None
+
+
+def test_what_does_not_fit_says_by_how_much_and_on_what_it_would():
+    one, pools = job_7b(), [pool(1, memory_gib=14.6)]
+    assert search(one, pools, Space()) == []
+    (line,) = rejected(one, pools, Space())
+    assert "whole base on each device" in line and "of 13.4 GiB, of which weights" in line
+    found, price = smallest_hardware(one, load_catalog(), Space(), "on_demand")
+    assert search(one, [found], Space(schedules=("sync",)))
+    cheaper = [d for d in load_catalog().devices.values() if d.usd_per_hour < price and not d.is_cpu]
+    for other in cheaper:
+        assert not search(one, [replace(found, device=other, count=1, per_node=1)], Space())
+
+
+def test_layouts_divide_rows_and_heads():
+    one = job(rollout_batch_size=12, num_minibatches=2)
+    layouts = list(train_layouts(one, pool(16), Space(tokens=())))
+    # 12 prompts: 1, 2, 3 and 6 processes; 12 would leave one row for two minibatches. With 2 key-value heads,
+    # groups have 1 or 2 devices.
+    assert {layout.data for layout in layouts} == {1, 2, 3, 6}
+    assert {layout.tensor for layout in layouts} == {1, 2}
+    kept = list(train_layouts(one, pool(1), Space(keeps_settings=True)))
+    assert [(layout.rows, layout.is_checkpointed) for layout in kept] == [(8, False)]
+
+
+def test_memory_of_a_plan_counts_what_stays_while_it_samples():
+    one = job_7b(reward=SMALL)
+    plan = search(one, [pool(1)], Space(engines=(LOCAL,), tokens=(8192,)))[0].plan
+    assert plan.memory["generate"]["weights"] == plan.memory["update"]["weights"] == one.shape.parameters * 2
+    assert plan.memory["generate"]["kv_cache"] > 0 and "reward" in plan.memory["generate"]
+    assert usable_bytes(device()) < 80 * GIB
+    served = train_memory(one, plan.train, has_reward_server=True)
+    assert "reward" not in served["update"]

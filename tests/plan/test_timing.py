@@ -1,0 +1,171 @@
+"""Seconds against hand-worked numbers, theorems, and the order of published measurements."""
+
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from onetrunk.costs import forward_flops, gathers, head_flops
+from onetrunk.plan import errors
+from onetrunk.plan.job import Lengths
+from onetrunk.plan.rates import Rates
+from onetrunk.plan.timing import (
+    LOCAL,
+    SERVER,
+    UNMERGED,
+    PhaseTime,
+    SampleLayout,
+    TrainLayout,
+    decode_seconds,
+    generate_time,
+    packs_of,
+    period_factor,
+    publish_seconds,
+    score_time,
+    step_parts,
+    update_time,
+)
+from tests.plan.support import SMALL, device, job, job_7b
+
+# Every share of a peak is 1, and nothing costs time but products and bandwidth.
+IDEAL = Rates(
+    matmul=1.0, decode_matmul=1.0, attention=1e30, hidden_half=0.0, tokens_half=0.0, layer_s=0.0, adapter_layer_s=0.0,
+    decode_layer_s=0.0, served_layer_s=0.0, served_step_s=0.0, served_row_s=0.0, bandwidth=1.0, link=1.0,
+)  # fmt: skip
+EVEN = Lengths(100, 100, 100, 100, 0.0)
+
+
+def test_a_decoded_token_reads_the_weights_once_by_hand():
+    own = device(rates=IDEAL, bandwidth_gb_s=1.0)
+    parts = step_parts(job(), SampleLayout(own, LOCAL, 1), rows=1, context=10)
+    # All layers and the head in bfloat16, and the cache: 2 x 4 layers x 2 heads x 16 x 10 tokens x 2 bytes.
+    read = 2 * (SMALL.num_layers * SMALL.layer_parameters + SMALL.head_parameters) + 2 * 4 * 2 * 16 * 10 * 2
+    assert sum(parts.values()) == pytest.approx(read / 1e9)
+    served = step_parts(job(), SampleLayout(own, SERVER, 1), rows=1, context=10)
+    assert sum(served.values()) == pytest.approx(UNMERGED * read / 1e9)
+
+
+def test_many_rows_are_bound_by_products():
+    own = device(rates=IDEAL, tflops=0.001)
+    parts = step_parts(job(), SampleLayout(own, LOCAL, 1), rows=1000, context=0)
+    flops = 1000 * (forward_flops(SMALL, 1, 4) + head_flops(SMALL, 1))
+    assert parts["bandwidth"] == 0 and parts["compute"] == pytest.approx(flops / 1e9)
+
+
+def test_a_decode_of_equal_lengths_is_its_steps():
+    one = decode_seconds(lambda rows, context: {"x": rows}, rows=4, most_rows=9, lengths=EVEN)
+    assert one.seconds == pytest.approx(4 * 100) and one.tail == pytest.approx(0, abs=1e-6)
+    # Two waves of two rows.
+    two = decode_seconds(lambda rows, context: {"x": 1.0}, rows=4, most_rows=2, lengths=EVEN)
+    assert two.seconds == pytest.approx(200, rel=0.05)
+
+
+def test_the_longest_completion_decides_and_its_share_is_the_tail():
+    spread = Lengths(100, 100, 1000, 100, 0.8)
+    time = decode_seconds(lambda rows, context: {"x": 1.0}, rows=64, most_rows=64, lengths=spread)
+    source = random.Random(0)
+    drawn = [max(spread.quantile(source.random()) for _ in range(64)) for _ in range(50)]
+    assert time.seconds == pytest.approx(statistics.median(drawn), rel=0.25)
+    assert time.tail == pytest.approx(time.seconds - 100, rel=0.05)
+
+
+def test_lengths_have_the_mean_that_was_asked_for_after_the_cut():
+    lengths = Lengths(10, 120, 200, 10, 0.9)
+    points = [lengths.survival(x + 0.5) for x in range(200)]
+    assert sum(points) == pytest.approx(120, rel=0.01)
+    assert lengths.quantile(0.999999) == pytest.approx(200, rel=0.01) and lengths.survival(200) == 0
+
+
+def test_a_pipeline_is_filled_by_as_many_batches_as_it_has_stages():
+    # One batch leaves three of four stages idle: no faster than one device. Four batches: each token still takes a
+    # full round, but four of them are made in it.
+    assert [period_factor(4, batches) * 4 for batches in (1, 4, 8)] == [4, 4, 8]
+    own, rows = device(rates=IDEAL), 64
+
+    def tokens_per_s(batches: int) -> float:
+        layout = SampleLayout(own, LOCAL, 1, stages=4, in_flight=batches)
+        step = sum(step_parts(job(), layout, 8, 100).values())
+        return 8 * batches / (step * period_factor(4, batches))
+
+    assert tokens_per_s(4) / tokens_per_s(1) == pytest.approx(4, rel=1e-3)
+    assert tokens_per_s(8) / tokens_per_s(4) == pytest.approx(1, rel=1e-3)
+    assert rows
+
+
+def test_an_update_is_two_forwards_and_with_checkpointing_three():
+    plain, kept = (
+        update_time(job(lengths=EVEN, is_padding_free=True), TrainLayout(device(rates=IDEAL), 1, is_checkpointed=c))
+        for c in (False, True)
+    )
+    # 16 rows of 200 tokens, 4 epochs; the head runs forward on completions, and half as much again for its gradient.
+    tokens, own = 16 * 200 * 4, device()
+    layers, head = forward_flops(SMALL, tokens, 4), 1.5 * head_flops(SMALL, tokens // 2)
+    assert plain.seconds == pytest.approx(2 * (layers + head) / (own.tflops * 1e12))
+    assert kept.seconds == pytest.approx(1.5 * plain.seconds)
+
+
+def test_fewer_adapted_layers_save_their_share_of_the_update():
+    full, half = (
+        update_time(replace(job_7b(), adapted_layers=n), TrainLayout(device(rates=IDEAL), 1, tokens=16384))
+        for n in (28, 7)
+    )
+    assert 0.25 < half.seconds / full.seconds < 0.40  # A quarter of the layers, and the head.
+
+
+def test_a_sharded_base_pays_for_its_gathers():
+    slow = device(rates=IDEAL, link_gb_s=0.001)
+    whole, sharded = (update_time(job(), TrainLayout(slow, 4, shards=n)).seconds for n in (1, 4))
+    packs = packs_of(job(), TrainLayout(slow, 4))
+    moved = gathers(SMALL, 0, packs.number, 4, lower_layers="scoring")["update"].num_bytes(SMALL, 2.0) * 0.75
+    assert sharded - whole == pytest.approx(moved / 1e6, rel=0.02)
+
+
+def test_publishing_to_servers_sends_adapters_and_a_sharded_base_gathers_for_sampling():
+    own = device(rates=IDEAL)
+    train = TrainLayout(own, 1)
+    assert publish_seconds(job(), train, SampleLayout(own, LOCAL, 1)) == 0
+    assert publish_seconds(job(), replace(train, data=4, shards=4), SampleLayout(own, LOCAL, 4)) > 0
+    one, three = (publish_seconds(job(), train, SampleLayout(own, SERVER, n)) for n in (1, 3))
+    assert three - one == pytest.approx(2 * 2 * job().adapter_weights / 50e9)
+
+
+def test_more_devices_are_never_slower_in_products():
+    times = [update_time(job_7b(), TrainLayout(device(), n, tokens=16384)).parts["compute"] for n in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_phase_names_what_takes_most_of_its_time():
+    assert PhaseTime({"compute": 1.0, "link": 2.0}).bottleneck == "link"
+    assert generate_time(job_7b(), SampleLayout(device(), LOCAL, 1)).bottleneck == "launches"
+    assert score_time(job_7b(), TrainLayout(device(tflops=1.0), 1)).bottleneck == "compute"
+
+
+def test_measured_steps_of_training_are_met_in_order_and_mostly_within_30_percent():
+    rows = errors.compared_steps()
+    assert errors.rank_correlation([r.predicted for r in rows], [r.measured for r in rows]) > 0.9
+    # Kernels for Blackwell reached a tenth to a half of what the others reach, so its rows count for their order only.
+    others = [r.predicted / r.measured - 1 for r in rows if "B200" not in r.what]
+    assert sum(abs(e) <= errors.STEP_WITHIN for e in others) >= 0.85 * len(others)
+
+
+def test_published_runs_are_met_in_their_order():
+    chat = errors.compared_deepspeed_chat()
+    assert errors.rank_correlation([r.predicted for r in chat], [r.measured for r in chat]) >= 0.85
+    slow, fast = errors.compared_openrlhf()
+    for rows in (slow, fast):
+        assert errors.rank_correlation([r.predicted for r in rows], [r.measured for r in rows]) >= 0.7
+    # An engine beats the trainer's own loop at every size, by a factor of 1 to 4.
+    assert all(1 < ratio.predicted < 4 and 1 < ratio.measured < 4 for ratio in errors.compared_engines())
+    checkpointing, throughput = errors.compared_hf()
+    assert checkpointing.predicted == pytest.approx(checkpointing.measured, rel=0.1)
+    assert throughput.predicted == pytest.approx(throughput.measured, rel=0.5)
+
+
+def test_rank_correlation_by_hand():
+    assert errors.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert errors.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    rows = [errors.Compared("a", 2.0, 1.0), errors.Compared("b", 8.0, 4.0)]
+    assert errors.scale(rows) == pytest.approx(2) and errors.ratio_errors(rows) == pytest.approx([0, 0])
+    assert math.isclose(errors.scale([errors.Compared("a", 3.0, 3.0)]), 1)

@@ -1,0 +1,230 @@
+"""`onetrunk plan` as a command: tables, JSON, files, early mistakes, and the check of a real run."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import yaml
+
+from onetrunk import cli
+from onetrunk.plan.hardware import load_catalog
+from onetrunk.stages.plan import parse_plan
+from tests.stages.recipes import ROOT
+
+MODEL = ["--model", "Qwen/Qwen2.5-7B"]
+TINY = {
+    "model_type": "llama", "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "torch_dtype": "float32", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Return a folder with nothing but a config.json."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def plan(*words: str) -> int:
+    return cli.main(["plan", *map(str, words)])
+
+
+def test_a_plan_of_a_recipe_names_memory_time_and_cost(capsys):
+    words = ["--config", "llama-3.1-8b/ppo", "--model", "meta-llama/Llama-3.1-8B", "--hardware", "8xH100-80GB"]
+    assert plan(*words, "--label_prompts", 1000, "--reward_pairs", 5000, "--distill_rows", 5000) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "best plan (time)", "generate", "score", "update", "bound by", "weights", "adapters", "optimizer",
+        "activations",
+        "kv_cache", "usable", "on_demand $", "spot $", "reserved $", "storage:", "system memory", "label:",
+        "reward training:", "distillation:", "why it is not the first", "four models", "one trunk", "idle:", "assumed",
+    ):  # fmt: skip
+        assert part in out, part
+
+
+def test_json_has_the_same_numbers_and_they_add_up(capsys):
+    assert plan(*MODEL, "--hardware", "2xH100", "--schedules", "sync", "--engines", "local", "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    best = content["best"]
+    assert best["iteration_s"] == pytest.approx(sum(best["phases_s"].values()), rel=0.05)
+    for phase, parts in best["memory_parts_gib"].items():
+        assert sum(parts.values()) == pytest.approx(best["memory_gib"][phase])
+    cost = content["cost"]
+    hours = sum(cost["device_hours"].values())
+    assert cost["devices_usd"]["on_demand"] == pytest.approx(hours * load_catalog().devices["H100-80GB"].usd_per_hour)
+    assert content["ranking"][0]["why"] == ""
+
+
+def test_a_budget_chooses_a_plan_that_it_allows(capsys):
+    def total(*words):
+        assert plan(*MODEL, "--hardware", "8xH100", "--json", *words) == 0
+        return json.loads(capsys.readouterr().out)["cost"]["total_usd"]
+
+    fastest, cheapest = total(), total("--objective", "cost")
+    assert cheapest < fastest
+    middle = (cheapest + fastest) / 2
+    assert cheapest <= total("--budget", middle) <= middle
+
+
+def test_settings_of_ppo_and_means_change_the_plan(capsys):
+    def seconds(*words):
+        assert plan(*MODEL, "--hardware", "1xH100", "--engines", "local", "--json", *words) == 0
+        return json.loads(capsys.readouterr().out)["best"]["phases_s"]
+
+    usual = seconds()
+    assert seconds("--num_ppo_epochs", "1")["update"] == pytest.approx(usual["update"] / 4, rel=0.01)
+    assert seconds("--adapter_layers", "top-7")["update"] < 0.5 * usual["update"]
+    assert seconds("--completion_tokens", "64")["generate"] < usual["generate"]
+
+
+def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys):
+    assert plan("--model", small, "--hardware", "CPU", "--json") == 0
+    weights = json.loads(capsys.readouterr().out)["weights"]
+    assert weights == 400 * 64 + 2 * (64 * 64 * 4 + 3 * 64 * 128)
+    assert plan("--model", small / "config.json", "--hardware", "CPU", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == weights
+    adapter = small.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(small)}))
+    assert plan("--model", adapter, "--hardware", "CPU", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == weights
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (["--hardware", "8xV100", *MODEL], 1, ["unknown GPU 'V100'", "did you mean", "--hardware_file"]),
+        (["--hardware", "8xH10", *MODEL], 1, ["unknown GPU 'H10'", "did you mean H100-80GB"]),
+        (["--hardware", "8xA100", *MODEL], 1, ["A100-40GB or A100-80GB"]),
+        (["--hardware", "H100", "--model", "Qwen/Qwen2.5-8B"], 1, ["no config.json", "Qwen/Qwen2.5-"]),
+        (["--hardware", "H100", "--model", "./absent"], 1, ["does not exist", "config.json"]),
+        (["--hardware", "H100", "--config", "tiny/ppo", "--model", "/"], 1, ["has no config.json"]),
+        (["--hardware", "T4", "--model", "Qwen/Qwen2.5-7B", "--dtype", "bfloat16"], 1,
+         ["nothing fits 1xT4-16GB", "of which weights", "mallest hardware on which it fits is 1x", "--dtypes nf4"]),
+        (["--hardware", "H100", *MODEL, "--budget", "0.01"], 1, ["the budget is $0.01", "--market spot"]),
+        (["--hardware", "H100", *MODEL, "--completion_tokens", "9999"], 1, ["max_completion_length 256"]),
+        (["--hardware", "H100", *MODEL, "--adapter_layers", "top-99"], 1, ["28 layers", "top-28"]),
+        (["--hardware", "H100", *MODEL, "--num_ppo_epochs", "0"], 2, ["num_ppo_epochs is 0"]),
+        (["--hardware", "H100", *MODEL, "--rollout_bach_size", "9"], 2, ["rollout_batch_size"]),
+        (["--hardware", "H100"], 2, ["--config nor --model"]),
+        (MODEL, 2, ["--hardware is missing"]),
+        (["--hardware", "H100", *MODEL, "--pipeline_stages", "1"], 2, ["from 2 on"]),
+        (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes is 0"]),
+        (["--hardware", "H100", *MODEL, "--length_spread", "9"], 2, ["--length_spread is 9"]),
+        (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
+        (["--check", "absent"], 1, ["absent is no folder"]),
+        (["--check", "recipes"], 1, ["_report/run.json", "output_dir"]),
+        (["--calibrate", "a", "--check", "b"], 2, ["two tasks"]),
+        (["--calibrate", "recipes"], 1, ["is a folder"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_clear_message(words, code, parts, capsys):
+    assert plan(*words) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    for part in parts:
+        assert part in error, error
+
+
+def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("devices:\n  H100-80GB: {usd_per_hour: 7.5}\n  MINE: {memory_gib: 60, tflops: 500, bandwidth_gb_s:"
+                    " 2000, link_gb_s: 100, network_gb_s: 10, host_gib: 100, usd_per_hour: 1}\n")  # fmt: skip
+    assert load_catalog(str(path)).devices["H100-80GB"].price("on_demand") == 7.5
+    assert load_catalog(str(path)).devices["H100-80GB"].price("spot") == 3.75
+    assert plan(*MODEL, "--hardware", "2xMINE", "--hardware_file", path) == 0
+    assert "MINE" in capsys.readouterr().out
+    for text, part in (
+        ("devices: {A: {memory_gib: 1}}", "lacks tflops"),
+        ("devices: {H100-80GB: {memory: 1}}", "did you mean memory_gib?"),
+        ("devices: {H100-80GB: {tflops: -1}}", "give a number above 0"),
+        ("device: {}", "must have the keys"),
+        ("devices: {H100-80GB: {rates: {matmul: 0}}}", "matmul of rates is 0"),
+    ):
+        path.write_text(text)
+        load_catalog.cache_clear()
+        assert plan(*MODEL, "--hardware", "H100", "--hardware_file", path) == 1
+        assert part in capsys.readouterr().err
+    load_catalog.cache_clear()
+
+
+def test_write_leaves_files_numbers_and_a_chart(tmp_path, capsys):
+    folder = tmp_path / "plans"
+    assert (
+        plan("--config", "qwen2.5-0.5b/ppo", "--model", "Qwen/Qwen2.5-0.5B", "--hardware", "2xH100", "--write", folder)
+        == 0
+    )
+    names = {path.name for path in folder.iterdir()}
+    assert {"launch.sh", "accelerate.yaml", "job.sbatch", "skypilot.yaml", "trainjob.yaml", "plan.json"} <= names
+    assert ElementTree.parse(folder / "gantt.svg").getroot().tag.endswith("svg")
+    assert (folder / "gantt.png").stat().st_size > 5000
+    assert json.loads((folder / "plan.json").read_text())["model"] == "Qwen/Qwen2.5-0.5B"
+    assert yaml.safe_load((folder / "accelerate.yaml").read_text())["machine_rank"] == 0
+
+
+def test_pipelined_generation_is_tried_where_it_is_asked_for(capsys):
+    words = [
+        *MODEL,
+        "--hardware",
+        "4xRTX4090",
+        "--schedules",
+        "one_step",
+        "--engines",
+        "server",
+        "--top",
+        "20",
+        "--json",
+    ]
+    assert plan(*words, "--pipeline_stages", "2") == 0
+    kinds = json.loads(capsys.readouterr().out)["ranking"]
+    assert plan(*words) == 0
+    assert len(kinds) > len(json.loads(capsys.readouterr().out)["ranking"])
+
+
+def test_the_answer_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from onetrunk import cli; code = cli.main(['plan', '--model', 'Qwen/Qwen2.5-7B', '--hardware',"
+        " '8xH100']); print(code, sorted({'torch', 'transformers', 'trl', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_help_explains_every_option(capsys):
+    assert plan("--help") == 0
+    out = capsys.readouterr().out
+    for option in ("--hardware", "--objective", "--write", "--calibrate", "--check", "--budget", "--pipeline_stages"):
+        assert option in out
+    words, values = parse_plan([*MODEL, "--hardware", "H100", "--beta", "0.3"])
+    assert values["beta"] == 0.3 and words.settings == ["--beta", "0.3"]
+
+
+@pytest.mark.slow
+def test_the_files_of_a_cpu_plan_really_train(tmp_path):
+    """Plan the tiny recipe for one CPU process, run the launch script, and check the run against the plan."""
+    python, env = sys.executable, None
+    subprocess.run([python, "recipes/tiny/make_data.py"], check=True, timeout=600)
+    model = ["--model", "runs/tiny/base", "--config", "recipes/tiny/ppo.yaml"]
+    short = ["--num_rollouts", "2", "--rollout_batch_size", "16", "--num_ppo_epochs", "1"]
+    folder, output = tmp_path / "plan", tmp_path / "run"
+    command = [python, "-m", "onetrunk", "plan", *model, *short, "--hardware", "1xCPU", "--write", str(folder)]
+    subprocess.run(command, check=True, timeout=600)
+    script = (folder / "launch.sh").read_text().replace("exec onetrunk", f"exec {python} -m onetrunk")
+    script = script.replace(" --resume auto", f" {' '.join(short)} --output_dir {output} --eval_strategy no"
+                            " --reward_funcs recipes/tiny/rewards.py:polite --resume auto")  # fmt: skip
+    (folder / "launch.sh").write_text(script)
+    done = subprocess.run(["bash", str(folder / "launch.sh")], capture_output=True, text=True, timeout=1500, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (output / "adapter_model.safetensors").is_file()
+    done = subprocess.run([python, "-m", "onetrunk", "plan", "--check", str(output)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout and "peak memory" in done.stdout
