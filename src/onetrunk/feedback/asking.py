@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Single, Verdict, digest
 from onetrunk.judges.constitution import Constitution
@@ -21,13 +22,26 @@ FEWEST_PROMPTS = 5
 
 
 class Asker:
-    """Asks a judge about pairs and single completions under every principle of a constitution."""
+    """Asks a judge about pairs and single completions under every principle of a constitution.
+
+    Args:
+        judge, constitution, ledger: who is asked by what, and what keeps the answers.
+        limit: of questions without an answer.
+        both_orders: as in `judge_pairs`.
+        costs: checks the budget after each answer; None: no budget.
+    """
 
     def __init__(
-        self, judge: Judge, constitution: Constitution, ledger: Ledger, limit: FailureLimit, both_orders: bool = True
+        self,
+        judge: Judge,
+        constitution: Constitution,
+        ledger: Ledger,
+        limit: FailureLimit,
+        both_orders: bool = True,
+        costs: Costs | None = None,
     ):
         self.judge, self.constitution, self.ledger = judge, constitution, ledger
-        self.limit, self.both_orders = limit, both_orders
+        self.limit, self.both_orders, self.costs = limit, both_orders, costs
         self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
@@ -80,6 +94,8 @@ class Asker:
 
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
+        if self.costs is not None:
+            self.costs.check()
 
 
 class FailureLimit:

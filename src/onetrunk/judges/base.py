@@ -6,15 +6,18 @@ the answers into labels.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from onetrunk.judges.usage import Usage
 from onetrunk.types import Message, Prompt
 from onetrunk.utils.calls import ErrorKind
 
@@ -129,6 +132,11 @@ class Judge(ABC):
     identity: dict[str, Any]
     is_remote: bool = False
 
+    @functools.cached_property
+    def usage(self) -> Usage:
+        """Counters of what this judge has used in this process."""
+        return Usage()
+
     def compare(self, pairs: Sequence[Pair], principle: Principle, done: Done | None = None) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
         return self._in_order(pairs, principle, done)
@@ -150,11 +158,16 @@ class Judge(ABC):
 
         def keep(index: int, answer: Any) -> None:
             answers[index] = answer
+            self.usage.questions += answer.error is None
             if done is not None:
                 done(index, answer)
 
-        if items:
-            self._answer(items, principle, keep)
+        started = time.perf_counter()
+        try:
+            if items:
+                self._answer(items, principle, keep)
+        finally:
+            self.usage.seconds += time.perf_counter() - started
         return [answers[index] for index in range(len(items))]
 
     @abstractmethod

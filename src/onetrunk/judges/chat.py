@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 
 from onetrunk.judges.template import Opinion, is_mark
+from onetrunk.judges.usage import Usage
 from onetrunk.types import Message
 from onetrunk.utils.calls import CallError
 from onetrunk.utils.http import (
@@ -58,6 +59,8 @@ class ChatServer:
         api_key_env, allow_http: as in `read_secret` and `check_url`.
         extra_body: more entries for the body of every call.
 
+    `usage` counts calls, and tokens as the server reports them.
+
     Raises:
         ValueError: a URL that may not be called, no model, or a variable that is not set.
     """
@@ -75,6 +78,7 @@ class ChatServer:
             raise ValueError(f"judge_model is not set; name the model that {shown(self.url)} should answer with")
         self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
         self.extra_body = extra_body or {}
+        self.usage = Usage()
         base = self.url.removesuffix(CHAT_PATH)
         # The base of the API; a bare address stands for its /v1.
         self._api = base if base != self.url or base.endswith("/v1") else f"{base}/v1"
@@ -125,8 +129,22 @@ class ChatServer:
             "stream": False,
         }
         logprobs = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
-        output = await post_json(client, self._api + CHAT_PATH, body | logprobs | self.extra_body, self._secret())
-        return checked_reply(output, self.model)
+        self.usage.calls += 1
+        try:
+            output = await post_json(client, self._api + CHAT_PATH, body | logprobs | self.extra_body, self._secret())
+            # Counted first: a reply that cannot be used is paid for too.
+            self._count_tokens(output)
+            return checked_reply(output, self.model)
+        except BaseException:  # A deadline cancels the call.
+            self.usage.failed_calls += 1
+            raise
+
+    def _count_tokens(self, output: Any) -> None:
+        tokens = output.get("usage") if isinstance(output, Mapping) else None
+        for name in ("prompt_tokens", "completion_tokens") if isinstance(tokens, Mapping) else ():
+            number = tokens.get(name)
+            if isinstance(number, int) and number > 0:
+                setattr(self.usage, name, getattr(self.usage, name) + number)
 
     async def served_models(self) -> list[str] | None:
         """Return the names of the models that the server lists.

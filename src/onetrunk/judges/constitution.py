@@ -35,6 +35,13 @@ class Constitution:
         return digest([[p.text, p.weight, list(p.tags)] for p in self.principles])
 
 
+# For judges that are measured without a constitution: what the preferences of people are mostly about.
+GENERAL = Constitution(
+    "general",
+    (Principle("Which completion answers the prompt better: helpful, correct, and harmless?", tags=("general",)),),
+)
+
+
 def load_constitution(path: str | Path | None) -> Constitution:
     """Read and validate a constitution; raises ValueError for a missing file or a mistake in it."""
     if not path:

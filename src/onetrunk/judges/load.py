@@ -331,7 +331,7 @@ class EnsembleJudge(Judge):
         if twice is not None:
             raise ValueError(f"the judge {twice!r} is twice in the ensemble and would count double; name it once")
         self.judges = list(judges)
-        self.names = _unique([judge.name for judge in judges])
+        self.names = unique_names([judge.name for judge in judges])
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
         self.is_remote = all(getattr(judge, "is_remote", False) for judge in self.judges)
 
@@ -360,7 +360,7 @@ class EnsembleJudge(Judge):
         return kind(fmean(numbers) if numbers else None, "\n".join(reasons) or None, details=details)
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def unique_names(names: Sequence[str]) -> list[str]:
     """Return different names: the second of a name becomes name_2."""
     unique: list[str] = []
     for name in names:

@@ -157,6 +157,7 @@ class CausalJudge(Judge):
             self.reader.ids(self._before_answer(question.messages, labels, reason))
             for question, reason in zip(questions, reasons, strict=True)
         ]
+        self.usage.prompt_tokens += sum(map(len, rows))
         logits = last_logits(self.model, rows, self.tokenizer.pad_token_id)
         if not logits.isfinite().all():
             raise RuntimeError(
@@ -181,6 +182,8 @@ class CausalJudge(Judge):
         )
         rows = [self.reader.ids(with_reasons_asked(question.messages), REASONS) for question in questions]
         rollout = LocalBackend(self.model).generate(rows, params, [(row,) for row in range(len(rows))])
+        self.usage.prompt_tokens += sum(map(len, rows))
+        self.usage.completion_tokens += sum(map(len, rollout.completion_ids))
         texts = self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
         return [self.marks.cleaned(text).strip() or NO_REASONS for text in texts]
 

@@ -130,6 +130,7 @@ class ServerJudge(Judge):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
+        self.usage = self.chat.usage
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.method, self.policy = method, policy or RetryPolicy()
         self.name = model_name(model)

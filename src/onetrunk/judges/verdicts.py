@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from onetrunk.judges.base import ErrorKind, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask, digest
+from onetrunk.judges.base import Done, ErrorKind, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
 
@@ -225,6 +225,23 @@ def _is_unread(value: dict[str, Any] | None) -> bool:
         return UNREAD_MEMBER.search(value["reason"] or "") is not None
     # Votes measure no label mass, so votes without a probability are no abstention.
     return details.get("method") == "votes" and value.get("probability", value.get("score")) is None
+
+
+class RememberedJudge(Judge):
+    """A judge that asks another one only what a memory does not hold, and keeps what it answers.
+
+    It has the name and identity of that judge. As a member of an ensemble, it pays for no answer that was bought
+    while the member was asked alone.
+    """
+
+    def __init__(self, judge: Judge, memory: Memory):
+        self.judge, self.memory = judge, memory
+        self.name, self.identity = judge.name, judge.identity
+        self.is_remote = getattr(judge, "is_remote", False)
+
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        for index, answer in enumerate(ask_missing(self.judge, items, principle, self.memory)):
+            keep(index, answer)
 
 
 class JudgeStatistics:

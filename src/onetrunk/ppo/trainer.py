@@ -133,6 +133,8 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
+        # Rows of the model card about the run's judges.
+        self.card_facts: dict[str, str] = {}
         self.progress = RolloutProgress(run.trunk_plan.report, None if args.log_format == "auto" else args.log_format)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(

@@ -12,6 +12,7 @@ from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Image,
 from onetrunk.report.blocks import markdown as as_markdown
 from onetrunk.report.blocks import page as as_page
 from onetrunk.report.chain import chain_blocks
+from onetrunk.report.judges import judge_blocks
 from onetrunk.report.parts import alarm_blocks, result_blocks, sample_blocks
 from onetrunk.report.plots import draw, on_ink, plots_of, png_of, svg_of
 from onetrunk.report.runs import FOLDER, Run, read_run
@@ -43,7 +44,8 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     title = " and ".join(run.name for run in runs)
     blocks: list[Block] = [Heading(1, title)]
     if len(runs) == 1:
-        blocks += chain_blocks(runs[0], target) if runs[0].verb == "run" else run_blocks(runs[0], target, price)
+        run, whole = runs[0], {"run": chain_blocks, "judge": judge_blocks}
+        blocks += whole[run.verb](run, target) if run.verb in whole else run_blocks(run, target, price)
     else:
         blocks += comparison_blocks(runs, target, price)
     atomic_write_text(target / MARKDOWN, redact(as_markdown(blocks)))

@@ -152,6 +152,9 @@ class PPOJudgeArguments:
         1.0, "reward_funcs pairwise: reward = pairwise_beta * log P(completion better than the reference's); above 0."
     )
     pairwise_floor: float = option(0.01, "Lower bound of that probability, above 0 and below 0.5.")
+    judge_report: str | None = option(
+        None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
+    )
     monitor_judge: list[str] | None = option(
         None,
         "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
@@ -209,6 +212,8 @@ def check_judges(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if arguments.judge_report and not settings.judge and not arguments.monitor_judge:
+        raise ValueError("judge_report is set and no judge is; name the judge that it measured, or leave it out")
     if not arguments.monitor_judge:
         return
     monitor = arguments.monitor_settings(settings)

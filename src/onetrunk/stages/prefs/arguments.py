@@ -52,6 +52,9 @@ class PrefsArguments(SamplingArguments):
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
     critic_model: str | None = option(None, "With mode revise: the model that criticises; None: the policy.")
     max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
+    judge_report: str | None = option(
+        None, "output_dir of onetrunk judge, which measured this run's judge: the card quotes it."
+    )
     # The run
     engine: str = option(
         "local",
@@ -85,6 +88,8 @@ class PrefsArguments(SamplingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
         if self.critic_model is not None and self.mode != "revise":
             raise ValueError("critic_model is set and mode is pairs; set mode to revise, or leave critic_model out")
+        if self.judge_report is not None and self.mode != "pairs":
+            raise ValueError("judge_report is set and mode is revise, which asks no judge; leave judge_report out")
         if self.engine == "ray" and self.mode == "revise":
             raise ValueError("engine ray samples for mode pairs; revise on one machine, or in shards (--shard i/n)")
 

@@ -33,6 +33,7 @@ from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.judging import measured_words
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.output import (
@@ -103,6 +104,7 @@ def make(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArg
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
     if judge is not None:
         check_judge(judge)
+        measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
         return make_rows(args, model_args, constitution, judge, folder)
     except (KeyboardInterrupt, Terminated):
@@ -298,7 +300,8 @@ def _about(
     if judge is None:
         critic = {"critic": name(args.critic_model)} if args.critic_model else {}
         return facts | critic | {"revisions": args.num_revisions}
-    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+    facts |= {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+    return facts | measured_words(args.judge_report, [judge])
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:

@@ -32,7 +32,7 @@ from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
 # In the order in which a model goes through them.
-STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
+STAGE_VERBS = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
