@@ -255,12 +255,12 @@ def test_the_shapes_of_the_usual_benchmarks_are_measured(judge, tmp_path):
     [
         (WRITTEN[:2], [], 2, "judge is not set; name who is measured"),
         (WRITTEN[:2], ["--judge", "rubric"], 1, "rubric is not set; give the check of each tag"),
-        ([{"prompt": "p", "completions": ["a", "b"]}], [*rubric("longer")], 1, "say of no completion that it is better"),
+        ([{"prompt": "p", "completions": ["a", "b"]}], [*rubric("longer")], 1, "say of no completion"),
         ([{"prompt": "p", "chosen": "a", "rejected": "a"}], [*rubric("longer")], 1, "1 of 1 rows cannot be used"),
         (WRITTEN[:2], [*rubric("longer"), "--fewest_rows", "0"], 2, "fewest_rows is 0; set it to 1 or more"),
         (WRITTEN[:2], [*rubric("longer"), "--judge_budget_usd", "3"], 2, "judge_prices is not"),
-        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"gpt": [1, 2]}'], 1, "the judges of this run are rubric"),
-        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"rubric": [1]}'], 2, "expected two numbers of 0 or more"),
+        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"gpt": [1, 2]}'], 1, "judges of this run are rubric"),
+        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"rubric": [1]}'], 2, "two numbers of 0 or more"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(judge, capsys, rows, options, code, message):

@@ -1,6 +1,8 @@
 """Which completions of a prompt may be compared: the names, and the check of their settings. Imports no library."""
 
 PAIRINGS = ("all", "best_worst", "random")
+# What a row is: a pair; a completion with a label, for KTO; the best or the worst completion of a prompt.
+OUTPUT_ROWS = ("pairs", "unpaired", "best", "worst")
 
 
 def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:

@@ -337,15 +337,21 @@ def check_seeds(args: Any) -> None:
     require_seed("data_seed", args.data_seed)
 
 
-def check_model(args: Any, defaults: Mapping[str, Any]) -> None:
+def require_model_name(args: Any) -> None:
+    if not args.model_name_or_path:
+        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+
+
+def check_model(args: Any, defaults: Mapping[str, Any], needs_model: bool = True) -> None:
     """Raise ValueError for settings of a model that are missing, or that mean nothing here.
 
     Args:
         args: ModelArguments, or an object with its fields.
         defaults: of the fields in WITHOUT_MEANING.
+        needs_model: False for a stage that may need no model.
     """
-    if not args.model_name_or_path:
-        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+    if needs_model:
+        require_model_name(args)
     for name, reason in WITHOUT_MEANING.items():
         if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")

@@ -55,6 +55,10 @@ class CallError(RuntimeError):
         return self.kind if self.kind in ("refused", "unread") else "server"
 
 
+class EndOfCalls(RuntimeError):
+    """Raised by the `done` of a CallRun: no further call begins, calls in flight end, and then the run raises this."""
+
+
 class ServerUnavailable(RuntimeError):
     """The server was given up; the message says why, how much was answered, and that the run can be resumed."""
 
@@ -191,6 +195,7 @@ class CallRun(Generic[T]):
         self._not_before = self._held_s = 0.0
         self._failing_since: float | None = None
         self._given_up: str | None = None
+        self._ended: EndOfCalls | None = None
 
     async def answer_all(self, num_items: int) -> None:
         """Call for every index below `num_items`; raises ServerUnavailable when the server is given up."""
@@ -206,11 +211,17 @@ class CallRun(Generic[T]):
                 if not in_flight and not has_more:
                     break
                 for task in await self._wait(in_flight, num_items):
-                    self._take(task, *in_flight.pop(task))
+                    try:
+                        self._take(task, *in_flight.pop(task))
+                    except EndOfCalls as end:
+                        self._ended = self._ended or end
+                        self._give_up(str(end))
         finally:
             for task in in_flight:
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
+        if self._ended is not None:
+            raise self._ended
         if self._given_up is not None:
             raise ServerUnavailable(
                 f"{self.server} {self._given_up}; {self.num_answered} of {num_items} were answered. Run the same"

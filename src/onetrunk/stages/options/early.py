@@ -176,11 +176,13 @@ def _check_eval(values: Values, defaults: Values) -> None:
 
 
 def _check_prefs(values: Values, defaults: Values) -> None:
-    from onetrunk.stages.prefs.arguments import PrefsArguments  # Here: it imports pyarrow.
+    from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named  # Here: it imports pyarrow.
 
-    _made(PrefsArguments, values)
+    args = _made(PrefsArguments, values)
     _made(JudgeConfig, values)
-    _check_model(values, defaults)
+    _made(CostConfig, values)
+    _check_model(values, defaults, needs_model=False)
+    check_model_is_named(args, SimpleNamespace(**values))
 
 
 def _check_judge(values: Values, defaults: Values) -> None:
@@ -189,8 +191,8 @@ def _check_judge(values: Values, defaults: Values) -> None:
     check_judge_is_named(_made(JudgeConfig, values))
 
 
-def _check_model(values: Values, defaults: Values) -> None:
-    check_model(SimpleNamespace(**values), {name: defaults[name] for name in WITHOUT_MEANING})
+def _check_model(values: Values, defaults: Values, needs_model: bool = True) -> None:
+    check_model(SimpleNamespace(**values), {name: defaults[name] for name in WITHOUT_MEANING}, needs_model)
 
 
 def _check_serve(values: Values, defaults: Values) -> None:

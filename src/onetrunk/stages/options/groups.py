@@ -37,6 +37,7 @@ OF_CLASS = {
     "PPOJudgeArguments": "judges",
     "ModelConfig": "model",
     "ModelArguments": "model",
+    "OptionalModelArguments": "model",
     "StudentArguments": "student",
     "DistillDataArguments": "student",
     "RewardDistillationConfig": "student",
@@ -101,8 +102,8 @@ FIRST = {
     "reward": f"{_TRAINING} {_RUN} use_peft lora_r adapter_layers max_length",
     "distill": f"{_TRAINING} {_RUN} teacher student_config student_tokenizer",
     "judge": "dataset_name dataset_columns dataset_split dataset_config output_dir judge constitution rubric"
-    " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd max_failed_fraction"
-    " fewest_rows num_samples_to_print",
+    " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
+    " max_failed_fraction fewest_rows num_samples_to_print",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_prompt_length max_completion_length temperature seed judge constitution judge_model mode num_generations"
     " pairing engine shard output_format",
