@@ -213,7 +213,7 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
     with StubServer() as stub:
         words = ["--judge", "rubric", stub.url, "--judge_model", stub.model, *rubric("right")[2:]]
         assert judge(WRITTEN, *words) == 0
-        questions = [body for body in stub.bodies if "prompt 3" in str(body)]
+        questions = [body for body in stub.bodies if "> prompt 3\n" in body["messages"][0]["content"]]
     values = metrics_of(tmp_path / "out")
     assert list(values["judges"]) == ["rubric", "judge-1", "ensemble"]
     assert values["judges"]["rubric"]["all"]["accuracy"] == 1

@@ -26,7 +26,7 @@ def warm(prompts, completions, **columns):
 def concise(prompts, completions, **columns):
     return [1 / (1 + len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
 '''
-FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "margin", "votes"]
+FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes"]
 FIELDS += ["consistent"]
 
 
@@ -63,7 +63,7 @@ def test_prompts_become_rows_that_a_reward_model_takes_with_statistics_and_a_car
     assert rows.column_names == FIELDS and len(rows) > 20
     validate_preferences(rows)
     for row in rows:
-        assert row["probability"] > 0.5 and row["margin"] > 0 and row["chosen"] != row["rejected"]
+        assert row["probability"] > 0.5 and row["chosen"] != row["rejected"]
         assert len(json.loads(row["votes"])) == 2
     counts = statistics(tmp_path / "out")["counts"]
     assert (counts["prompts"], counts["repeated_prompts"], counts["completions"]) == (14, 1, 42)

@@ -18,7 +18,8 @@ ENGINES = ("local", "ray")
 # samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
-    " both_orders keep_ties tie_margin completions output_rows people_weight num_revisions max_critique_length seed max_prompt_length overlong_prompts"
+    " both_orders keep_ties tie_margin completions output_rows people_weight"
+    " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
     " max_completion_length temperature stop_tokens chat_template_kwargs output_format"
 ).split()
 

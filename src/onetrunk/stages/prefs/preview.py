@@ -1,4 +1,4 @@
-"""Ask about a few prompts only: the questions as the judge reads them, its verdicts, and an estimate for all prompts."""
+"""Ask about a few prompts only: the questions as the judge reads them, its verdicts, an estimate for all prompts."""
 
 from __future__ import annotations
 
