@@ -83,6 +83,7 @@ class Costs:
                 names[name] = (name, member.name, str(getattr(member, "identity", {}).get("model")))
         self._began = {name: usage.copy() for name, usage in self._usages.items()}
         stored = read_json(self.path) if self.path.is_file() else {}
+        # The file also has what follows from the counters, for people.
         self._earlier = {name: Usage().add(values) for name, values in stored.items()}
         self.prices = _prices(settings.judge_prices or {}, names)
         self._written = time.monotonic()
@@ -120,7 +121,7 @@ class Costs:
     def save(self) -> None:
         """Write the counters of all runs."""
         self._written = time.monotonic()
-        atomic_write_json(self.path, {name: vars(usage) for name, usage in self.totals().items()})
+        atomic_write_json(self.path, self.as_dict())
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the counters of all runs by judge, with the price where it is known."""

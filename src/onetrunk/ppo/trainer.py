@@ -95,6 +95,8 @@ class PPOTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
     # On the first process of a run that reports to TensorBoard.
     tensorboard: PPOTensorBoard | None = None
+    # What the model card says about the run's judges: name and text.
+    card_facts: tuple[tuple[str, str], ...] = ()
     # Metrics of the model that training starts from; step and metrics of the last evaluation of `eval_dataset`.
     _evaluation_before: dict[str, float] | None = None
     _last_evaluation: dict[str, Any] | None = None
@@ -133,8 +135,6 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        # Rows of the model card about the run's judges.
-        self.card_facts: dict[str, str] = {}
         self.progress = RolloutProgress(run.trunk_plan.report, None if args.log_format == "auto" else args.log_format)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(

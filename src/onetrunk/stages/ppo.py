@@ -46,7 +46,7 @@ class RunJudges:
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Attach the monitor, and sample the completions that pairwise rewards compare with."""
-        trainer.card_facts.update(self.measured)
+        trainer.card_facts = tuple(self.measured.items())
         if self.monitor is not None:
             self.monitor.attach(trainer)
         pairwise = [reward for reward in self.reward_funcs if isinstance(reward, PairwiseReward)]
