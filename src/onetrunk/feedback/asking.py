@@ -10,9 +10,17 @@ from itertools import islice
 
 from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Single, Verdict, digest
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Rating, Single, Verdict, digest
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, ask_missing, judge_pairs, rating_label
+from onetrunk.judges.load import EnsembleJudge
+from onetrunk.judges.verdicts import (
+    JudgeStatistics,
+    PairLabel,
+    RememberedJudge,
+    ask_missing_each,
+    judge_pairs,
+    rating_label,
+)
 from onetrunk.types import Prompt, SampledText
 
 # The failed fraction is taken of this number of questions at least.
@@ -40,7 +48,7 @@ class Asker:
         both_orders: bool = True,
         costs: Costs | None = None,
     ):
-        self.judge, self.constitution, self.ledger = judge, constitution, ledger
+        self.judge, self.constitution, self.ledger = _remembered(judge, ledger), constitution, ledger
         self.limit, self.both_orders, self.costs = limit, both_orders, costs
         self.statistics = JudgeStatistics()
 
@@ -77,7 +85,12 @@ class Asker:
             for prompt, texts in zip(prompts, completions, strict=True)
             for sampled in texts
         ]
-        by_principle = [self._ratings(rows, principle) for principle in self.constitution.principles]
+        asked = [(rows, principle) for principle in self.constitution.principles]
+        by_principle = ask_missing_each(self.judge, asked, self.ledger, self._note)
+        for found in by_principle:
+            # The same text twice is one question, and one object.
+            for rating in {id(rating): rating for rating in found}.values():
+                self.statistics.add_rating(rating)
         labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
         ratings = []
         for texts in completions:
@@ -85,17 +98,17 @@ class Asker:
             ratings.append(([label.score for label in rated], any(label.errors for label in rated)))
         return ratings
 
-    def _ratings(self, rows: Sequence[Single], principle: Principle) -> list[Rating]:
-        ratings = ask_missing(self.judge, rows, principle, self.ledger, self._note)
-        # The same text twice is one question, and one object.
-        for rating in {id(rating): rating for rating in ratings}.values():
-            self.statistics.add_rating(rating)
-        return ratings
-
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
         if self.costs is not None:
             self.costs.check()
+
+
+def _remembered(judge: Judge, ledger: Ledger) -> Judge:
+    """Return a judge as it is; an ensemble so that each member's answers are kept as soon as they arrive."""
+    if not isinstance(judge, EnsembleJudge):
+        return judge
+    return EnsembleJudge([RememberedJudge(member, ledger) for member in judge.judges])
 
 
 class FailureLimit:

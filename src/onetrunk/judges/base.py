@@ -116,6 +116,8 @@ class Rating:
 Items = Sequence[Pair] | Sequence[Single]
 # Called with the index of an item and its Verdict or Rating.
 Done = Callable[[int, Any], None]
+# Called with the number of a principle, the index of an item, and its Verdict or Rating.
+DoneEach = Callable[[int, int, Any], None]
 
 
 class Judge(ABC):
@@ -153,22 +155,37 @@ class Judge(ABC):
         rows = zip(prompts, completions, stopped or [True] * len(prompts), strict=True)
         return self._in_order([Single(*row) for row in rows], principle, done)
 
-    def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
-        answers: dict[int, Any] = {}
+    def answer_each(self, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
+        """Return the answers about items under several principles, a list per principle.
 
-        def keep(index: int, answer: Any) -> None:
-            answers[index] = answer
+        Args:
+            asked: items with the principle to judge them by. A judge on a server is asked about all at once, without
+                waiting for the answers under one principle before the next.
+            done: called with the number of the principle, the index of the item and its answer, in any order.
+        """
+        answers: list[dict[int, Any]] = [{} for _ in asked]
+
+        def keep(number: int, index: int, answer: Any) -> None:
+            answers[number][index] = answer
             self.usage.questions += answer.error is None
             if done is not None:
-                done(index, answer)
+                done(number, index, answer)
 
         started = time.perf_counter()
         try:
-            if items:
-                self._answer(items, principle, keep)
+            self._answer_each(asked, keep)
         finally:
             self.usage.seconds += time.perf_counter() - started
-        return [answers[index] for index in range(len(items))]
+        return [[found[i] for i in range(len(items))] for found, (items, _) in zip(answers, asked, strict=True)]
+
+    def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
+        each = None if done is None else lambda _number, index, answer: done(index, answer)
+        return self.answer_each([(items, principle)], each)[0]
+
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        for number, (items, principle) in enumerate(asked):
+            if items:
+                self._answer(items, principle, functools.partial(keep, number))
 
     @abstractmethod
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
@@ -207,6 +224,16 @@ def ask(judge: Judge, items: Items, principle: Principle, done: Done | None = No
     # Passed only if needed: judges that read text may ignore it.
     stopped = {} if all(item.stopped for item in items) else {"stopped": [item.stopped for item in items]}
     return judge.rate([item.prompt for item in items], [item.text for item in items], principle, done, **stopped)
+
+
+def ask_each(judge: Judge, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
+    """Return `Judge.answer_each`; of a judge that has only `compare` and `rate`, principle by principle."""
+    if isinstance(judge, Judge):
+        return judge.answer_each(asked, done)
+    return [
+        ask(judge, items, principle, None if done is None else functools.partial(done, number)) if items else []
+        for number, (items, principle) in enumerate(asked)
+    ]
 
 
 def logistic(x: float) -> float:

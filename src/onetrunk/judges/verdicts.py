@@ -11,7 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from onetrunk.judges.base import Done, ErrorKind, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask, digest
+from onetrunk.judges.base import (
+    Done,
+    DoneEach,
+    ErrorKind,
+    Items,
+    Judge,
+    Pair,
+    Principle,
+    Rating,
+    Single,
+    Verdict,
+    ask_each,
+    digest,
+)
 from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
 
@@ -90,15 +103,15 @@ def judge_pairs(
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[PairLabel]:
-    """Return a label per pair, asked principle by principle.
+    """Return a label per pair.
 
     Args:
         both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
-        memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
+        memory, on_answer: as in `ask_missing_each`; `on_answer` gets pairs in the order shown.
     """
     shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
     principles = constitution.principles
-    by_principle = [ask_missing(judge, shown, principle, memory, on_answer) for principle in principles]
+    by_principle = ask_missing_each(judge, [(shown, principle) for principle in principles], memory, on_answer)
     return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
 
 
@@ -115,39 +128,61 @@ def kept_ratings(
     `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
     rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
-    by_principle = [ask_missing(judge, rows, principle, memory) for principle in constitution.principles]
+    by_principle = ask_missing_each(judge, [(rows, principle) for principle in constitution.principles], memory)
     return [rating_label(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
 
-def ask_missing(
+def ask_missing_each(
     judge: Judge,
-    items: Items,
-    principle: Principle,
+    asked: Sequence[tuple[Items, Principle]],
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
-) -> list[Any]:
-    """Return the judge's answers about pairs or single completions; equal items have one answer, the same object.
+    done: DoneEach | None = None,
+) -> list[list[Any]]:
+    """Return the judge's answers about pairs or single completions under each principle, as `Judge.answer_each`.
+
+    Equal items under one principle have one answer, the same object.
 
     Args:
         memory: what it holds is not asked, and each new answer is kept as soon as it arrives; None: all is asked.
         on_answer: called with each new answer, also with an error, after it is kept.
+        done: called with the number of the principle, the index of each item and its answer as soon as that is known;
+            first for those kept.
     """
-    kind = Verdict if items and isinstance(items[0], Pair) else Rating
-    keys = [answer_key(judge, principle, item) for item in items]
-    kept = {} if memory is None else {key: kept_answer(memory, key, kind) for key in keys}
-    answers = {key: answer for key, answer in kept.items() if answer is not None}
-    missing = {key: item for key, item in zip(keys, items, strict=True) if key not in answers}
-    missing_keys, missing_items = list(missing), list(missing.values())
+    asked_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in asked]
+    answers: dict[str, Any] = {}
+    places: dict[str, list[tuple[int, int]]] = {}
+    missing: list[tuple[dict[str, Pair | Single], Principle]] = []
+    for number, ((items, principle), keys) in enumerate(zip(asked, asked_keys, strict=True)):
+        kind = Verdict if items and isinstance(items[0], Pair) else Rating
+        kept = {} if memory is None else {key: kept_answer(memory, key, kind) for key in keys}
+        answers |= {key: answer for key, answer in kept.items() if answer is not None}
+        missing.append(({key: item for key, item in zip(keys, items, strict=True) if key not in answers}, principle))
+        for index, key in enumerate(keys) if done is not None else ():
+            places.setdefault(key, []).append((number, index))
+    left = [(list(items), list(items.values())) for items, _ in missing]
 
-    def keep(index: int, answer: Verdict | Rating) -> None:
+    def tell(key: str, answer: Verdict | Rating) -> None:
+        for number, index in places.get(key, ()):
+            done(number, index, answer)
+
+    def keep(number: int, index: int, answer: Verdict | Rating) -> None:
+        key, item = left[number][0][index], left[number][1][index]
         if memory is not None:
-            keep_answer(memory, missing_keys[index], answer)
+            keep_answer(memory, key, answer)
         if on_answer is not None:
-            on_answer(missing_items[index], answer)
+            on_answer(item, answer)
+        tell(key, answer)
 
-    if missing:
-        answers |= zip(missing_keys, ask(judge, missing_items, principle, keep), strict=True)
-    return [answers[key] for key in keys]
+    for key, answer in answers.items():
+        tell(key, answer)
+    if any(items for items, _ in missing):
+        told = ask_each(
+            judge, [(items, principle) for (_, items), (_, principle) in zip(left, missing, strict=True)], keep
+        )
+        for (keys, _), found in zip(left, told, strict=True):
+            answers |= zip(keys, found, strict=True)
+    return [[answers[key] for key in keys] for keys in asked_keys]
 
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
@@ -240,8 +275,10 @@ class RememberedJudge(Judge):
         self.is_remote = getattr(judge, "is_remote", False)
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        for index, answer in enumerate(ask_missing(self.judge, items, principle, self.memory)):
-            keep(index, answer)
+        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
+
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        ask_missing_each(self.judge, asked, self.memory, done=keep)
 
 
 class JudgeStatistics:

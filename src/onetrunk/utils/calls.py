@@ -111,9 +111,15 @@ class RetryPolicy:
 
 
 class Pace:
-    """How many calls may be in flight: at first `max_concurrency`, halved when the server is overloaded, then raised
+    """How many calls may be in flight: at first `max_concurrency`, less when the server is overloaded, then raised
     slowly with its answers. It outlives a run, so that the next run begins at the pace of the last one.
+
+    A cut halves the calls until the server answers as many as are in flight; after that it is CUT, because the right
+    number is near. Close to the number that was too much, the pace rises PATIENCE times as slowly, and while answers
+    take QUEUED times as long as the fastest, it does not rise: they wait in a queue of the server.
     """
+
+    CUT, PATIENCE, QUEUED = 0.85, 40, 3.0
 
     def __init__(self, max_concurrency: int):
         if max_concurrency < 1:
@@ -121,20 +127,36 @@ class Pace:
         self.max_concurrency = max_concurrency
         self.limit = float(max_concurrency)
         self._slowed_at = -math.inf
+        # The number of calls that was too much, and answers since it was.
+        self._too_many: float | None = None
+        self._answers = 0
+        self._fastest_s, self._usual_s = math.inf, 0.0
 
-    def speed_up(self) -> None:
-        """Count an answer: as many answers as there are calls in flight allow one call more."""
-        self.limit = min(float(self.max_concurrency), self.limit + 1 / self.limit)
+    def speed_up(self, latency_s: float | None = None) -> None:
+        """Count an answer, which took so long: as many answers as there are calls in flight allow one call more."""
+        self._answers += 1
+        if latency_s is not None:
+            self._fastest_s = min(self._fastest_s, latency_s)
+            self._usual_s += (latency_s - self._usual_s) * (0.1 if self._usual_s else 1.0)
+            if self._usual_s > self.QUEUED * self._fastest_s:
+                return
+        too_many = self._too_many
+        is_near = too_many is not None and abs(self.limit - too_many) <= max(1.0, 0.1 * too_many)
+        step = 1 / self.limit / (self.PATIENCE if is_near else 1)
+        self.limit = min(float(self.max_concurrency), self.limit + step)
 
     def slow_down(self, started: float, now: float) -> None:
-        """Halve the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
-        if started >= self._slowed_at:
-            self.limit = max(1.0, self.limit / 2)
-            self._slowed_at = now
+        """Cut the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
+        if started < self._slowed_at:
+            return
+        is_found = self._answers >= self.limit
+        self._too_many = self.limit if is_found else None
+        self.limit = max(1.0, self.limit * (self.CUT if is_found else 0.5))
+        self._slowed_at, self._answers = now, 0
 
     def recover(self) -> None:
         """Go back to the first pace."""
-        self.limit = float(self.max_concurrency)
+        self.limit, self._too_many = float(self.max_concurrency), None
 
 
 T = TypeVar("T")
@@ -291,7 +313,7 @@ class CallRun(Generic[T]):
         self._note_answer()
         self._held_s = 0.0
         self.num_answered += 1
-        self.pace.speed_up()
+        self.pace.speed_up(_now() - began)
         self._done(item.index, answer)
 
     def _take_failure(self, item: _Item, error: CallError) -> None:

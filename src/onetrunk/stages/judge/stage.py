@@ -22,7 +22,7 @@ from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge, Pair, digest
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.load import EnsembleJudge, JudgeConfig, check_judge, load_judge
+from onetrunk.judges.load import RUBRIC, EnsembleJudge, JudgeConfig, check_judge, load_judge, specs_by_judge
 from onetrunk.judges.verdicts import PairLabel, RememberedJudge, judge_pairs
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
@@ -93,9 +93,9 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
 def load_members(settings: JudgeConfig) -> list[Judge]:
     """Return each judge that the settings name, by itself."""
     judges = []
-    for spec in settings.judge or []:
-        rubric = settings.rubric if spec == "rubric" else None
-        judges.append(load_judge(replace(settings, judge=[spec], rubric=rubric), resolve_reward))
+    for specs in specs_by_judge(settings.judge or [], settings):
+        rubric = settings.rubric if RUBRIC in specs else None
+        judges.append(load_judge(replace(settings, judge=specs, rubric=rubric), resolve_reward))
     return judges
 
 
