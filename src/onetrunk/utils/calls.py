@@ -114,12 +114,13 @@ class Pace:
     """How many calls may be in flight: at first `max_concurrency`, less when the server is overloaded, then raised
     slowly with its answers. It outlives a run, so that the next run begins at the pace of the last one.
 
-    A cut halves the calls until the server answers as many as are in flight; after that it is CUT, because the right
-    number is near. Close to the number that was too much, the pace rises PATIENCE times as slowly, and while answers
-    take QUEUED times as long as the fastest, it does not rise: they wait in a queue of the server.
+    A cut halves the calls until the server answers at least half of those in flight; they then rise quickly (SEARCH
+    for each answer) to the number that is too much. From there a cut is CUT, because the right number is near; close
+    to it the pace rises PATIENCE times as slowly. While answers take QUEUED times as long as the fastest, it does not
+    rise: they wait in a queue of the server.
     """
 
-    CUT, PATIENCE, QUEUED = 0.85, 40, 3.0
+    CUT, PATIENCE, QUEUED, SEARCH = 0.85, 40, 3.0, 0.25
 
     def __init__(self, max_concurrency: int):
         if max_concurrency < 1:
@@ -142,14 +143,14 @@ class Pace:
                 return
         too_many = self._too_many
         is_near = too_many is not None and abs(self.limit - too_many) <= max(1.0, 0.1 * too_many)
-        step = 1 / self.limit / (self.PATIENCE if is_near else 1)
+        step = self.SEARCH if too_many is None else 1 / self.limit / (self.PATIENCE if is_near else 1)
         self.limit = min(float(self.max_concurrency), self.limit + step)
 
     def slow_down(self, started: float, now: float) -> None:
         """Cut the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
         if started < self._slowed_at:
             return
-        is_found = self._answers >= self.limit
+        is_found = self._answers >= self.limit / 2
         self._too_many = self.limit if is_found else None
         self.limit = max(1.0, self.limit * (self.CUT if is_found else 0.5))
         self._slowed_at, self._answers = now, 0

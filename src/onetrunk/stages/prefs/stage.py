@@ -65,6 +65,8 @@ from onetrunk.stages.tables import show
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
+# Prompts with given completions that are judged together.
+GIVEN_CHUNK = 2048
 Rows = list[dict[str, Any]]
 Product = tuple[list[PromptItem], Any]
 
@@ -234,6 +236,11 @@ class Flow(ABC):
             return self.remote(chunks)
         return ((items, self.sampler.sample(items, self.args.num_generations)) for items in chunks)
 
+    @property
+    def chunk_size(self) -> int:
+        """Prompts that are labelled together."""
+        return self.args.prompts_per_chunk
+
     @abstractmethod
     def label(self, items: list[PromptItem], product: Any) -> Rows:
         """Return the rows of a chunk; runs in the main thread."""
@@ -305,6 +312,11 @@ class PairFlow(JudgedFlow):
 class GivenFlow(JudgedFlow):
     """The rows bring the completions."""
 
+    @property
+    def chunk_size(self) -> int:
+        # Nothing is sampled, and a server should not wait for the last answer of a few questions.
+        return max(self.args.prompts_per_chunk, GIVEN_CHUNK)
+
     def produced(self, chunks: Iterator[list[GivenItem]]) -> Iterator[Product]:
         return ((items, [item.texts() for item in items]) for items in chunks)
 
@@ -370,7 +382,7 @@ def _write_rows(
             bar.set_postfix(counts | {"rows": num_rows} | flow.spent(), refresh=False)
             bar.update(len(items))
 
-        products = flow.produced(chunked(source, args.prompts_per_chunk))
+        products = flow.produced(chunked(source, flow.chunk_size))
         overlapped(products, consume, max_waiting=args.max_waiting_chunks, stop=stop)
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
