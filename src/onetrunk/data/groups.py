@@ -7,8 +7,8 @@ groups   `prompt`, `completions`: texts, or dicts with `text`, `response`, `comp
 logs     `prompt` and `completion`, or `messages`: rows of one prompt belong together
 
 A side that is a list of messages may begin with the prompt's messages, as in UltraFeedback-binarized. Optional
-columns: `subset`, `source` (of a log: who wrote it), `probability` (that `chosen` is better) and the flags `*_stopped`
-of `preferences.py`.
+columns: `subset`, `reference` (an answer that is known to be good), `source` (of a log: who wrote it), `probability`
+(that `chosen` is better) and the flags `*_stopped` of `preferences.py`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Group:
         authors: who wrote each completion; "" if that is not known.
         stopped: False for a completion that was cut off at a length limit.
         subset: the part of the dataset that it belongs to.
+        reference: an answer that is known to be good; None without one.
     """
 
     prompt: Prompt
@@ -56,6 +57,7 @@ class Group:
     authors: tuple[str, ...] = ()
     stopped: tuple[bool, ...] = ()
     subset: str = ALL
+    reference: str | None = None
 
     def author(self, index: int) -> str:
         """Return who wrote a completion; "" if that is not known."""
@@ -112,7 +114,10 @@ def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
     for name, text in zip(_names(group), group.texts, strict=True):
         _require(text_fault(text), name)
     _require(prompt_fault(group.prompt, isinstance(group.prompt, list)), "prompt")
-    return replace(group, subset=str(subset))
+    reference = row.get("reference")
+    if reference is not None:
+        _require(text_fault(reference), "reference")
+    return replace(group, subset=str(subset), reference=reference)
 
 
 def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) -> Iterator[Group]:

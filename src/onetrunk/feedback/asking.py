@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
@@ -19,6 +20,7 @@ from onetrunk.judges.verdicts import (
     RememberedJudge,
     ask_missing_each,
     judge_pairs,
+    rate_pairs,
     rating_label,
 )
 from onetrunk.types import Prompt, SampledText
@@ -37,6 +39,7 @@ class Asker:
         limit: of questions without an answer.
         both_orders: as in `judge_pairs`.
         costs: checks the budget after each answer; None: no budget.
+        judge_by: one of JUDGE_BY: whether pairs are shown, or completions are rated alone.
     """
 
     def __init__(
@@ -47,9 +50,11 @@ class Asker:
         limit: FailureLimit,
         both_orders: bool = True,
         costs: Costs | None = None,
+        judge_by: str = "pairs",
     ):
         self.judge, self.constitution, self.ledger = _remembered(judge, ledger), constitution, ledger
         self.limit, self.both_orders, self.costs = limit, both_orders, costs
+        self.judge_by = judge_by
         self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
@@ -58,20 +63,20 @@ class Asker:
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        labels = judge_pairs(
-            self.judge,
-            pairs,
-            self.constitution,
-            both_orders=self.both_orders,
-            memory=self.ledger,
-            on_answer=self._note,
-        )
+        keeping: dict[str, Any] = {"memory": self.ledger, "on_answer": self._note}
+        if self.judge_by == "ratings":
+            labels = rate_pairs(self.judge, pairs, self.constitution, **keeping)
+        else:
+            labels = judge_pairs(self.judge, pairs, self.constitution, both_orders=self.both_orders, **keeping)
         for label in labels:
             self.statistics.add(label)
         return labels
 
     def ratings(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[SampledText]],
+        references: Sequence[str | None] | None = None,
     ) -> list[tuple[list[float | None], bool]]:
         """Return, per prompt, the rating of each completion, and whether a question about one has no answer.
 
@@ -81,8 +86,8 @@ class Asker:
             RuntimeError: too many questions have no answer.
         """
         rows = [
-            Single(prompt, sampled.text, sampled.stopped)
-            for prompt, texts in zip(prompts, completions, strict=True)
+            Single(prompt, sampled.text, sampled.stopped, reference)
+            for prompt, texts, reference in zip(prompts, completions, references or [None] * len(prompts), strict=True)
             for sampled in texts
         ]
         asked = [(rows, principle) for principle in self.constitution.principles]

@@ -111,9 +111,10 @@ class PreferenceMaker:
         groups = groups or [None] * len(items)
         ratings: list[tuple[list[float | None], bool]] = [([], False)] * len(items)
         if self.pairing == "best_worst":
-            ratings = self.asker.ratings([item.prompt for item in items], completions)
+            references = [None if group is None else group.reference for group in groups]
+            ratings = self.asker.ratings([item.prompt for item in items], completions, references)
         asked = [
-            _Asked(number, first, second, _pair(item, row, first, second), _of_people(group, first, second))
+            _Asked(number, first, second, _pair(item, row, first, second, group), _of_people(group, first, second))
             for number, (item, row, rated, group) in enumerate(zip(items, completions, ratings, groups, strict=True))
             for first, second in self._pairs(item, [sampled.text for sampled in row], *rated)
         ]
@@ -241,8 +242,10 @@ class _Asked:
     people: float | None
 
 
-def _pair(item: PromptItem, row: Sequence[SampledText], first: int, second: int) -> Pair:
-    return Pair(item.prompt, row[first].text, row[second].text, row[first].stopped, row[second].stopped)
+def _pair(item: PromptItem, row: Sequence[SampledText], first: int, second: int, group: Group | None) -> Pair:
+    one, other = row[first], row[second]
+    reference = None if group is None else group.reference
+    return Pair(item.prompt, one.text, other.text, one.stopped, other.stopped, reference)
 
 
 def _of_people(group: Group | None, first: int, second: int) -> float | None:

@@ -30,25 +30,32 @@ class Principle:
         text: what is better, as a question or a command.
         weight: its share in a label, above 0.
         tags: short names; a rubric finds its check by them.
+        marks: what each mark of a rating means, "1" to "5"; a judge that reads sees them when it rates.
     """
 
     text: str
     weight: float = 1.0
     tags: tuple[str, ...] = ()
+    marks: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> str:
         """Hash for ledger keys. It leaves out the weight, so that a new weight does not pay for new answers."""
-        return digest({"text": self.text, "tags": list(self.tags)})
+        marks = {"marks": [list(mark) for mark in self.marks]} if self.marks else {}
+        return digest({"text": self.text, "tags": list(self.tags), **marks})
 
 
 @dataclass(frozen=True)
 class Single:
-    """A completion that is judged alone; `stopped` is False if it was cut off at a length limit."""
+    """A completion that is judged alone.
+
+    `stopped` is False if it was cut off at a length limit; `reference` is an answer that is known to be good, if any.
+    """
 
     prompt: Prompt
     text: str
     stopped: bool = True
+    reference: str | None = None
 
     @property
     def completion(self) -> str | list[Message]:
@@ -60,7 +67,8 @@ class Single:
 class Pair:
     """Two completions of one prompt, in the order in which a judge is shown them.
 
-    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit.
+    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit; `reference` is
+    an answer that is known to be good, if any.
     """
 
     prompt: Prompt
@@ -68,10 +76,18 @@ class Pair:
     second: str
     first_stopped: bool = True
     second_stopped: bool = True
+    reference: str | None = None
 
     def flipped(self) -> Pair:
         """Return the pair in the other order."""
-        return Pair(self.prompt, self.second, self.first, self.second_stopped, self.first_stopped)
+        return Pair(self.prompt, self.second, self.first, self.second_stopped, self.first_stopped, self.reference)
+
+    def singles(self) -> tuple[Single, Single]:
+        """Return the completions as they are judged alone."""
+        return (
+            Single(self.prompt, self.first, self.first_stopped, self.reference),
+            Single(self.prompt, self.second, self.second_stopped, self.reference),
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +189,8 @@ class Judge(ABC):
 
         started = time.perf_counter()
         try:
-            self._answer_each(asked, keep)
+            if any(len(items) for items, _ in asked):
+                self._answer_each(asked, keep)
         finally:
             self.usage.seconds += time.perf_counter() - started
         return [[found[i] for i in range(len(items))] for found, (items, _) in zip(answers, asked, strict=True)]
@@ -197,9 +214,8 @@ class ScoringJudge(Judge):
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         if isinstance(items[0], Pair):
-            firsts = [Single(pair.prompt, pair.first, pair.first_stopped) for pair in items]
-            seconds = [Single(pair.prompt, pair.second, pair.second_stopped) for pair in items]
-            scores = self._scores(firsts + seconds, principle)
+            firsts, seconds = zip(*(pair.singles() for pair in items), strict=True)
+            scores = self._scores([*firsts, *seconds], principle)
             answers = map(self._verdict, scores[: len(items)], scores[len(items) :])
         else:
             answers = map(self._rating, self._scores(items, principle))
@@ -221,6 +237,8 @@ def ask(judge: Judge, items: Items, principle: Principle, done: Done | None = No
     """Return the judge's answers about pairs, or about single completions."""
     if isinstance(items[0], Pair):
         return judge.compare(items, principle, done)
+    if isinstance(judge, Judge):
+        return judge.answer_each([(items, principle)], None if done is None else lambda _n, i, a: done(i, a))[0]
     # Passed only if needed: judges that read text may ignore it.
     stopped = {} if all(item.stopped for item in items) else {"stopped": [item.stopped for item in items]}
     return judge.rate([item.prompt for item in items], [item.text for item in items], principle, done, **stopped)

@@ -65,6 +65,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value >= 1,
         "set it to 1 or more",
     ),
+    ("judge_reasoning_samples", lambda value: value >= 1, "set it to 1 or more"),
     ("judge_reasoning_tokens", lambda value: value >= 0, "set it to 0 or more"),
     (
         "judge_timeout_s judge_item_timeout_s judge_patience_s rubric_temperature",
@@ -106,6 +107,11 @@ class JudgeConfig:
     )
     # models that write
     judge_reasoning_tokens: int = option(0, "Longest reasoning before each answer, tokens; 0: none.")
+    judge_reasoning_samples: int = option(
+        1,
+        "With judge_reasoning_tokens: samples of reasoning with a verdict each, whose probabilities are averaged; with"
+        " 1 a model in this process reasons greedily.",
+    )
     # servers
     judge_model: str | None = option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = option(None, "Environment variable that holds the server's key; None: no key.")
@@ -156,6 +162,11 @@ class JudgeConfig:
             for name in names.split():
                 if not is_allowed(getattr(self, name)):
                     raise ValueError(f"{name} is {getattr(self, name)!r}; {expected}")
+        if self.judge_reasoning_samples > 1 and not self.judge_reasoning_tokens:
+            raise ValueError(
+                f"judge_reasoning_samples is {self.judge_reasoning_samples} and judge_reasoning_tokens is 0, so there"
+                " is no reasoning; set judge_reasoning_tokens too, such as 512"
+            )
         taken = sorted(SENT & set(self.judge_extra_body or {}))
         if taken:
             instead = f"set {INSTEAD[taken[0]]} instead" if taken[0] in INSTEAD else "leave it out"
@@ -231,6 +242,7 @@ def _judge(specs: Sequence[str], settings: JudgeConfig, resolve: Callable[[str],
         dtype=settings.judge_dtype,
         batch_size=settings.judge_batch_size,
         reasoning_tokens=settings.judge_reasoning_tokens,
+        reasoning_samples=settings.judge_reasoning_samples,
         min_label_mass=settings.judge_min_label_mass,
     )
 
@@ -274,6 +286,7 @@ def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
         max_concurrency=settings.judge_max_concurrency,
         samples=settings.judge_samples,
         reasoning_tokens=settings.judge_reasoning_tokens,
+        reasoning_samples=settings.judge_reasoning_samples,
         method=settings.judge_method,
         allow_http=settings.judge_allow_http,
         policy=RetryPolicy(

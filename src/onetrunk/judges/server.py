@@ -127,6 +127,7 @@ class ServerJudge(Judge):
         max_concurrency: int = 8,
         samples: int = 5,
         reasoning_tokens: int = 0,
+        reasoning_samples: int = 1,
         method: Literal["auto", "logprobs", "votes"] = "auto",
         allow_http: bool = False,
         policy: RetryPolicy | None = None,
@@ -142,6 +143,7 @@ class ServerJudge(Judge):
             chat.usage = self.usage
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.method, self.policy = method, policy or RetryPolicy()
+        self.reasoning_samples = reasoning_samples
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
@@ -153,9 +155,11 @@ class ServerJudge(Judge):
             "reasoning_tokens": reasoning_tokens,
             "template": _template_digest(),
         }
+        # Only if they are set, so that ledgers of earlier versions stay valid.
         if extra_body:
-            # Only if there is one, so that ledgers of earlier versions stay valid.
             self.identity["extra_body"] = extra_body
+        if reasoning_samples > 1:
+            self.identity["reasoning_samples"] = reasoning_samples
         self._knows_tokenizer = tokenizer is not None
         self.marks: ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
         if tokenizer is not None:
@@ -315,13 +319,14 @@ class ServerJudge(Judge):
     async def _decide(self, undecided: dict[str, ChatQuestion], decide: Decide) -> None:
         """Call `decide` once per question, as soon as it is decided or has failed."""
         abilities = self._abilities
-        num_votes = self.samples if abilities.samples else 1
+        num_votes = max(self.samples, self.reasoning_samples) if abilities.samples else 1
         async with contextlib.AsyncExitStack() as stack:
             sessions = [chat.session(self._pace.max_concurrency) for chat in self.chats]
             clients = [await stack.enter_async_context(session) for session in sessions]
-            # Where log probabilities are expected, votes are bought one by one: a reply without them is a vote, but
-            # the next one may have them.
-            for needed in range(1, num_votes + 1) if abilities.top_logprobs else (num_votes,):
+            # Where log probabilities are expected, further votes are bought one by one: a reply without them is a
+            # vote, but the next one may have them.
+            fewest = min(self.reasoning_samples, num_votes)
+            for needed in range(fewest, num_votes + 1) if abilities.top_logprobs else (num_votes,):
                 undecided = await self._buy(clients, undecided, needed, num_votes, decide)
 
     async def _buy(
@@ -384,9 +389,9 @@ class ServerJudge(Judge):
     ) -> Opinion | CallError | None:
         """Return what the votes on a question decide; None if it needs more."""
         votes = self._votes.get(key, {})
-        measured = [vote for vote in votes.values() if vote.probabilities is not None]
-        if measured:
-            return opinion_of_probabilities(measured[0])
+        measured = [vote for _, vote in sorted(votes.items()) if vote.probabilities is not None]
+        if len(measured) >= self.reasoning_samples or (measured and error is not None):
+            return opinion_of_probabilities(measured[: self.reasoning_samples])
         if error is not None or len(votes) < num_votes:
             return error
         opinion = opinion_of_votes([votes[number] for number in sorted(votes)], labels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from onetrunk.judges.base import (
@@ -113,6 +113,57 @@ def judge_pairs(
     principles = constitution.principles
     by_principle = ask_missing_each(judge, [(shown, principle) for principle in principles], memory, on_answer)
     return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
+
+
+def rate_pairs(
+    judge: Judge,
+    pairs: Sequence[Pair],
+    constitution: Constitution,
+    *,
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+) -> list[PairLabel]:
+    """Return a label per pair from ratings of its completions alone: P = 1/2 + (rating of first - of second) / 2.
+
+    Each different completion of a prompt is rated once, so n completions take n questions per principle instead of
+    n (n - 1). Both orders have the same vote, because no order was shown.
+
+    Args:
+        memory, on_answer: as in `ask_missing_each`; `on_answer` gets completions.
+    """
+    singles = _different_singles(pairs)
+    asked = [(singles, principle) for principle in constitution.principles]
+    by_principle = ask_missing_each(judge, asked, memory, on_answer)
+    places = {_single_key(single): place for place, single in enumerate(singles)}
+    labels = []
+    for pair in pairs:
+        first, second = (places[_single_key(single)] for single in pair.singles())
+        verdicts = [_verdict_of(found[first], found[second]) for found in by_principle]
+        both = [[verdict, replace(verdict, probability=_other(verdict.probability))] for verdict in verdicts]
+        labels.append(_label(both, constitution.principles))
+    return labels
+
+
+def _different_singles(pairs: Sequence[Pair]) -> list[Single]:
+    return list({_single_key(single): single for pair in pairs for single in pair.singles()}.values())
+
+
+def _single_key(single: Single) -> str:
+    return digest([single.prompt, single.text, single.stopped, single.reference])
+
+
+def _other(probability: float | None) -> float | None:
+    return None if probability is None else 1 - probability
+
+
+def _verdict_of(first: Rating, second: Rating) -> Verdict:
+    """Return what two ratings say about a pair; an error if one of them is."""
+    failed = next((rating for rating in (first, second) if rating.error is not None), None)
+    if failed is not None:
+        return Verdict(None, error=failed.error, error_kind=failed.error_kind)
+    if first.score is None or second.score is None:
+        return Verdict(None, first.reason or second.reason)
+    return Verdict(TIE + (first.score - second.score) / 2)
 
 
 def kept_ratings(
@@ -229,10 +280,14 @@ def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
         shown: dict[str, Any] = {"prompt": item.prompt, "first": item.first, "second": item.second}
         if not (item.first_stopped and item.second_stopped):
             shown["stopped"] = [item.first_stopped, item.second_stopped]
+        if item.reference is not None:
+            shown["reference"] = item.reference
         return digest({"verdict": shown, "principle": principle.key, "judge": judge.identity})
     about: dict[str, Any] = {"prompt": item.prompt, "completion": item.text, "principle": principle.key}
     if not item.stopped:
         about["stopped"] = False
+    if item.reference is not None:
+        about["reference"] = item.reference
     return digest({"rating": about, "judge": judge.identity})
 
 

@@ -124,9 +124,9 @@ def sample_blocks(run: Run, judges: Judges) -> list[Block]:
 
 
 def _sample(row: dict[str, Any], probability: float, name: str) -> Sample:
-    reason = row["judges"][name].get("reason")
+    thoughts = row["judges"][name].get("thoughts") or []
     sides = [(f"better for people, probability {probability:.3f}", row["better"]), ("the other one", row["other"])]
-    sides += [("what the judge says", reason)] if reason else []
+    sides += [("what the judge thought", "\n\n".join(thoughts))] if thoughts else []
     return Sample(_plain(row["prompt"]), [(title, _plain(text)) for title, text in sides])
 
 

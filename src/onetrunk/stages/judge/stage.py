@@ -20,10 +20,10 @@ from onetrunk.data.groups import Group, labelled_groups
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair, digest
+from onetrunk.judges.base import Judge, Pair, Verdict, digest
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.load import RUBRIC, EnsembleJudge, JudgeConfig, check_judge, load_judge, specs_by_judge
-from onetrunk.judges.verdicts import PairLabel, RememberedJudge, judge_pairs
+from onetrunk.judges.verdicts import PairLabel, RememberedJudge, answer_key, judge_pairs, kept_answer, rate_pairs
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
@@ -52,6 +52,7 @@ class Measured:
     name: str
     identity: dict[str, Any]
     rows: list[Judged]
+    thoughts: dict[int, list[str]]  # By the number of a pair: what the judge wrote before its verdicts, if anything.
 
 
 def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
@@ -75,7 +76,7 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
             try:
                 measured = [measure(args, judge, constitution, groups, ledger, costs) for judge in judges]
                 if len(judges) > 1:
-                    ensemble = measure_ensemble(judges, constitution, groups, ledger)
+                    ensemble = measure_ensemble(args, judges, constitution, groups, ledger)
                     measured = [*named_apart(measured), ensemble]
             finally:
                 costs.save()
@@ -118,22 +119,44 @@ def measure(
         RuntimeError: the judge failed too often, or the budget is spent.
     """
     pairs = pairs_of(groups)
-    total = 2 * len(pairs) * len(constitution.principles)
+    num_texts = sum(len(group.texts) for group in groups)
+    total = (2 * len(pairs) if args.judge_by == "pairs" else num_texts) * len(constitution.principles)
     bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar:
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
-        labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
+        labels = Asker(judge, constitution, ledger, limit, costs=costs, judge_by=args.judge_by).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
-    return Measured(judge.name, judge.identity, judged_rows(groups, labels))
+    thoughts = {}
+    for number, pair in enumerate(pairs):
+        written = thoughts_about(judge, pair, constitution, ledger)
+        if written:
+            thoughts[number] = written
+    return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)
+
+
+def thoughts_about(judge: Judge, pair: Pair, constitution: Constitution, ledger: Ledger) -> list[str]:
+    """Return what a judge wrote before its verdicts about a pair, in both orders and under each principle."""
+    written = []
+    for principle in constitution.principles:
+        for shown in (pair, pair.flipped()):
+            answer = kept_answer(ledger, answer_key(judge, principle, shown), Verdict)
+            if answer is not None and answer.reason:
+                written += [answer.reason, *answer.details.get("thoughts", ())]
+    return written
 
 
 def measure_ensemble(
-    judges: Sequence[Judge], constitution: Constitution, groups: Sequence[Group], ledger: Ledger
+    args: JudgeArguments,
+    judges: Sequence[Judge],
+    constitution: Constitution,
+    groups: Sequence[Group],
+    ledger: Ledger,
 ) -> Measured:
     """Return the labels of all judges together, made of the answers in the ledger."""
     ensemble = EnsembleJudge([RememberedJudge(judge, ledger) for judge in judges])
-    labels = judge_pairs(ensemble, pairs_of(groups), constitution)
-    return Measured(ENSEMBLE, ensemble.identity, judged_rows(groups, labels))
+    label = rate_pairs if args.judge_by == "ratings" else judge_pairs
+    labels = label(ensemble, pairs_of(groups), constitution)
+    return Measured(ENSEMBLE, ensemble.identity, judged_rows(groups, labels), {})
 
 
 def named_apart(measured: Sequence[Measured]) -> list[Measured]:
@@ -146,7 +169,7 @@ def named_apart(measured: Sequence[Measured]) -> list[Measured]:
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:
     """Return the pairs of the groups, the better completion first; the judge sees both orders."""
     return [
-        Pair(g.prompt, g.texts[better], g.texts[other], g.is_whole(better), g.is_whole(other))
+        Pair(g.prompt, g.texts[better], g.texts[other], g.is_whole(better), g.is_whole(other), g.reference)
         for g in groups
         for better, other in g.pairs()
     ]
@@ -196,6 +219,9 @@ def pair_lines(measured: Sequence[Measured]) -> list[str]:
             said = {name: {"probability": v.probability, "consistent": v.consistent} for name, v in labels.items()}
             row = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
             row |= {"subset": group.subset, "people": group.probability, "judges": said}
+            for m in measured:
+                if m.thoughts.get(len(lines)):
+                    said[m.name]["thoughts"] = m.thoughts[len(lines)]
             lines.append(json.dumps(row, ensure_ascii=False))
     return lines
 

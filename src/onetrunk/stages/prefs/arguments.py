@@ -6,7 +6,7 @@ One field is one YAML key and one command line option. The settings of judges ar
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onetrunk.feedback.pairings import OUTPUT_ROWS, PAIRINGS, check_pairing
+from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP, OUTPUT_ROWS, PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
 from onetrunk.stages.plain_arguments import SamplingArguments, require_model_name
 from onetrunk.utils.options import option
@@ -18,7 +18,7 @@ ENGINES = ("local", "ray")
 # samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
-    " both_orders keep_ties tie_margin completions output_rows people_weight"
+    " both_orders keep_ties tie_margin completions output_rows people_weight judge_by"
     " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
     " max_completion_length temperature stop_tokens chat_template_kwargs output_format"
 ).split()
@@ -66,6 +66,7 @@ class PrefsArguments(SamplingArguments):
         PAIRINGS,
     )
     pairs_per_prompt: int | None = option(None, "With pairing random: pairs per prompt.")
+    judge_by: str = option("pairs", JUDGE_BY_HELP, JUDGE_BY)
     both_orders: bool = option(True, "Show each pair in both orders: a preference for a position cancels out.")
     keep_ties: bool = option(False, "Also write ties, with an arbitrary choice.")
     tie_margin: float = option(0.0, "Labels at most this far from 0.5 are ties; from 0 to below 0.5.")
@@ -135,6 +136,10 @@ class PrefsArguments(SamplingArguments):
             )
 
     def _check_rows(self) -> None:
+        if self.judge_by == "ratings" and not self.both_orders:
+            raise ValueError(
+                "both_orders is false and judge_by is ratings, which shows no order; leave both_orders out"
+            )
         if not 0 <= self.tie_margin < 0.5:
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
         if self.output_rows != "pairs" and self.mode != "pairs":

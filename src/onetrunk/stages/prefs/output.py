@@ -40,7 +40,13 @@ RATED = (
 )
 LENGTH_WARNING = 0.65
 # Settings that earlier versions did not have, and what they did.
-EARLIER = {"tie_margin": 0.0, "completions": "sampled", "output_rows": "pairs", "people_weight": 0.0}
+EARLIER = {
+    "tie_margin": 0.0,
+    "completions": "sampled",
+    "output_rows": "pairs",
+    "people_weight": 0.0,
+    "judge_by": "pairs",
+}
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
     " the better one: the mean over principles{orders}. `votes` is what each principle said,"

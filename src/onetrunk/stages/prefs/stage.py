@@ -269,7 +269,7 @@ class JudgedFlow(Flow):
         self.args, self.counts = args, counts
         self.columns = preferences.COLUMNS_OF[args.output_rows]
         limit = FailureLimit(args.max_failed_fraction, judge.name)
-        self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs)
+        self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs, args.judge_by)
         self.maker = PreferenceMaker(
             self.asker,
             args.seed,
