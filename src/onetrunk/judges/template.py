@@ -172,10 +172,11 @@ def nonce_of(item: Pair | Single, principle: Principle) -> str:
 
     An author who wanted to write the code would have to find a text that contains a piece of its own hash.
     """
-    question: Any = (item.prompt, item.text)
     if isinstance(item, Pair):
         # As it was before there were references, so that the questions of kept answers stay the same.
-        question = OldPair(item.prompt, item.first, item.second, item.first_stopped, item.second_stopped)
+        question: Any = OldPair(item.prompt, item.first, item.second, item.first_stopped, item.second_stopped)
+    else:
+        question = (item.prompt, item.text)
     known = [] if item.reference is None else [item.reference]
     return digest([repr(question), principle.key, *known])[:12]
 
