@@ -390,7 +390,7 @@ class ServerJudge(Judge):
         """Return what the votes on a question decide; None if it needs more."""
         votes = self._votes.get(key, {})
         measured = [vote for _, vote in sorted(votes.items()) if vote.probabilities is not None]
-        if len(measured) >= self.reasoning_samples or (measured and error is not None):
+        if len(measured) >= self.reasoning_samples:
             return opinion_of_probabilities(measured[: self.reasoning_samples])
         if error is not None or len(votes) < num_votes:
             return error
