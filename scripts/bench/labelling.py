@@ -2,8 +2,9 @@
 
     python scripts/bench/labelling.py --pairs 1000 10000 100000
 
-Writes pairs of two texts of 40 words into a temporary folder, and runs `onetrunk prefs --completions given` on them with
-a rubric in place of a model: what remains is reading, pairing, the ledger and writing. Each number runs in a new process.
+Writes pairs of two texts of 40 words into a temporary folder, and runs `onetrunk prefs` on them (completions: given)
+with a rubric in place of a model: what remains is reading, pairing, the ledger and writing. Each number runs in a new
+process.
 """
 
 from __future__ import annotations
