@@ -253,7 +253,9 @@ class StubVLLM:
                 return
         question = json.dumps(body, sort_keys=True)
         self.asked[question] += 1
-        fails = self.fault and self.faulty and draw(self.fault, question, self.asked[question]) < self.rate
+        # Names have a nonce, and which rows are hit should be the same in every run.
+        row = json.dumps({**body, "model": None}, sort_keys=True)
+        fails = self.fault and self.faulty and draw(self.fault, row, self.asked[question]) < self.rate
         self.num_faults += bool(fails)
         if fails and self.fault not in WRONG:
             await FAULTY[self.fault](self, writer, body)

@@ -297,7 +297,7 @@ def test_adapters_are_written_in_the_servers_dtype_and_nothing_else_travels(stub
 
 def short(fault):
     """Deadlines of completions: short where only they end a call."""
-    return {"timeout_s": 1.5, "first_timeout_s": 1.5, "max_calls": 40} if fault in SLOW else {"max_calls": 40}
+    return {"timeout_s": 4.0, "first_timeout_s": 4.0, "max_calls": 40} if fault in SLOW else {"max_calls": 40}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
