@@ -157,6 +157,9 @@ class PPOJudgeArguments:
         1.0, "reward_funcs pairwise: reward = pairwise_beta * log P(completion better than the reference's); above 0."
     )
     pairwise_floor: float = option(0.01, "Lower bound of that probability, above 0 and below 0.5.")
+    judge_report: str | None = option(
+        None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
+    )
     monitor_judge: list[str] | None = option(
         None,
         "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
@@ -214,6 +217,8 @@ def check_judges(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if arguments.judge_report and not settings.judge and not arguments.monitor_judge:
+        raise ValueError("judge_report is set and no judge is; name the judge that it measured, or leave it out")
     if not arguments.monitor_judge:
         return
     monitor = arguments.monitor_settings(settings)
@@ -337,15 +342,21 @@ def check_seeds(args: Any) -> None:
     require_seed("data_seed", args.data_seed)
 
 
-def check_model(args: Any, defaults: Mapping[str, Any]) -> None:
+def require_model_name(args: Any) -> None:
+    if not args.model_name_or_path:
+        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+
+
+def check_model(args: Any, defaults: Mapping[str, Any], needs_model: bool = True) -> None:
     """Raise ValueError for settings of a model that are missing, or that mean nothing here.
 
     Args:
         args: ModelArguments, or an object with its fields.
         defaults: of the fields in WITHOUT_MEANING.
+        needs_model: False for a stage that may need no model.
     """
-    if not args.model_name_or_path:
-        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+    if needs_model:
+        require_model_name(args)
     for name, reason in WITHOUT_MEANING.items():
         if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")
