@@ -72,7 +72,7 @@ def test_prompts_become_rows_that_a_reward_model_takes_with_statistics_and_a_car
     card = (tmp_path / "out/README.md").read_text()
     assert "counts/labelled" in card and "data_files: data/preferences*.jsonl" in card and str(tmp_path) not in card
     # The Hub's loader reads the rows alone, as the card tells it.
-    assert load_dataset(str(tmp_path / "out"), split="train").column_names == FIELDS
+    assert load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")).column_names == FIELDS
 
 
 def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, tmp_path):
