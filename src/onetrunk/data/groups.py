@@ -175,7 +175,8 @@ def _oriented(row: Row, group: Group) -> Group:
         raise Bad("names no better completion, or no other one")
     if len({text.strip() for text in group.texts}) < len(group.texts) and len(group.texts) == 2:
         raise Bad("chosen and rejected are identical: there is nothing to prefer")
-    probability = row.get("probability", 1.0)
+    probability = row.get("probability")
+    probability = 1.0 if probability is None else probability
     _require(type_fault(probability, (int, float), "a number"), "probability")
     if not 0 <= probability <= 1:
         raise Bad(f"probability is {probability}, expected a number from 0 to 1")
@@ -198,7 +199,7 @@ def _pair(row: Row) -> Group:
     for side, name in _named(sides):
         _require(None if isinstance(side, list) else text_fault(side), name)
     texts = tuple(as_text(side) for side in sides)
-    stopped = tuple(bool(row.get(f"{name}_stopped", True)) for name in SIDES)
+    stopped = tuple(_stopped(row, name) for name in SIDES)
     authors = tuple(str(row.get(f"{name}_model") or "") for name in SIDES)
     return Group(prompt, texts, 1, authors=authors, stopped=stopped)
 
@@ -244,14 +245,14 @@ def _group(row: Row) -> Group:
 
 def _log(row: Row) -> Group:
     author = (next((str(row[key]) for key in AUTHOR_KEYS if isinstance(row.get(key), str)), ""),)
-    stopped = (bool(row.get("completion_stopped", True)),)
-    if "completion" in row:
+    stopped = (_stopped(row, "completion"),)
+    if row.get("completion") is not None:
         completion = row["completion"]
         completion = _messages(completion, "completion") if isinstance(completion, list) else completion
         _require(None if isinstance(completion, list) else text_fault(completion), "completion")
         return Group(_prompt(row["prompt"]), (as_text(completion),), authors=author, stopped=stopped)
-    name = next(column for column in MESSAGE_COLUMNS if column in row)
-    messages = _messages(row[name], name)
+    name = next((column for column in MESSAGE_COLUMNS if column in row), "completion")
+    messages = _messages(row.get(name), name)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise Bad(f"{name} does not end with an answer of the assistant")
     return Group(messages[:-1], (messages[-1]["content"],), authors=author, stopped=stopped)
@@ -312,6 +313,11 @@ def _messages(messages: Any, name: str) -> list[Message]:
         converted.append(message)
     _require(conversation_fault(converted if isinstance(messages, list) else messages), name)
     return converted
+
+
+def _stopped(row: Row, name: str) -> bool:
+    """Return whether a completion ended by itself; also where only other rows have the column, which is None here."""
+    return row.get(f"{name}_stopped") is not False
 
 
 def _named(sides: Sequence[Any]) -> Iterator[tuple[Any, str]]:

@@ -1,13 +1,13 @@
 """What judges cost over all runs in a folder: counters that survive a kill, a price table, and a budget.
 
 The counters are in `_report/costs.json`, apart from statistics and card: these are the same bytes however often a run
-was stopped, and the costs are not.
+was stopped, and the costs are not. Each shard has a file of its own, because shards run at the same time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from onetrunk.utils.calls import EndOfCalls
 from onetrunk.utils.files import atomic_write_json, read_json
 from onetrunk.utils.options import option
 
-COSTS = "_report/costs.json"
+FOLDER, FILES = "_report", "costs*.json"
 # Seconds between two writes of the file while judges answer.
 SAVE_EVERY_S = 2.0
 EXAMPLE = "{judge-model: [0.4, 1.6]}"
@@ -68,32 +68,50 @@ class Costs:
         folder: the output folder; its file is read, and written with the counters of this run added.
         judges: those that are asked; None: no judge is asked, and only the file counts.
         settings: prices and budget.
+        suffix: of the file's name, for a shard.
 
     Raises:
-        ValueError: a price of a judge that is not asked, or a budget without a price of each judge on a server.
+        ValueError: a price of a judge that is not asked, or a budget without a price of a judge on a server.
     """
 
-    def __init__(self, folder: Path, judges: Sequence[Judge], settings: CostConfig):
-        self.path, self.budget_usd = folder / COSTS, settings.judge_budget_usd
+    def __init__(self, folder: Path, judges: Sequence[Judge], settings: CostConfig, suffix: str = ""):
+        self.path, self.budget_usd = folder / FOLDER / f"costs{suffix}.json", settings.judge_budget_usd
         self._usages: dict[str, Usage] = {}
         names: dict[str, tuple[str, ...]] = {}
+        remote = []
         for judge in judges:
             self._usages |= usages_of(judge)
             for member, name in zip(getattr(judge, "judges", [judge]), usages_of(judge), strict=True):
                 names[name] = (name, member.name, str(getattr(member, "identity", {}).get("model")))
-        self._began = {name: usage.copy() for name, usage in self._usages.items()}
-        stored = read_json(self.path) if self.path.is_file() else {}
-        # The file also has what follows from the counters, for people.
-        self._earlier = {name: Usage().add(values) for name, values in stored.items()}
+                remote += [name] if getattr(member, "is_remote", False) else []
         self.prices = _prices(settings.judge_prices or {}, names)
-        self._written = time.monotonic()
+        unpriced = [name for name in remote if name not in self.prices]
+        if self.budget_usd is not None and unpriced:
+            raise ValueError(
+                f"judge_budget_usd is set and judge_prices has no price of {', '.join(unpriced)}; give one, or [0, 0]"
+                " if it costs nothing"
+            )
+        self._began = {name: usage.copy() for name, usage in self._usages.items()}
+        self._earlier = _counters([self.path] if self.path.is_file() else [])
+        self._read_others()
 
     def totals(self) -> dict[str, Usage]:
-        """Return the counters of all runs in the folder, by judge."""
-        totals = {name: usage.copy() for name, usage in self._earlier.items()}
-        for name, usage in self._usages.items():
-            totals.setdefault(name, Usage()).add(usage.minus(self._began[name]))
+        """Return the counters of all runs in the folder, by judge; those of other shards as of the last `save`."""
+        totals = self._own()
+        for name, usage in self._others.items():
+            totals.setdefault(name, Usage()).add(usage)
         return totals
+
+    def _own(self) -> dict[str, Usage]:
+        """Return the counters of this run, and of the earlier ones in its file."""
+        own = {name: usage.copy() for name, usage in self._earlier.items()}
+        for name, usage in self._usages.items():
+            own.setdefault(name, Usage()).add(usage.minus(self._began[name]))
+        return own
+
+    def _read_others(self) -> None:
+        self._others = _counters(path for path in self.path.parent.glob(FILES) if path != self.path)
+        self._written = time.monotonic()
 
     @property
     def usd(self) -> float | None:
@@ -119,13 +137,17 @@ class Costs:
             )
 
     def save(self) -> None:
-        """Write the counters of all runs."""
-        self._written = time.monotonic()
-        atomic_write_json(self.path, self.as_dict())
+        """Write the counters of the runs of this shard, and read those of the others."""
+        atomic_write_json(self.path, self._shown(self._own()))
+        self._read_others()
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the counters of all runs by judge, with the price where it is known."""
-        return {name: usage.as_dict(self.prices.get(name)) for name, usage in self.totals().items()}
+        return self._shown(self.totals())
+
+    def _shown(self, usages: dict[str, Usage]) -> dict[str, dict[str, Any]]:
+        usd = {name: usages[name].cost_usd(price) for name, price in self.prices.items() if name in usages}
+        return {name: usage.as_dict(usd.get(name)) for name, usage in usages.items()}
 
     def shown(self) -> dict[str, str]:
         """Return tokens, failed calls and USD so far, for a progress bar."""
@@ -139,9 +161,23 @@ class Costs:
 
 
 def read_costs(folder: Path) -> dict[str, Any]:
-    """Return the counters in the file of an output folder; none without the file."""
-    path = folder / COSTS
-    return read_json(path) if path.is_file() else {}
+    """Return the counters in the files of an output folder; none without a file."""
+    paths = sorted((folder / FOLDER).glob(FILES))
+    usd: dict[str, float] = {}
+    for values in map(read_json, paths):
+        for name, counters in values.items():
+            if "usd" in counters:
+                usd[name] = usd.get(name, 0.0) + counters["usd"]
+    return {name: usage.as_dict(usd.get(name)) for name, usage in _counters(paths).items()}
+
+
+def _counters(paths: Iterable[Path]) -> dict[str, Usage]:
+    """Return the sums of the counters in files. These also hold what follows from the counters, for people."""
+    sums: dict[str, Usage] = {}
+    for path in paths:
+        for name, values in read_json(path).items():
+            sums.setdefault(name, Usage()).add(values)
+    return sums
 
 
 def _prices(prices: dict[str, list[float]], names: dict[str, tuple[str, ...]]) -> dict[str, list[float]]:

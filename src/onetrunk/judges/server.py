@@ -165,13 +165,8 @@ class ServerJudge(Judge):
         if tokenizer is not None:
             self.identity["marks"] = digest(self.marks.words)[:16]
         self._abilities: Abilities | None = None
-        # With one server its own pace; several have one each.
-        self._replicas: Replicas | None = None
-        self._pace: Pace | Replicas = Pace(max_concurrency)
-        if len(self.chats) > 1:
-            names = [str(chat) for chat in self.chats]
-            self._replicas = Replicas(names, max_concurrency, self.policy, lambda n: self.chats[n].served_models())
-            self._pace = self._replicas
+        self._replicas = self._made_replicas(max_concurrency) if len(self.chats) > 1 else None
+        self._pace: Pace | Replicas = self._replicas or Pace(max_concurrency)
         # A question like those to come. It tests the server, and tells later whether the server is down or a single
         # question hangs.
         pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
@@ -179,6 +174,11 @@ class ServerJudge(Judge):
         # By question and number, until the question is decided.
         self._votes: dict[str, dict[int, Vote]] = {}
         self._reasoning: dict[tuple[str, int], str] = {}
+
+    def _made_replicas(self, max_concurrency: int) -> Replicas:
+        """Return the servers as replicas, each with a pace of its own."""
+        names = [str(chat) for chat in self.chats]
+        return Replicas(names, max_concurrency, self.policy, lambda number: self.chats[number].served_models())
 
     def check(self) -> Abilities:
         """Ask a small question and return what the server can do. Runs once, before the first comparison at latest.

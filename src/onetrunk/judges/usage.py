@@ -50,16 +50,16 @@ class Usage:
         """Return the price in USD of the tokens; `price`: USD per million tokens read, and written."""
         return (self.prompt_tokens * price[0] + self.completion_tokens * price[1]) / PER_MILLION
 
-    def as_dict(self, price: Sequence[float] | None = None) -> dict[str, Any]:
-        """Return the counters, and per question what a label costs; with a price also in USD."""
+    def as_dict(self, usd: float | None = None) -> dict[str, Any]:
+        """Return the counters, and per question what a label costs; in USD too if `usd`, the whole cost, is known."""
         values: dict[str, Any] = asdict(self) | {"seconds": round(self.seconds, 3)}
         questions = max(1, self.questions)
         values["calls_per_question"] = round(self.calls / questions, 4)
         values["tokens_per_question"] = round((self.prompt_tokens + self.completion_tokens) / questions, 2)
         values["seconds_per_question"] = round(self.seconds / questions, 5)
-        if price is not None:
-            values["usd"] = round(self.cost_usd(price), 6)
-            values["usd_per_1000_questions"] = round(1000 * self.cost_usd(price) / questions, 6)
+        if usd is not None:
+            values["usd"] = round(usd, 6)
+            values["usd_per_1000_questions"] = round(1000 * usd / questions, 6)
         return values
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Plots, Sample, Text, Warned
+from onetrunk.report.blocks import markdown as as_markdown
 from onetrunk.report.parts import LONGEST_TEXT, flat, number
 from onetrunk.report.plots import COLORS, SIZE, on_ink, png_of, svg_of
 from onetrunk.report.runs import Run, read_lines, read_run
@@ -44,15 +45,39 @@ def judge_blocks(run: Run, target: Path) -> list[Block]:
     """Return the report of a measurement of judges; the plots are also written as PNG files."""
     results = run.results
     judges: Judges = results["judges"]
-    about = f"Pairs of {results.get('dataset')}, judged by the constitution {results.get('constitution')}."
-    blocks: list[Block] = [Text(about), facts_of(judges)]
-    for name, entry in judges.items():
-        blocks += [Warned(name, f"{text[0].upper()}{text[1:]}.") for text in entry.get("findings", ())]
+    blocks = _first_blocks(results)
     blocks += [Heading(2, "Plots"), *_plots(judges, results.get("agreement", {}), target)]
-    blocks += subset_blocks(judges) + agreement_blocks(results.get("agreement", {}))
-    blocks += cost_blocks(results.get("costs", {})) + reliability_blocks(judges) + sample_blocks(run, judges)
+    blocks += _table_blocks(results) + reliability_blocks(judges) + sample_blocks(run, judges)
     rows = [[name, number(v)] for name, v in flat(judges) if not isinstance(v, (list, dict))]
     return [*blocks, Folded("All that was measured", [Facts(["", "value"], rows)])]
+
+
+def card_of(results: dict[str, Any]) -> str:
+    """Return the dataset card of a measurement: what was measured, without plots; `pairs.jsonl` are its rows."""
+    from huggingface_hub import DatasetCardData  # Here: a page about other runs does not need it.
+
+    files = [{"config_name": "default", "data_files": PAIRS}]
+    metadata = DatasetCardData(tags=["onetrunk", "preference", "llm-as-a-judge"], configs=files)
+    rows = (
+        f"`{PAIRS}` has a row per pair: the completion that people call better, the other one, the subset, how sure"
+        " people are, and what each judge says: its probability that they are right, and whether both orders agree."
+    )
+    blocks = [Heading(1, "How well judges agree with people"), *_first_blocks(results), Text(rows)]
+    return f"---\n{metadata.to_yaml()}\n---\n\n{as_markdown([*blocks, *_table_blocks(results)])}"
+
+
+def _first_blocks(results: dict[str, Any]) -> list[Block]:
+    """Return what was measured, the metrics of all rows, and what should not be overlooked."""
+    about = f"Pairs of {results.get('dataset')}, judged by the constitution {results.get('constitution')}."
+    blocks: list[Block] = [Text(about), facts_of(results["judges"])]
+    for name, entry in results["judges"].items():
+        blocks += [Warned(name, f"{text[0].upper()}{text[1:]}.") for text in entry.get("findings", ())]
+    return blocks
+
+
+def _table_blocks(results: dict[str, Any]) -> list[Block]:
+    agreement, costs = results.get("agreement", {}), results.get("costs", {})
+    return subset_blocks(results["judges"]) + agreement_blocks(agreement) + cost_blocks(costs)
 
 
 def facts_of(judges: Judges) -> Facts:

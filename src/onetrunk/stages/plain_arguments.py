@@ -290,7 +290,21 @@ class ServeArguments:
 
 
 @dataclass
-class MergeArguments:
+class PushArguments:
+    """Whether and where the result of a stage that trains nothing is uploaded (`checkpoints/hub.py`)."""
+
+    push_to_hub: bool = option(False, "Also upload the result to the Hub.")
+    hub_model_id: str | None = option(None, "Its name there; None: the name of output_dir.")
+    hub_private_repo: bool | None = option(None, "Make the repository private if it is new.")
+    hub_revision: str | None = option(None, "Branch to upload to; None: main.")
+
+    # What `require_push` also reads of the settings of a training.
+    process_index: ClassVar[int] = 0
+    hub_token: ClassVar[None] = None
+
+
+@dataclass
+class MergeArguments(PushArguments):
     """The options of `onetrunk merge`."""
 
     adapter: str | None = option(None, "Folder or Hub name of the adapter, such as the output_dir of onetrunk ppo.")
@@ -300,14 +314,6 @@ class MergeArguments:
         "auto", "Precision of the written weights: auto (the base's own), float32, bfloat16 or float16.", DTYPES
     )
     overwrite_output_dir: bool = option(False, "Replace a model that was merged into output_dir before.")
-    push_to_hub: bool = option(False, "Also upload the merged model to the Hub.")
-    hub_model_id: str | None = option(None, "Its name there; None: the name of output_dir.")
-    hub_private_repo: bool | None = option(None, "Make the repository private if it is new.")
-    hub_revision: str | None = option(None, "Branch to upload to; None: main.")
-
-    # What `require_push` also reads of the settings of a training.
-    process_index: ClassVar[int] = 0
-    hub_token: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not self.adapter:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP
 from onetrunk.judges.load import JudgeConfig
-from onetrunk.stages.plain_arguments import DatasetArguments, require_output_dir_is_set
+from onetrunk.stages.plain_arguments import DatasetArguments, PushArguments, require_output_dir_is_set
 from onetrunk.utils.options import option, require_seed
 
 
 @dataclass
-class JudgeArguments(DatasetArguments):
+class JudgeArguments(DatasetArguments, PushArguments):
     """The rows, and what is reported."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")

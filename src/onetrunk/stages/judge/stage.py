@@ -16,15 +16,26 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.data.groups import Group, labelled_groups
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair, Verdict, digest
+from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.load import RUBRIC, EnsembleJudge, JudgeConfig, check_judge, load_judge, specs_by_judge
-from onetrunk.judges.verdicts import PairLabel, RememberedJudge, answer_key, judge_pairs, kept_answer, rate_pairs
+from onetrunk.judges.load import (
+    RUBRIC,
+    EnsembleJudge,
+    JudgeConfig,
+    check_judge,
+    load_judge,
+    specs_by_judge,
+    unique_names,
+)
+from onetrunk.judges.verdicts import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
+from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
+from onetrunk.report.runs import read_run
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.judge.metrics import ALL, Judged, agreement, findings, judge_metrics
@@ -37,8 +48,9 @@ from onetrunk.stages.tables import show, show_columns, text_table, write_values
 from onetrunk.types import as_text
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
+from onetrunk.utils.redaction import redact
 
-LEDGER, PAIRS = "ledger/verdicts.jsonl", "pairs.jsonl"
+LEDGER, CARD = "ledger/verdicts.jsonl", "README.md"
 ENSEMBLE = EnsembleJudge.name
 # Of all rows, in the terminal.
 SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy", "one_order_accuracy")
@@ -63,6 +75,7 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
+    require_push(args, "dataset")
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
@@ -88,7 +101,12 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     path = write_values(folder, values)
     show_results(args, measured, values)
     print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")
-    say_where(write_report_of(folder), "judge")
+    page = write_report_of(folder)
+    atomic_write_text(folder / CARD, redact(card_of(read_run(folder).results)))
+    say_where(page, "judge")
+    if args.push_to_hub:
+        where = push_folder(folder, args, "the metrics are", repo_type="dataset", patterns=[CARD, path.name, PAIRS])
+        print(f"judge: pushed the metrics to {where}")
 
 
 def load_members(settings: JudgeConfig) -> list[Judge]:
@@ -145,6 +163,20 @@ def thoughts_about(judge: Judge, pair: Pair, constitution: Constitution, ledger:
     return written
 
 
+class KeptJudge(Judge):
+    """A judge that gives the answers that another one gave, from a ledger, and asks nobody: it costs nothing."""
+
+    def __init__(self, judge: Judge, ledger: Ledger):
+        self.judge, self.ledger = judge, ledger
+        self.name, self.identity = judge.name, judge.identity
+
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        kind = Verdict if isinstance(items[0], Pair) else Rating
+        for index, item in enumerate(items):
+            answer = kept_answer(self.ledger, answer_key(self.judge, principle, item), kind)
+            keep(index, answer or kind(None, error=f"{self.name} has not answered"))
+
+
 def measure_ensemble(
     args: JudgeArguments,
     judges: Sequence[Judge],
@@ -153,7 +185,7 @@ def measure_ensemble(
     ledger: Ledger,
 ) -> Measured:
     """Return the labels of all judges together, made of the answers in the ledger."""
-    ensemble = EnsembleJudge([RememberedJudge(judge, ledger) for judge in judges])
+    ensemble = EnsembleJudge([KeptJudge(judge, ledger) for judge in judges])
     label = rate_pairs if args.judge_by == "ratings" else judge_pairs
     labels = label(ensemble, pairs_of(groups), constitution)
     return Measured(ENSEMBLE, ensemble.identity, judged_rows(groups, labels), {})
@@ -161,9 +193,8 @@ def measure_ensemble(
 
 def named_apart(measured: Sequence[Measured]) -> list[Measured]:
     """Return the measurements under different names, as an ensemble calls its members."""
-    names = [m.name for m in measured]
-    numbers = [names[:place].count(name) + 1 for place, name in enumerate(names)]
-    return [replace(m, name=m.name if n == 1 else f"{m.name}_{n}") for m, n in zip(measured, numbers, strict=True)]
+    names = unique_names([m.name for m in measured])
+    return [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
 
 
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:

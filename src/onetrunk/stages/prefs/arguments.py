@@ -8,7 +8,7 @@ from typing import Any
 
 from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP, OUTPUT_ROWS, PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.plain_arguments import SamplingArguments, require_model_name
+from onetrunk.stages.plain_arguments import PushArguments, SamplingArguments, require_model_name
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")
@@ -25,7 +25,7 @@ DECIDING = (
 
 
 @dataclass
-class PrefsArguments(SamplingArguments):
+class PrefsArguments(SamplingArguments, PushArguments):
     """How sampled completions become rows."""
 
     # Output
@@ -112,6 +112,8 @@ class PrefsArguments(SamplingArguments):
         if self.shard is not None and self.merge_shards is not None:
             raise ValueError("shard and merge_shards are both set; run every shard first, then merge_shards alone")
         _ = self.part  # Raises on a wrong shard.
+        if self.push_to_hub and self.shard is not None:
+            raise ValueError("push_to_hub and shard are both set; push when merge_shards puts the shards together")
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         for name in ("num_generations", "num_revisions", "prompts_per_chunk", "max_waiting_chunks", "ray_workers"):

@@ -68,6 +68,11 @@ def rows_path(folder: Path, kind: str, suffix: str, part: Shard) -> Path:
     return folder / "data" / f"{NAMES[kind]}{part.suffix()}.{suffix}"
 
 
+def pushed_files(kind: str) -> tuple[str, ...]:
+    """Return the patterns of the files that are uploaded: rows, statistics and card, without ledgers."""
+    return CARD, f"data/{NAMES[kind]}*", "statistics.json"
+
+
 def statistics_path(folder: Path, part: Shard) -> Path:
     return folder / f"statistics{part.suffix()}.json"
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.overlap import chunked
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.judges.usage import Usage
+from onetrunk.judges.verdicts import Memory
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.tables import shortened, show, show_columns, text_table
 from onetrunk.types import Message
@@ -48,6 +51,7 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
     """
     args, asker = flow.args, flow.asker
     asker.judge = judge = HeardJudge(asker.judge)
+    asker.ledger = memory = NotedMemory(asker.ledger)
     before, began, num_prompts = used(asker), time.perf_counter(), 0
     rows: list[dict[str, Any]] = []
     for items, product in flow.produced(chunked(islice(iter(source), args.preview), args.prompts_per_chunk)):
@@ -61,7 +65,8 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
     answered = [(principle.text, said(answer)) for _, principle, answer in judge.heard]
     show(text_table(("principle", "verdict"), answered[: args.preview]))
     seconds, usage = time.perf_counter() - began, used(asker).minus(before)
-    show_columns("preview", {"value": estimate(usage, seconds, num_prompts, source.total, asker)})
+    asked = Asked(num_prompts, len(memory.keys), len(judge.heard), usage, seconds)
+    show_columns("preview", {"value": estimate(asked, source.total, asker.costs)})
     print(
         f"prefs: {len(rows)} rows would be made of {num_prompts} prompts; nothing was written but the answers, which"
         " the run itself will not buy again: leave preview out to start it"
@@ -79,6 +84,34 @@ class HeardJudge(Judge):
         for index, answer in enumerate(ask(self.judge, items, principle)):
             self.heard.append((items[index], principle, answer))
             keep(index, answer)
+
+
+class NotedMemory:
+    """A memory that notes which answers were looked for: `keys`. Equal questions have one key."""
+
+    def __init__(self, memory: Memory):
+        self.memory, self.keys = memory, set[str]()
+
+    def get(self, key: str) -> Any:
+        self.keys.add(key)
+        return self.memory.get(key)
+
+    def put(self, key: str, value: Any) -> Any:
+        return self.memory.put(key, value)
+
+    def replace(self, key: str, value: Any) -> Any:
+        return self.memory.replace(key, value)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a preview has asked: its prompts, their questions, how many of them were new, and what those have used."""
+
+    num_prompts: int
+    num_questions: int
+    num_new: int
+    usage: Usage
+    seconds: float
 
 
 def question_text(item: Pair | Single, principle: Principle) -> str:
@@ -102,25 +135,39 @@ def used(asker: Asker) -> Usage:
     return total
 
 
-def estimate(
-    usage: Usage, seconds: float, num_prompts: int, total: int | None, asker: Asker
-) -> dict[str, float | int | None]:
-    """Return what the previewed prompts took, and what all will take if they are alike; only costs of new answers."""
+def estimate(asked: Asked, total: int | None, costs: Costs | None) -> dict[str, float | int | None]:
+    """Return what the preview has used, and what all prompts will take if they are alike.
+
+    A question is taken to cost what it has cost on average in this folder, so that a second preview, whose answers
+    are all kept, gives the same estimate. Its time is the judge's alone; that of a first one includes sampling.
+    """
+    usage = asked.usage
     values: dict[str, float | int | None] = {
-        "prompts previewed": num_prompts,
+        "prompts previewed": asked.num_prompts,
         "prompts in all": total,
-        "questions asked": usage.questions,
+        "questions": asked.num_questions,
+        "questions answered before": asked.num_questions - asked.num_new,
         "calls": usage.calls,
         "tokens": usage.prompt_tokens + usage.completion_tokens,
-        "seconds": seconds,
+        "seconds": asked.seconds,
     }
-    if total is None or not num_prompts:
+    usages = [] if costs is None else list(costs.totals().values())
+    # Each member of an ensemble answers every question.
+    answered = max((used.questions for used in usages), default=0)
+    if total is None or not asked.num_prompts or not answered:
         return values
-    share = total / num_prompts
-    values |= {"all: questions": round(usage.questions * share), "all: calls": round(usage.calls * share)}
-    values |= {"all: tokens": round((usage.prompt_tokens + usage.completion_tokens) * share)}
-    values |= {"all: hours": seconds * share / 3600}
-    usd = None if asker.costs is None else asker.costs.usd
-    if usd is not None:
-        values["all: USD"] = usd * share
+    share = total / asked.num_prompts
+    num_questions = asked.num_questions * share
+    per_question = num_questions / answered
+    tokens = sum(used.prompt_tokens + used.completion_tokens for used in usages)
+    is_new = asked.num_new == asked.num_questions
+    seconds = asked.seconds * share if is_new else max(used.seconds for used in usages) * per_question
+    values |= {
+        "all: questions": round(num_questions),
+        "all: calls": round(sum(used.calls for used in usages) * per_question),
+        "all: tokens": round(tokens * per_question),
+        "all: hours": seconds / 3600,
+    }
+    if costs.usd is not None:
+        values["all: USD"] = costs.usd * per_question
     return values

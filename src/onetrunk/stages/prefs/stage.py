@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback import preferences, revision
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.costs import CostConfig, Costs
@@ -49,6 +50,7 @@ from onetrunk.stages.prefs.given import GivenItem, GivenSource
 from onetrunk.stages.prefs.output import (
     claim_folder,
     ledger_path,
+    pushed_files,
     rows_path,
     sample_table,
     statistics_path,
@@ -95,6 +97,8 @@ def run(
             " device, each with its own shard (--shard 0/2, --shard 1/2)"
         )
     folder = require_output_dir(args.output_dir)
+    if not args.preview:
+        require_push(args, "dataset")
     if args.merge_shards is not None:
         result = merge_shards(args, folder)
     else:
@@ -109,6 +113,9 @@ def run(
         print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
     say_where(write_report_of(folder) if args.part.count == 1 else None, "prefs")
+    if args.push_to_hub:
+        where = push_folder(folder, args, "the rows are", repo_type="dataset", patterns=pushed_files(args.kind))
+        print(f"prefs: pushed the rows to {where}")
 
 
 def make(
@@ -129,7 +136,7 @@ def make(
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
-    costs = Costs(folder, [] if judge is None else [judge], prices)
+    costs = Costs(folder, [] if judge is None else [judge], prices, args.part.suffix())
     if judge is not None:
         check_judge(judge)
         measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
