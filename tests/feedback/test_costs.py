@@ -63,9 +63,7 @@ def test_shards_that_run_at_the_same_time_lose_no_costs_and_share_the_budget(tmp
 
 def test_a_budget_needs_the_price_of_every_judge_on_a_server(tmp_path):
     both = EnsembleJudge([Served(), Served("other")])
-    with pytest.raises(
-        ValueError, match="no price of other; give one, or .0, 0. if it costs nothing"
-    ):
+    with pytest.raises(ValueError, match="no price of other; give one, or .0, 0. if it costs nothing"):
         Costs(tmp_path, [both], PRICED)
     free = CostConfig(judge_prices={"served": [2.0, 10.0], "other": [0, 0]}, judge_budget_usd=1.0)
     assert Costs(tmp_path, [both], free).usd == 0
