@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from datasets import Dataset
 
 from onetrunk import cli
 from onetrunk.data.groups import Group
@@ -17,6 +18,10 @@ from onetrunk.stages.judge.metrics import (
     wilson_interval,
 )
 from tests.judges.stub_server import StubServer
+from tests.stages.recipes import ROOT, load_recipe_module
+
+REAL = ROOT.parent / "shared" / "data" / "gsm8k_model_solutions.jsonl"
+gsm8k = load_recipe_module("gsm8k-tiny", "prepare_preferences")
 
 LENGTHS = """
 def longer(prompts, completions, **columns):
@@ -308,3 +313,52 @@ def test_ratings_are_measured_as_pairs_are(judge, tmp_path):
     assert values["costs"]["rubric"]["questions"] == 2 * 24
     line = json.loads((tmp_path / "out/pairs.jsonl").read_text().splitlines()[0])
     assert line["judges"]["rubric"]["probability"] == 0.75
+
+
+OWN = """
+import json
+from pathlib import Path
+
+from onetrunk.judges.base import Judge, Verdict
+
+
+class First(Judge):
+    name, identity = "first", {"kind": "always the first"}
+
+    def _answer(self, items, principle, keep):
+        for index in range(len(items)):
+            keep(index, Verdict(0.95))
+
+
+class Knowing(Judge):
+    name, identity = "knowing", {"kind": "knows which are right"}
+
+    def _answer(self, items, principle, keep):
+        right = set(json.loads(Path("right.json").read_text()))
+        for index, pair in enumerate(items):
+            keep(index, Verdict(0.97 if pair.first in right else 0.03))
+"""
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
+def test_on_solutions_of_models_biased_judges_are_exposed_and_one_that_knows_is_not(judge, tmp_path):
+    solved = Dataset.from_list([json.loads(line) for line in REAL.read_text().splitlines()[:150]])
+    rows = [{**pair, "subset": ("even", "odd")[len(pair["prompt"]) % 2]} for pair in gsm8k.solution_pairs(solved)]
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "right.json").write_text(json.dumps([row["chosen"] for row in rows]))
+    assert judge(rows, "--judge", "rubric", "own.py:First", "own.py:Knowing", *rubric("longer")[2:]) == 0
+    values = metrics_of(tmp_path / "out")
+    first, longer, knowing = (values["judges"][name]["all"] for name in ("first", "rubric", "knowing"))
+    assert first["rows"] == len(rows) > 100 and set(values["judges"]["knowing"]["subsets"]) == {"even", "odd"}
+    assert first["position"]["first_slot_rate"] == 1 and first["position"]["position_consistency"] == 0
+    assert first["accuracy"] == 0.5 and first["accuracy_interval"][0] < 0.5
+    assert longer["length"]["preferred"] == 1 > 0.6 > longer["length"]["preferred_by_people"]
+    assert longer["length"]["accuracy_more"] == 1 and longer["length"]["accuracy_less"] == 0
+    assert knowing["accuracy"] == 1 and values["judges"]["knowing"]["findings"] == []
+    assert values["agreement"]["knowing / people"]["kappa"] == 1
+    # The first one is always for one side, so it agrees with the others by chance alone.
+    assert abs(values["agreement"]["first / knowing"]["kappa"]) < 1e-9
+    text = " ".join((tmp_path / "out/_report/report.md").read_text().split())
+    assert "prefers the completion shown first in 100% of its answers" in text
+    assert "prefers the longer completion in 100% of the pairs, people in" in text
+    assert "not shown to be better than chance" in text
