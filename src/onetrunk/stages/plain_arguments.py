@@ -6,6 +6,7 @@ One field is one YAML key and one command line option. The module imports neithe
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -266,11 +267,18 @@ class ServeArguments:
     python: str | None = option(
         None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
     )
-    print: bool = option(False, "Print the command instead of starting the server.")
+    command: str | None = option(
+        None,
+        "Command to run when the server is ready, such as 'onetrunk prefs --config prefs.yaml'; the server is stopped"
+        " when the command ends.",
+    )
+    print: bool = option(False, "Print the command of the server instead of starting it.")
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
+        if self.command is not None:
+            self._check_command()
         at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -287,6 +295,16 @@ class ServeArguments:
         for name, known in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
+
+    def _check_command(self) -> None:
+        if self.print:
+            raise ValueError("command and print are both set; print starts no server, so leave one of them out")
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise ValueError(f"command is {self.command!r}, whose quotes do not match; close them") from error
+        if not words:
+            raise ValueError("command is empty; write one as in a shell, such as 'onetrunk prefs --config prefs.yaml'")
 
 
 @dataclass

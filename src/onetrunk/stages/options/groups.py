@@ -106,12 +106,12 @@ FIRST = {
     " max_failed_fraction fewest_rows num_samples_to_print",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_prompt_length max_completion_length temperature seed judge constitution judge_model mode num_generations"
-    " pairing engine shard output_format",
+    " pairing completions engine shard output_format preview",
     "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
     " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
     " tie_margin checks num_completions_to_print bf16",
     "serve": "model host port dtype max_lora_rank max_loras max_model_len tensor_parallel_size gpu_memory_utilization"
-    " device api_key_env max_restarts python print revision",
+    " device api_key_env max_restarts python command print revision",
     "merge": "adapter output_dir overwrite_output_dir revision dtype push_to_hub hub_model_id hub_private_repo"
     " hub_revision",
 }
