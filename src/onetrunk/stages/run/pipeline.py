@@ -27,6 +27,7 @@ from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.state import FREE_IN_PPO
 from onetrunk.stages.options.reading import read_mapping
 from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.plain_arguments import PushArguments
 from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
@@ -173,9 +174,9 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     """Return the names of a stage's settings that may change without changing what it produces.
 
     For a training these are the settings that its trainer calls free; for `prefs` those that do not decide the rows.
-    What a judge may cost decides nothing.
+    What a judge may cost, and where a result is uploaded, decides nothing.
     """
-    costs = {f.name for f in fields(CostConfig)}
+    costs = {f.name for f in (*fields(CostConfig), *fields(PushArguments))}
     if verb == "prefs":
         decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
         return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides) | costs
