@@ -1,10 +1,11 @@
 """The rows of `onetrunk prefs` are what TRL's own trainers take, and hold nothing that these would use unasked."""
 
 import json
+import math
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
 from onetrunk import cli
@@ -43,6 +44,12 @@ def made(folder, form, kind):
     return load_rows(folder / "out/data")
 
 
+def saved_model(folder):
+    """Return a model that TRL can load once more, as its reference."""
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
+    return AutoModelForCausalLM.from_pretrained(folder / "base")
+
+
 @pytest.fixture(params=["text", "conversations"])
 def form(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -71,10 +78,9 @@ def test_a_dpo_trainer_of_trl_trains_on_the_rows(form, tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     pairs = made(tmp_path, form, "pairs")
     args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
-    trainer = DPOTrainer(
-        tiny_model("llama", num_hidden_layers=2), args=args, train_dataset=pairs, processing_class=tokenizer
-    )
-    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    trainer = DPOTrainer(saved_model(tmp_path), args=args, train_dataset=pairs, processing_class=tokenizer)
+    # Policy and reference are equal before the first step: -log sigmoid(0).
+    assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -83,7 +89,5 @@ def test_a_kto_trainer_of_trl_trains_on_unpaired_rows(form, tmp_path):
     rows = made(tmp_path, form, "unpaired")
     assert set(rows["label"]) == {True, False}
     args = KTOConfig(output_dir=str(tmp_path / "kto"), **SETTINGS)
-    trainer = KTOTrainer(
-        tiny_model("llama", num_hidden_layers=2), args=args, train_dataset=rows, processing_class=tokenizer
-    )
+    trainer = KTOTrainer(saved_model(tmp_path), args=args, train_dataset=rows, processing_class=tokenizer)
     assert torch.isfinite(torch.tensor(trainer.train().training_loss))
