@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path.startswith("/api/whoami"):
             self._answer(self.hub.me)
-        elif self.path.startswith("/api/models/"):
+        elif self.path.startswith(("/api/models/", "/api/datasets/")):
             files = [{"rfilename": name} for name in self.hub.files]
             self._answer({"id": "someone/out", "sha": "0" * 40, "siblings": files, "tags": []})
         else:

@@ -13,7 +13,7 @@ from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import StubServer, candidates, completion, first_probability
 
 KIND = Principle("Which completion is kinder?")
-QUICK = RetryPolicy(first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=5.0)
+QUICK = RetryPolicy(first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=60.0)
 
 
 def pairs(count):

@@ -21,7 +21,7 @@ OK = "ppo --config good.yaml"
 # What is typed, lines added to good.yaml, what the message says, and the exit code.
 MISTAKES = [
     ("pppo --config good.yaml", "", "did you mean 'ppo'?", 2),
-    ("rlhf --config good.yaml", "", "expected one of sft, prefs", 2),
+    ("rlhf --config good.yaml", "", "expected one of sft, judge, prefs", 2),
     ("ppo", "", "dataset_name is not set; give a file", 2),
     ("ppo good.yaml", "", "for a recipe write --config good.yaml", 2),
     ("ppo --config", "", "--config needs a YAML file after it", 2),
@@ -79,6 +79,8 @@ MISTAKES = [
     (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
     ("serve owner/model --port 99999", "", "set it to 65535 or less", 2),
+    ("judge --dataset_name rows.jsonl --output_dir out", "", "judge is not set; name who is measured", 2),
+    ("judge --output_dir out --judge rubric --fewest_rows 0 --dataset_name rows.jsonl", "", "set it to 1 or more", 2),
     ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
     ("eval --config good.yaml --resume checkpoint-3", "", "this stage has no checkpoints and resumes by itself", 2),
 ]

@@ -17,6 +17,7 @@ from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_keys import RENAMED
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
+from onetrunk.stages.judge.stage import parse_judge
 from onetrunk.stages.options import collect, completion, helping, page, schema
 from onetrunk.stages.options.groups import FIRST, GROUPS
 from onetrunk.stages.options.reading import parsed_values, read
@@ -29,6 +30,7 @@ from onetrunk.stages.sft import parse_sft
 
 PARSERS = {
     "sft": parse_sft,
+    "judge": parse_judge,
     "prefs": parse_prefs,
     "reward": parse_reward,
     "distill": parse_distill,
@@ -37,6 +39,7 @@ PARSERS = {
     "serve": parse_serve,
 }
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
+NEEDED_OF = {"judge": ["--dataset_name", "d", "--output_dir", "o", "--judge", "rubric"]}
 MORE = {"ppo": ["--reward_funcs", "r.f"], "distill": ["--teacher", "t"]}
 
 
@@ -58,8 +61,9 @@ def test_every_option_has_a_group_and_a_help_text(verb):
 
 @pytest.mark.parametrize("verb", [verb for verb in PARSERS if verb != "serve"])
 def test_the_early_parser_reads_words_as_the_complete_one_does(verb):
-    words = [*NEEDED, *MORE.get(verb, []), "--seed", "7", "--dtype=float32", "--dataset-split", "test"]
-    if verb not in ("prefs", "eval"):
+    words = [*NEEDED_OF.get(verb, NEEDED), *MORE.get(verb, []), "--seed", "7", "--dataset-split", "test"]
+    words += ["--dtype=float32"] if verb != "judge" else ["--judge_dtype=float32"]
+    if verb not in ("prefs", "eval", "judge"):
         words += ["--learning_rate", "1e-3", "--use_cpu", "--no_shuffle_dataset"][: 3 if verb != "ppo" else 4]
         words += ["--max_steps", "4", "--lr_scheduler_kwargs", '{"a": 1}', "--logging_steps=0.5"]
     if verb in ("prefs", "eval"):

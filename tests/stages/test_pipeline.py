@@ -210,7 +210,10 @@ def test_a_killed_chain_goes_on_with_the_stage_that_it_was_killed_in(folder):
             "output_dir: x\nstages: {sft: {config: text.yaml}}",
             "text.yaml holds a str; expected lines of the form",
         ),
-        ("output_dir: x\nstages: {train: {config: sft.yaml}}", "'train' is no verb; set verb to one of sft, prefs"),
+        (
+            "output_dir: x\nstages: {train: {config: sft.yaml}}",
+            "set verb to one of sft, judge, prefs",
+        ),
         ("output_dir: x\nstages: {sft: {config: sft.yaml}}", "sft.yaml line 2: unknown key 'learning_rat'"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, outputs: [y]}}", "outputs is only for a script"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),

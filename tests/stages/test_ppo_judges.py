@@ -105,6 +105,25 @@ def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
     assert metrics("pairwise") == figures
 
 
+def test_the_card_quotes_how_well_the_judges_of_the_run_were_measured(there, capsys):
+    pairs = [{"prompt": WORDS[i], "chosen": f"{WORDS[i]} " * 3, "rejected": WORDS[i + 1]} for i in range(6)]
+    (there / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    assert cli.main(["judge", "--dataset_name", "pairs.jsonl", *JUDGE, "--output_dir", "measured"]) == 0
+    words = ["--reward_funcs", "judge", "checks.py:even", *JUDGE, *MONITOR, "--judge_report", "measured"]
+    assert ppo("quoting", *words) == 0
+    card = Path("quoting/README.md").read_text()
+    # The monitor was not measured, and is not quoted.
+    assert "## Judges" in card and card.count("agrees with people on") == 1
+    assert "judge rubric, measured" in card and "agrees with people on 100.0% (61.0% to 100.0%) of 6 rows" in card
+    capsys.readouterr()
+    brief = ["--judge", "rubric", "--constitution", "brief.yaml", "--rubric", '{"brief": "checks.py:brief"}']
+    other = ["--reward_funcs", "judge", *brief, "--judge_report", "measured"]
+    assert ppo("quoting-another", *other) == 1
+    assert "judge_report measured measured rubric, and this run is judged by rubric" in capsys.readouterr().err
+    assert ppo("quoting-none", "--reward_funcs", "checks.py:even", "--judge_report", "measured") == 2
+    assert "judge_report is set and no judge is" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
     saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "pairwise", *JUDGE, *MONITOR]

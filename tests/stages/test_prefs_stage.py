@@ -26,7 +26,7 @@ def warm(prompts, completions, **columns):
 def concise(prompts, completions, **columns):
     return [1 / (1 + len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
 '''
-FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "margin", "votes"]
+FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes"]
 FIELDS += ["consistent"]
 
 
@@ -63,7 +63,7 @@ def test_prompts_become_rows_that_a_reward_model_takes_with_statistics_and_a_car
     assert rows.column_names == FIELDS and len(rows) > 20
     validate_preferences(rows)
     for row in rows:
-        assert row["probability"] > 0.5 and row["margin"] > 0 and row["chosen"] != row["rejected"]
+        assert row["probability"] > 0.5 and row["chosen"] != row["rejected"]
         assert len(json.loads(row["votes"])) == 2
     counts = statistics(tmp_path / "out")["counts"]
     assert (counts["prompts"], counts["repeated_prompts"], counts["completions"]) == (14, 1, 42)
@@ -72,7 +72,7 @@ def test_prompts_become_rows_that_a_reward_model_takes_with_statistics_and_a_car
     card = (tmp_path / "out/README.md").read_text()
     assert "counts/labelled" in card and "data_files: data/preferences*.jsonl" in card and str(tmp_path) not in card
     # The Hub's loader reads the rows alone, as the card tells it.
-    assert load_dataset(str(tmp_path / "out"), split="train").column_names == FIELDS
+    assert load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")).column_names == FIELDS
 
 
 def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, tmp_path):

@@ -4,8 +4,9 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import DatasetCard, constants
 
+from onetrunk import cli
 from onetrunk.checkpoints import hub as pushing
 from tests.checkpoints.hub_stub import stand_in
 from tests.stages.small_runs import TRAINING, make_material, run
@@ -169,3 +170,49 @@ def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog
         assert run(verb, *PUSH, *saves, *longer, "--hub_always_push", "true", *new(tmp_path)) == 1
     assert (tmp_path / "out" / RESULT[verb]).is_file()
     assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text
+
+
+PAIRS = ["--dataset_name", "reward.jsonl", "--judge", "rubric", "--constitution", "principles.yaml"]
+PAIRS += ["--rubric", '{"short": "reward.py:short"}']
+MADE = {
+    "prefs": ({"README.md", "statistics.json", "data/preferences.jsonl"}, ["--completions", "given"]),
+    "judge": ({"README.md", "metrics.json", "pairs.jsonl"}, []),
+}
+
+
+@pytest.mark.parametrize("verb", MADE)
+def test_rows_and_measurements_are_pushed_as_a_dataset_with_its_card(hub, tmp_path, capsys, verb):
+    files, words = MADE[verb]
+    assert cli.main([verb, *PAIRS, *words, *PUSH, *new(tmp_path)]) == 0
+    assert set(hub.files) == files
+    assert all(hub.files[name] == (tmp_path / "out" / name).read_bytes() for name in files)
+    card = DatasetCard(hub.files["README.md"].decode())
+    assert "onetrunk" in card.data.tags and card.data.configs[0]["data_files"].split("*")[0] in " ".join(files)
+    assert "https://huggingface.co/datasets/someone/out" in capsys.readouterr().out
+    assert not [asked for asked in hub.asked if "/api/models/" in asked]
+
+
+@pytest.mark.parametrize("verb", MADE)
+def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys, verb):
+    hub.refusals["whoami"] = 401
+    words = [verb, *PAIRS, *MADE[verb][1], *PUSH, *new(tmp_path)]
+    assert cli.main([*words, "--judge", "./nowhere"]) == 1
+    assert "someone/out cannot be pushed to: HTTP 401, the token is not valid" in last_line(capsys)
+    pushing._require_write.cache_clear()
+    hub.refusals.clear()
+    hub.refusals["/commit/"] = 403
+    assert cli.main(words) == 1
+    line = last_line(capsys)
+    assert f"in {tmp_path / 'out'} and could not be pushed: HTTP 403" in line
+    assert "--repo-type dataset` pushes it" in line and (tmp_path / "out/README.md").is_file()
+
+
+def test_a_shard_is_not_pushed_alone(hub, tmp_path, capsys):
+    words = ["prefs", *PAIRS, "--completions", "given", *PUSH, *new(tmp_path)]
+    assert cli.main([*words, "--shard", "0/2"]) == 2
+    assert "push when merge_shards puts the shards together" in capsys.readouterr().err
+    for shard in ("0/2", "1/2"):
+        assert cli.main([*words, "--shard", shard, "--push_to_hub", "false"]) == 0
+    assert not hub.files
+    assert cli.main([*words, "--merge_shards", "2"]) == 0
+    assert {"README.md", "statistics.json", "data/preferences-00001-of-00002.jsonl"} <= set(hub.files)

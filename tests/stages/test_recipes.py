@@ -5,6 +5,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
+from onetrunk.stages.judge.stage import parse_judge
 from onetrunk.stages.merge import parse_merge
 from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
 from onetrunk.stages.plan import parse_plan
@@ -21,6 +22,7 @@ from tests.stages.recipes import DOCUMENTS, RECIPES, ROOT, SCRIPTS, commands_of
 
 PARSERS = {
     "sft": parse_sft,
+    "judge": parse_judge,
     "prefs": parse_prefs,
     "reward": parse_reward,
     "distill": parse_distill,

@@ -220,3 +220,66 @@ def test_restarts_are_counted_from_0_after_a_long_time_without_failure(monkeypat
     assert len(list(ends)) == 8
     assert serve.health_url("0.0.0.0", 1) == "http://127.0.0.1:1/health"
     assert serve.health_url("::", 1) == "http://[::1]:1/health"
+
+
+# Notes in a file whether the server answers, and its environment; ends with a code.
+WORK = """
+import pathlib, sys, urllib.request
+answer = urllib.request.urlopen("http://127.0.0.1:{port}/health", timeout=30)
+pathlib.Path("work.txt").write_text(str(answer.status))
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_runs_while_the_server_is_ready_and_its_end_stops_the_server(
+    model, tmp_path, capsys, monkeypatch, code
+):
+    monkeypatch.setattr(serve, "PROBE_S", 0.3)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    starts = tmp_path / "starts"
+    python = fake_python(tmp_path, SERVER.format(starts=str(starts), status="200", dies="False"))
+    (tmp_path / "work.py").write_text(WORK.format(port=port, code=code))
+    words = [model, "--device", "cpu", "--python", python, "--port", port]
+    command = f"{sys.executable} work.py"
+    assert cli.main(["serve", *map(str, words), "--command", command]) == bool(code)
+    assert (tmp_path / "work.txt").read_text() == "200"
+    servers = starts.read_text().split()
+    assert len(servers) == 1 and not any(map(is_alive, servers))
+    error = capsys.readouterr().err
+    assert f"then runs `{command}`, whose end stops it" in error
+    assert ("work.py` ended with code 3; the server was stopped" in error) is bool(code)
+
+
+def test_the_command_of_a_server_that_dies_too_often_is_ended_too(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "PROBE_S", 0.3)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    python = fake_python(tmp_path, SERVER.format(starts=str(tmp_path / "starts"), status="200", dies="True"))
+    (tmp_path / "work.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(3600)\n")
+    words = [model, "--device", "cpu", "--python", python, "--port", port, "--max_restarts", 1]
+    started = []
+    monkeypatch.setattr(serve.Work, "start", lambda work, start=serve.Work.start: started.append(work) or start(work))
+    assert cli.main(["serve", *map(str, words), "--command", f"{sys.executable} work.py"]) == 1
+    assert "after 1 restarts" in capsys.readouterr().err
+    assert len({id(work) for work in started}) == 1 and not is_alive(started[0].process.pid)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--command", "no-such-program x"], 1, "no program no-such-program can be run"),
+        (["--command", "onetrunk 'x"], 2, "whose quotes do not match"),
+        (["--command", " "], 2, "command is empty"),
+        (["--command", "python x.py", "--print", "true"], 2, "leave one of them out"),
+    ],
+)
+def test_a_command_that_cannot_run_is_a_mistake(model, tmp_path, capsys, words, code, message):
+    python = fake_python(tmp_path, "sys.exit(3)")
+    assert cli.main(["serve", str(model), "--device", "cpu", "--python", str(python), *words]) == code
+    assert message in capsys.readouterr().err and not (tmp_path / "started.json").exists()

@@ -10,8 +10,10 @@ import functools
 import re
 import shlex
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from accelerate.logging import get_logger
@@ -47,10 +49,10 @@ ADVICE = {
 }
 
 
-def require_push(args: TrainingArguments) -> None:
+def require_push(args: TrainingArguments, repo_type: str = "model") -> None:
     """Check that a run with push_to_hub can be pushed, and create its repository; only process 0 asks the Hub.
 
-    A check that passed is not repeated in this process.
+    A check that passed is not repeated in this process. `repo_type` is "model" or "dataset".
 
     Raises:
         RuntimeError: no token, one that may not write there, no such revision, or a Hub that does not answer.
@@ -66,7 +68,8 @@ def require_push(args: TrainingArguments) -> None:
 
     def ask() -> None:
         try:
-            answer.set_result(_require_write(repo_name(args), token, args.hub_private_repo, args.hub_revision))
+            name, private = repo_name(args), args.hub_private_repo
+            answer.set_result(_require_write(name, token, private, args.hub_revision, repo_type))
         except BaseException as error:
             answer.set_exception(error)
 
@@ -87,7 +90,7 @@ def repo_name(args: TrainingArguments) -> str:
 
 
 @functools.cache
-def _require_write(name: str, token: str, private: bool | None, revision: str | None) -> None:
+def _require_write(name: str, token: str, private: bool | None, revision: str | None, repo_type: str) -> None:
     api = HfApi(token=token)
     try:
         me = api.whoami()
@@ -96,22 +99,76 @@ def _require_write(name: str, token: str, private: bool | None, revision: str | 
                 f"push_to_hub is true and the token of {me['name']} is for reading; give one with write permission"
             )
         name = name if "/" in name else f"{me['name']}/{name}"
-        repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+        repo = api.create_repo(name, repo_type=repo_type, private=private, exist_ok=True).repo_id
         try:
-            api.auth_check(repo, write=True)
+            api.auth_check(repo, repo_type=repo_type, write=True)
         except HfHubHTTPError as error:
             # A server that is not Hugging Face's may not have this endpoint.
             if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
                 raise
         if revision is not None:
-            api.repo_info(repo, revision=revision)
+            api.repo_info(repo, repo_type=repo_type, revision=revision)
     except RevisionNotFoundError as error:
         raise RuntimeError(
             f"push_to_hub is true and {name} has no revision {revision!r}; make it with `hf repos branch create {name}"
-            f" {revision}`, or leave hub_revision out"
+            f" {revision}{type_words(repo_type)}`, or leave hub_revision out"
         ) from error
     except HUB_ERRORS as error:
         raise RuntimeError(f"push_to_hub is true and {name} cannot be pushed to: {hub_fault(error)}") from error
+
+
+def type_words(repo_type: str) -> str:
+    """Return the option with which the command `hf` is told that a repository is no model."""
+    return "" if repo_type == "model" else f" --repo-type {repo_type}"
+
+
+def push_folder(
+    folder: Path, args: Any, what: str, *, repo_type: str = "model", patterns: Sequence[str] | None = None
+) -> str:
+    """Upload what a folder holds, without internal files (`_*`, `.*`), and return the address of the repository.
+
+    Args:
+        folder: with the result.
+        args: the settings of a push, as in `PushArguments`.
+        what: the result, for the error message.
+        repo_type: "model" or "dataset".
+        patterns: of the files that are uploaded; None: all.
+
+    Raises:
+        RuntimeError: the Hub does not take it.
+    """
+    answer: Future[str] = Future()
+
+    def upload() -> None:
+        try:
+            api = HfApi(token=get_token())
+            private = args.hub_private_repo
+            repo = api.create_repo(repo_name(args), repo_type=repo_type, private=private, exist_ok=True).repo_id
+            api.upload_folder(
+                repo_id=repo,
+                repo_type=repo_type,
+                folder_path=folder,
+                revision=args.hub_revision,
+                allow_patterns=None if patterns is None else list(patterns),
+                ignore_patterns=["_*", ".*"],
+            )
+            answer.set_result(repo)
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # In a thread, so that a signal ends the command although the Hub's client waits for ever.
+    threading.Thread(target=upload, daemon=True, name="hub").start()
+    try:
+        place = "" if repo_type == "model" else f"{repo_type}s/"
+        return f"https://huggingface.co/{place}{answer.result()}"
+    except HUB_ERRORS as error:
+        words = ["hf", "upload", repo_name(args), str(folder), ".", "--exclude", "_*", "--exclude", ".*"]
+        words += [word for pattern in patterns or () for word in ("--include", pattern)]
+        words += [] if args.hub_revision is None else ["--revision", args.hub_revision]
+        raise RuntimeError(
+            f"{what} in {folder} and could not be pushed: {hub_fault(error)};"
+            f" `{shlex.join(words)}{type_words(repo_type)}` pushes it"
+        ) from error
 
 
 def _one_line(text: str) -> str:

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
+from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Principle, Rating, Single, Verdict, digest
+from onetrunk.judges.base import ErrorKind, Judge, Pair, Rating, Single, Verdict, digest
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import JudgeStatistics, PairLabel, ask_missing, judge_pairs, rating_label
+from onetrunk.judges.load import EnsembleJudge
+from onetrunk.judges.verdicts import (
+    JudgeStatistics,
+    PairLabel,
+    RememberedJudge,
+    ask_missing_each,
+    judge_pairs,
+    rate_pairs,
+    rating_label,
+)
 from onetrunk.types import Prompt, SampledText
 
 # The failed fraction is taken of this number of questions at least.
@@ -21,13 +32,29 @@ FEWEST_PROMPTS = 5
 
 
 class Asker:
-    """Asks a judge about pairs and single completions under every principle of a constitution."""
+    """Asks a judge about pairs and single completions under every principle of a constitution.
+
+    Args:
+        judge, constitution, ledger: who is asked by what, and what keeps the answers.
+        limit: of questions without an answer.
+        both_orders: as in `judge_pairs`.
+        costs: checks the budget after each answer; None: no budget.
+        judge_by: one of JUDGE_BY: whether pairs are shown, or completions are rated alone.
+    """
 
     def __init__(
-        self, judge: Judge, constitution: Constitution, ledger: Ledger, limit: FailureLimit, both_orders: bool = True
+        self,
+        judge: Judge,
+        constitution: Constitution,
+        ledger: Ledger,
+        limit: FailureLimit,
+        both_orders: bool = True,
+        costs: Costs | None = None,
+        judge_by: str = "pairs",
     ):
-        self.judge, self.constitution, self.ledger = judge, constitution, ledger
-        self.limit, self.both_orders = limit, both_orders
+        self.judge, self.constitution, self.ledger = _remembered(judge, ledger), constitution, ledger
+        self.limit, self.both_orders, self.costs = limit, both_orders, costs
+        self.judge_by = judge_by
         self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
@@ -36,20 +63,20 @@ class Asker:
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        labels = judge_pairs(
-            self.judge,
-            pairs,
-            self.constitution,
-            both_orders=self.both_orders,
-            memory=self.ledger,
-            on_answer=self._note,
-        )
+        keeping: dict[str, Any] = {"memory": self.ledger, "on_answer": self._note}
+        if self.judge_by == "ratings":
+            labels = rate_pairs(self.judge, pairs, self.constitution, **keeping)
+        else:
+            labels = judge_pairs(self.judge, pairs, self.constitution, both_orders=self.both_orders, **keeping)
         for label in labels:
             self.statistics.add(label)
         return labels
 
     def ratings(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[SampledText]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[SampledText]],
+        references: Sequence[str | None] | None = None,
     ) -> list[tuple[list[float | None], bool]]:
         """Return, per prompt, the rating of each completion, and whether a question about one has no answer.
 
@@ -59,11 +86,16 @@ class Asker:
             RuntimeError: too many questions have no answer.
         """
         rows = [
-            Single(prompt, sampled.text, sampled.stopped)
-            for prompt, texts in zip(prompts, completions, strict=True)
+            Single(prompt, sampled.text, sampled.stopped, reference)
+            for prompt, texts, reference in zip(prompts, completions, references or [None] * len(prompts), strict=True)
             for sampled in texts
         ]
-        by_principle = [self._ratings(rows, principle) for principle in self.constitution.principles]
+        asked = [(rows, principle) for principle in self.constitution.principles]
+        by_principle = ask_missing_each(self.judge, asked, self.ledger, self._note)
+        for found in by_principle:
+            # The same text twice is one question, and one object.
+            for rating in {id(rating): rating for rating in found}.values():
+                self.statistics.add_rating(rating)
         labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
         ratings = []
         for texts in completions:
@@ -71,15 +103,17 @@ class Asker:
             ratings.append(([label.score for label in rated], any(label.errors for label in rated)))
         return ratings
 
-    def _ratings(self, rows: Sequence[Single], principle: Principle) -> list[Rating]:
-        ratings = ask_missing(self.judge, rows, principle, self.ledger, self._note)
-        # The same text twice is one question, and one object.
-        for rating in {id(rating): rating for rating in ratings}.values():
-            self.statistics.add_rating(rating)
-        return ratings
-
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
+        if self.costs is not None:
+            self.costs.check()
+
+
+def _remembered(judge: Judge, ledger: Ledger) -> Judge:
+    """Return a judge as it is; an ensemble so that each member's answers are kept as soon as they arrive."""
+    if not isinstance(judge, EnsembleJudge):
+        return judge
+    return EnsembleJudge([RememberedJudge(member, ledger) for member in judge.judges])
 
 
 class FailureLimit:

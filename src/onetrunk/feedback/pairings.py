@@ -1,6 +1,14 @@
 """Which completions of a prompt may be compared: the names, and the check of their settings. Imports no library."""
 
 PAIRINGS = ("all", "best_worst", "random")
+# What a row is: a pair; a completion with a label, for KTO; the best or the worst completion of a prompt.
+OUTPUT_ROWS = ("pairs", "unpaired", "best", "worst")
+# How a pair gets its label, and what a stage's option says about it.
+JUDGE_BY = ("pairs", "ratings")
+JUDGE_BY_HELP = (
+    "pairs: the judge sees both completions, in both orders. ratings: it rates each completion alone, and the label is"
+    " 1/2 plus half of the difference: n questions for n completions instead of n (n - 1)."
+)
 
 
 def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:

@@ -6,15 +6,18 @@ the answers into labels.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from onetrunk.judges.usage import Usage
 from onetrunk.types import Message, Prompt
 from onetrunk.utils.calls import ErrorKind
 
@@ -27,25 +30,32 @@ class Principle:
         text: what is better, as a question or a command.
         weight: its share in a label, above 0.
         tags: short names; a rubric finds its check by them.
+        marks: what each mark of a rating means, "1" to "5"; a judge that reads sees them when it rates.
     """
 
     text: str
     weight: float = 1.0
     tags: tuple[str, ...] = ()
+    marks: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> str:
         """Hash for ledger keys. It leaves out the weight, so that a new weight does not pay for new answers."""
-        return digest({"text": self.text, "tags": list(self.tags)})
+        marks = {"marks": [list(mark) for mark in self.marks]} if self.marks else {}
+        return digest({"text": self.text, "tags": list(self.tags), **marks})
 
 
 @dataclass(frozen=True)
 class Single:
-    """A completion that is judged alone; `stopped` is False if it was cut off at a length limit."""
+    """A completion that is judged alone.
+
+    `stopped` is False if it was cut off at a length limit; `reference` is an answer that is known to be good, if any.
+    """
 
     prompt: Prompt
     text: str
     stopped: bool = True
+    reference: str | None = None
 
     @property
     def completion(self) -> str | list[Message]:
@@ -57,7 +67,8 @@ class Single:
 class Pair:
     """Two completions of one prompt, in the order in which a judge is shown them.
 
-    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit.
+    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit; `reference` is
+    an answer that is known to be good, if any.
     """
 
     prompt: Prompt
@@ -65,10 +76,18 @@ class Pair:
     second: str
     first_stopped: bool = True
     second_stopped: bool = True
+    reference: str | None = None
 
     def flipped(self) -> Pair:
         """Return the pair in the other order."""
-        return Pair(self.prompt, self.second, self.first, self.second_stopped, self.first_stopped)
+        return Pair(self.prompt, self.second, self.first, self.second_stopped, self.first_stopped, self.reference)
+
+    def singles(self) -> tuple[Single, Single]:
+        """Return the completions as they are judged alone."""
+        return (
+            Single(self.prompt, self.first, self.first_stopped, self.reference),
+            Single(self.prompt, self.second, self.second_stopped, self.reference),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,8 @@ class Rating:
 Items = Sequence[Pair] | Sequence[Single]
 # Called with the index of an item and its Verdict or Rating.
 Done = Callable[[int, Any], None]
+# Called with the number of a principle, the index of an item, and its Verdict or Rating.
+DoneEach = Callable[[int, int, Any], None]
 
 
 class Judge(ABC):
@@ -128,6 +149,11 @@ class Judge(ABC):
     name: str
     identity: dict[str, Any]
     is_remote: bool = False
+
+    @functools.cached_property
+    def usage(self) -> Usage:
+        """Counters of what this judge has used in this process."""
+        return Usage()
 
     def compare(self, pairs: Sequence[Pair], principle: Principle, done: Done | None = None) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
@@ -145,17 +171,38 @@ class Judge(ABC):
         rows = zip(prompts, completions, stopped or [True] * len(prompts), strict=True)
         return self._in_order([Single(*row) for row in rows], principle, done)
 
-    def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
-        answers: dict[int, Any] = {}
+    def answer_each(self, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
+        """Return the answers about items under several principles, a list per principle.
 
-        def keep(index: int, answer: Any) -> None:
-            answers[index] = answer
+        Args:
+            asked: items with the principle to judge them by. A judge on a server is asked about all at once, without
+                waiting for the answers under one principle before the next.
+            done: called with the number of the principle, the index of the item and its answer, in any order.
+        """
+        answers: list[dict[int, Any]] = [{} for _ in asked]
+
+        def keep(number: int, index: int, answer: Any) -> None:
+            answers[number][index] = answer
+            self.usage.questions += answer.error is None
             if done is not None:
-                done(index, answer)
+                done(number, index, answer)
 
-        if items:
-            self._answer(items, principle, keep)
-        return [answers[index] for index in range(len(items))]
+        started = time.perf_counter()
+        try:
+            if any(len(items) for items, _ in asked):
+                self._answer_each(asked, keep)
+        finally:
+            self.usage.seconds += time.perf_counter() - started
+        return [[found[i] for i in range(len(items))] for found, (items, _) in zip(answers, asked, strict=True)]
+
+    def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
+        each = None if done is None else lambda _number, index, answer: done(index, answer)
+        return self.answer_each([(items, principle)], each)[0]
+
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        for number, (items, principle) in enumerate(asked):
+            if items:
+                self._answer(items, principle, functools.partial(keep, number))
 
     @abstractmethod
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
@@ -167,9 +214,8 @@ class ScoringJudge(Judge):
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         if isinstance(items[0], Pair):
-            firsts = [Single(pair.prompt, pair.first, pair.first_stopped) for pair in items]
-            seconds = [Single(pair.prompt, pair.second, pair.second_stopped) for pair in items]
-            scores = self._scores(firsts + seconds, principle)
+            firsts, seconds = zip(*(pair.singles() for pair in items), strict=True)
+            scores = self._scores([*firsts, *seconds], principle)
             answers = map(self._verdict, scores[: len(items)], scores[len(items) :])
         else:
             answers = map(self._rating, self._scores(items, principle))
@@ -191,9 +237,21 @@ def ask(judge: Judge, items: Items, principle: Principle, done: Done | None = No
     """Return the judge's answers about pairs, or about single completions."""
     if isinstance(items[0], Pair):
         return judge.compare(items, principle, done)
+    if isinstance(judge, Judge):
+        return judge.answer_each([(items, principle)], None if done is None else lambda _n, i, a: done(i, a))[0]
     # Passed only if needed: judges that read text may ignore it.
     stopped = {} if all(item.stopped for item in items) else {"stopped": [item.stopped for item in items]}
     return judge.rate([item.prompt for item in items], [item.text for item in items], principle, done, **stopped)
+
+
+def ask_each(judge: Judge, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
+    """Return `Judge.answer_each`; of a judge that has only `compare` and `rate`, principle by principle."""
+    if isinstance(judge, Judge):
+        return judge.answer_each(asked, done)
+    return [
+        ask(judge, items, principle, None if done is None else functools.partial(done, number)) if items else []
+        for number, (items, principle) in enumerate(asked)
+    ]
 
 
 def logistic(x: float) -> float:

@@ -11,11 +11,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import httpx2
 
 from onetrunk.judges.template import Opinion, is_mark
+from onetrunk.judges.usage import Usage
 from onetrunk.types import Message
 from onetrunk.utils.calls import CallError
 from onetrunk.utils.http import (
@@ -43,6 +45,8 @@ LEAST_LABEL_MASS = 0.5
 # Rounding of the server: probabilities of a position may add up to a little more than 1.
 ROUNDING = 0.02
 LONGEST_EXCERPT = 60
+# Characters of a thought that is kept; the middle of a longer one is left out.
+LONGEST_THOUGHT = 4000
 MORE_TOKENS = (
     "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
     " {enable_thinking: false}"
@@ -57,6 +61,8 @@ class ChatServer:
         model: its name on the server.
         api_key_env, allow_http: as in `read_secret` and `check_url`.
         extra_body: more entries for the body of every call.
+
+    `usage` counts calls, and tokens as the server reports them.
 
     Raises:
         ValueError: a URL that may not be called, no model, or a variable that is not set.
@@ -75,6 +81,7 @@ class ChatServer:
             raise ValueError(f"judge_model is not set; name the model that {shown(self.url)} should answer with")
         self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
         self.extra_body = extra_body or {}
+        self.usage = Usage()
         base = self.url.removesuffix(CHAT_PATH)
         # The base of the API; a bare address stands for its /v1.
         self._api = base if base != self.url or base.endswith("/v1") else f"{base}/v1"
@@ -125,8 +132,22 @@ class ChatServer:
             "stream": False,
         }
         logprobs = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
-        output = await post_json(client, self._api + CHAT_PATH, body | logprobs | self.extra_body, self._secret())
-        return checked_reply(output, self.model)
+        self.usage.calls += 1
+        try:
+            output = await post_json(client, self._api + CHAT_PATH, body | logprobs | self.extra_body, self._secret())
+            # Counted first: a reply that cannot be used is paid for too.
+            self._count_tokens(output)
+            return checked_reply(output, self.model)
+        except BaseException:  # A deadline cancels the call.
+            self.usage.failed_calls += 1
+            raise
+
+    def _count_tokens(self, output: Any) -> None:
+        tokens = output.get("usage") if isinstance(output, Mapping) else None
+        for name in ("prompt_tokens", "completion_tokens") if isinstance(tokens, Mapping) else ():
+            number = tokens.get(name)
+            if isinstance(number, int) and number > 0:
+                setattr(self.usage, name, getattr(self.usage, name) + number)
 
     async def served_models(self) -> list[str] | None:
         """Return the names of the models that the server lists.
@@ -284,19 +305,36 @@ def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None)
     label = read_label(reply.text, labels)
     # The first token of an empty reply is its end, so its probabilities are no measurement.
     probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
-    return Vote(label, probabilities, reasoning, _problem_of(reply) if label is None else None)
+    thought = (reasoning or reply.thought or "").strip()
+    if len(thought) > LONGEST_THOUGHT:
+        half = LONGEST_THOUGHT // 2
+        thought = f"{thought[:half]}\n[{len(thought) - 2 * half} characters are left out here]\n{thought[-half:]}"
+    return Vote(label, probabilities, thought or None, _problem_of(reply) if label is None else None)
 
 
-def opinion_of_probabilities(vote: Vote) -> Opinion:
-    """Return the opinion of one reply with log probabilities: the labels' probabilities, scaled to add up to 1.
+def opinion_of_probabilities(votes: Sequence[Vote]) -> Opinion:
+    """Return the opinion of replies with log probabilities: the mean of the labels' probabilities over the replies.
 
-    It abstains if the model would probably have written something else than a label.
+    Those of a reply are scaled to add up to 1. It does not count if the model would probably have written something
+    else than a label; without a reply that counts, the opinion is an abstention.
     """
-    mass = sum(vote.probabilities.values())
-    details = {"method": "logprobs", "label_mass": round(min(mass, 1.0), 6)}
-    if mass < LEAST_LABEL_MASS:
-        return Opinion(None, f"the labels have {mass:.0%} of the probability", details)
-    return Opinion({label: p / mass for label, p in vote.probabilities.items()}, vote.reasoning, details)
+    masses = [sum(vote.probabilities.values()) for vote in votes]
+    details: dict[str, Any] = {"method": "logprobs", "label_mass": round(min(fmean(masses), 1.0), 6)}
+    counted = [(vote, mass) for vote, mass in zip(votes, masses, strict=True) if mass >= LEAST_LABEL_MASS]
+    if not counted:
+        return Opinion(None, f"the labels have {fmean(masses):.0%} of the probability", details)
+    shares = [{label: p / mass for label, p in vote.probabilities.items()} for vote, mass in counted]
+    if len(votes) > 1:
+        by_sample = [{label: round(p, 6) for label, p in share.items()} for share in shares]
+        details |= {"samples": len(votes), "by_sample": by_sample}
+    thoughts = [vote.reasoning for vote, _ in counted]
+    return Opinion({label: fmean(s[label] for s in shares) for label in shares[0]}, *_thoughts(thoughts, details))
+
+
+def _thoughts(thoughts: Sequence[str | None], details: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return the first thought as the reason, and details with the others."""
+    known = [thought for thought in thoughts if thought]
+    return (known[0] if known else None), (details | {"thoughts": known[1:]} if len(known) > 1 else details)
 
 
 def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
@@ -310,7 +348,8 @@ def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
     if 2 * read < len(votes):
         problem = next(vote.problem for vote in votes if vote.label is None)
         return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
-    return Opinion({label: count / read for label, count in counts.items()}, votes[0].reasoning, details)
+    shares = {label: count / read for label, count in counts.items()}
+    return Opinion(shares, *_thoughts([vote.reasoning for vote in votes], details))
 
 
 def _problem_of(reply: Reply) -> str:

@@ -5,6 +5,7 @@ principles:
   - text: Which completion does more of what the prompt asks for?
     weight: 2.0
     tags: [helpful]
+    marks: {1: It does not do it., 5: It does all of it.}  # optional: what a mark means where completions are rated
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from onetrunk.judges.base import Principle, digest
 from onetrunk.utils.yaml_files import read_yaml
 
 KEYS = ("name", "principles")
-PRINCIPLE_KEYS = ("text", "weight", "tags")
+PRINCIPLE_KEYS = ("text", "weight", "tags", "marks")
+MARKS = ("1", "2", "3", "4", "5")
 MAX_TEXT = 2000
 
 
@@ -32,7 +34,16 @@ class Constitution:
     @property
     def version(self) -> str:
         """Hash of everything a label depends on: texts, weights and tags in their order, not the name."""
-        return digest([[p.text, p.weight, list(p.tags)] for p in self.principles])
+        # Marks only where there are some, so that the versions of earlier constitutions stay.
+        marks = [[list(map(list, p.marks))] if p.marks else [] for p in self.principles]
+        return digest([[p.text, p.weight, list(p.tags), *m] for p, m in zip(self.principles, marks, strict=True)])
+
+
+# For judges that are measured without a constitution: what the preferences of people are mostly about.
+GENERAL = Constitution(
+    "general",
+    (Principle("Which completion answers the prompt better: helpful, correct, and harmless?", tags=("general",)),),
+)
 
 
 def load_constitution(path: str | Path | None) -> Constitution:
@@ -86,4 +97,16 @@ def _principle(entry: Any, place: str) -> Principle:
         raise ValueError(f"{place} has weight {weight!r}; expected a number above 0")
     if not isinstance(tags, list) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"{place} has tags {tags!r}; expected a list of names")
-    return Principle(text.strip(), float(weight), tuple(tags))
+    return Principle(text.strip(), float(weight), tuple(tags), _marks(entry.get("marks"), place))
+
+
+def _marks(marks: Any, place: str) -> tuple[tuple[str, str], ...]:
+    if marks is None:
+        return ()
+    named = {str(mark): text for mark, text in marks.items()} if isinstance(marks, dict) else {}
+    if not named or not set(named) <= set(MARKS) or not all(isinstance(t, str) and t.strip() for t in named.values()):
+        raise ValueError(
+            f"{place} has marks {marks!r}; expected what some of the marks 1 to 5 mean, such as {{1: It is wrong.,"
+            " 5: It is right.}"
+        )
+    return tuple((mark, named[mark].strip()) for mark in MARKS if mark in named)

@@ -5,25 +5,41 @@ judge: ["reward:runs/reward"]            a reward model: folder or Hub name, or 
 judge: ["http://127.0.0.1:8000/v1"]      a server with OpenAI's chat protocol (setting judge_model)
 judge: [path/to/file.py:MyJudge]         a Judge of the user's: a class, or an instance; also package.module.MyJudge
 judge: [Qwen/Qwen2.5-7B-Instruct]        a causal language model in this process: folder or Hub name
-judge: [a, b]                            the mean of several (`EnsembleJudge`)
+judge: [a, b]                            the mean of several (`EnsembleJudge`); servers of one model are one judge
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.base import Done, Items, Judge, Principle, Rating, Verdict, ask, digest, model_name
+from onetrunk.judges.base import (
+    Done,
+    DoneEach,
+    Items,
+    Judge,
+    Principle,
+    Rating,
+    Verdict,
+    ask,
+    ask_each,
+    digest,
+    model_name,
+)
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.rubric import TEMPERATURE, Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
+from onetrunk.utils.calls import EndOfCalls
 from onetrunk.utils.objects import find_object, is_dotted_path
 from onetrunk.utils.options import option
 
@@ -49,9 +65,12 @@ INSTEAD = {
     "top_logprobs": "judge_method",
     "chat_template_kwargs": "judge_chat_template_kwargs",
 }
-# Questions that pass through all members before the next ones. A killed run can lose this many answers of every member
-# but the last.
+# Questions that pass through all members in this process before the next ones.
 SLICE = 64
+# How long an ensemble that ends with an error waits for the calls of its members.
+JOIN_S = 5.0
+# What members in threads have answered: numbers of member, principle and item, and the answer; an error; None: an end.
+Arrived = queue.SimpleQueue
 # Settings, the test of each, and what to change.
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -64,6 +83,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value >= 1,
         "set it to 1 or more",
     ),
+    ("judge_reasoning_samples", lambda value: value >= 1, "set it to 1 or more"),
     ("judge_reasoning_tokens", lambda value: value >= 0, "set it to 0 or more"),
     (
         "judge_timeout_s judge_item_timeout_s judge_patience_s rubric_temperature",
@@ -84,7 +104,7 @@ class JudgeConfig:
         None,
         "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
         " '#model=NAME' after the address); a Judge of yours (path/to/file.py:NAME, package.module.NAME); else a"
-        " causal model's folder or Hub name. Several: their mean.",
+        " causal model's folder or Hub name. Several: their mean; servers of one model share its questions.",
     )
     constitution: str | None = option(None, "YAML file with the principles to judge by.")
     # rubric
@@ -105,6 +125,11 @@ class JudgeConfig:
     )
     # models that write
     judge_reasoning_tokens: int = option(0, "Longest reasoning before each answer, tokens; 0: none.")
+    judge_reasoning_samples: int = option(
+        1,
+        "With judge_reasoning_tokens: samples of reasoning with a verdict each, whose probabilities are averaged; with"
+        " 1 a model in this process reasons greedily.",
+    )
     # servers
     judge_model: str | None = option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = option(None, "Environment variable that holds the server's key; None: no key.")
@@ -113,7 +138,9 @@ class JudgeConfig:
         "Folder or Hub name of the tokenizer of a server's model: its control tokens are removed from the judged"
         " texts. None: the marks that a vLLM server's chat template shows (/tokenize), and those of a general rule.",
     )
-    judge_max_concurrency: int = option(8, "Most calls to a server in flight.")
+    judge_max_concurrency: int = option(
+        8, "Most calls in flight to each server; fewer while it is overloaded (HTTP 429, 503, or no answer in time)."
+    )
     judge_timeout_s: float = option(60.0, "Deadline of one call to a server, seconds.")
     judge_max_calls: int = option(8, "Most calls to a server for one question when calls fail, the first included.")
     judge_item_timeout_s: float = option(
@@ -153,6 +180,11 @@ class JudgeConfig:
             for name in names.split():
                 if not is_allowed(getattr(self, name)):
                     raise ValueError(f"{name} is {getattr(self, name)!r}; {expected}")
+        if self.judge_reasoning_samples > 1 and not self.judge_reasoning_tokens:
+            raise ValueError(
+                f"judge_reasoning_samples is {self.judge_reasoning_samples} and judge_reasoning_tokens is 0, so there"
+                " is no reasoning; set judge_reasoning_tokens too, such as 512"
+            )
         taken = sorted(SENT & set(self.judge_extra_body or {}))
         if taken:
             instead = f"set {INSTEAD[taken[0]]} instead" if taken[0] in INSTEAD else "leave it out"
@@ -182,12 +214,27 @@ def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = N
     _check_specs(specs)
     if settings.rubric and RUBRIC not in specs:
         raise ValueError(f"rubric is set and judge is {', '.join(specs)}; add rubric to judge, or leave rubric out")
+    groups = specs_by_judge(specs, settings)
     # Judges that load nothing come first: their mistakes are the cheapest to find.
-    load_order = sorted(specs, key=lambda spec: (spec != RUBRIC, not names_a_judge(spec), not spec.startswith(SERVER)))
-    by_spec = {spec: _judge(spec, settings, resolve) for spec in load_order}
-    # Servers are asked last: their answers cost money, and only the last member's answers are kept one by one.
-    judges = [by_spec[spec] for spec in sorted(specs, key=lambda spec: spec.startswith(SERVER))]
+    load_order = sorted(
+        groups,
+        key=lambda group: (group[0] != RUBRIC, not names_a_judge(group[0]), not group[0].startswith(SERVER)),
+    )
+    by_group = {tuple(group): _judge(group, settings, resolve) for group in load_order}
+    # The order is part of an ensemble's identity.
+    judges = [by_group[tuple(group)] for group in sorted(groups, key=lambda group: group[0].startswith(SERVER))]
     return judges[0] if len(judges) == 1 else EnsembleJudge(judges)
+
+
+def specs_by_judge(specs: Sequence[str], settings: JudgeConfig) -> list[list[str]]:
+    """Return the specs of each judge: servers of one model are one judge, which shares its questions among them."""
+    groups: dict[str, list[str]] = {}
+    for spec in specs:
+        key = spec
+        if spec.startswith(SERVER):
+            key = f"server {_address(spec)[1] or settings.judge_model}"
+        groups.setdefault(key, []).append(spec)
+    return list(groups.values())
 
 
 def check_judge(judge: Judge) -> None:
@@ -197,11 +244,12 @@ def check_judge(judge: Judge) -> None:
             member.check()
 
 
-def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Judge:
+def _judge(specs: Sequence[str], settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Judge:
+    spec = specs[0]
     if spec == RUBRIC:
         return _rubric(settings, resolve)
     if spec.startswith(SERVER):
-        return _server(spec, settings)
+        return _server(specs, settings)
     if names_a_judge(spec):
         return own_judge(spec)
     device = judge_device(settings.judge_device)
@@ -217,6 +265,7 @@ def _judge(spec: str, settings: JudgeConfig, resolve: Callable[[str], Check] | N
         dtype=settings.judge_dtype,
         batch_size=settings.judge_batch_size,
         reasoning_tokens=settings.judge_reasoning_tokens,
+        reasoning_samples=settings.judge_reasoning_samples,
         min_label_mass=settings.judge_min_label_mass,
     )
 
@@ -293,25 +342,26 @@ def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Ru
     return judge
 
 
-def _server(spec: str, settings: JudgeConfig) -> Judge:
+def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     # Not at the top: a rubric needs no HTTP.
     from onetrunk.judges.server import ServerJudge
     from onetrunk.utils.calls import RetryPolicy
 
-    url, model = _address(spec)
-    model = model or settings.judge_model
+    urls = [_address(spec)[0] for spec in specs]
+    model = _address(specs[0])[1] or settings.judge_model
     if not model:
         raise ValueError(
-            f"judge_model is not set, and the server {url} may have several models; name one, or write"
-            f" '{url}#model=NAME'"
+            f"judge_model is not set, and the server {urls[0]} may have several models; name one, or write"
+            f" '{urls[0]}#model=NAME'"
         )
     return ServerJudge(
-        url,
+        urls,
         model,
         api_key_env=settings.judge_api_key_env,
         max_concurrency=settings.judge_max_concurrency,
         samples=settings.judge_samples,
         reasoning_tokens=settings.judge_reasoning_tokens,
+        reasoning_samples=settings.judge_reasoning_samples,
         method=settings.judge_method,
         allow_http=settings.judge_allow_http,
         policy=RetryPolicy(
@@ -379,9 +429,11 @@ class EnsembleJudge(Judge):
     ensemble's error, because the mean would change once that member answers. `details` hold each member's answer and
     their disagreement, the population standard deviation.
 
+    Members that only wait for servers are asked at the same time, each in a thread; the others are asked meanwhile in
+    this thread, because checks of users may need it.
+
     Args:
-        judges: two or more different ones, in the order in which they are asked. Put a judge that costs money last:
-            only the last one's answers are reported one by one.
+        judges: two or more different ones.
     """
 
     name = "ensemble"
@@ -392,19 +444,46 @@ class EnsembleJudge(Judge):
         if twice is not None:
             raise ValueError(f"the judge {twice!r} is twice in the ensemble and would count double; name it once")
         self.judges = list(judges)
-        self.names = _unique([judge.name for judge in judges])
+        self.names = unique_names([judge.name for judge in judges])
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
         self.is_remote = all(getattr(judge, "is_remote", False) for judge in self.judges)
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        for start in range(0, len(items), SLICE):
-            part = items[start : start + SLICE]
-            earlier = [ask(judge, part, principle) for judge in self.judges[:-1]]
+        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
 
-            def finish(i: int, answer: Any, start: int = start, earlier: list[list[Any]] = earlier) -> None:
-                keep(start + i, self._joined([*(answers[i] for answers in earlier), answer]))
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        answers: dict[tuple[int, int], dict[int, Any]] = {}
+        arrived: Arrived = queue.SimpleQueue()
+        is_over = threading.Event()
+        remote = [n for n, judge in enumerate(self.judges) if getattr(judge, "is_remote", False)]
+        threads = [
+            threading.Thread(target=_ask_into, args=(arrived, is_over, self.judges[n], n, asked), daemon=True)
+            for n in remote
+        ]
 
-            ask(self.judges[-1], part, principle, finish)
+        def take(member: int, number: int, index: int, answer: Any) -> None:
+            found = answers.setdefault((number, index), {})
+            found[member] = answer
+            if len(found) == len(self.judges):
+                del answers[number, index]
+                keep(number, index, self._joined([found[n] for n in range(len(self.judges))]))
+
+        for thread in threads:
+            thread.start()
+        try:
+            num_ended = 0
+            for number, start, part, principle in _slices(asked):
+                for n in sorted(set(range(len(self.judges))) - set(remote)):
+                    ask(self.judges[n], part, principle, functools.partial(_take_part, take, n, number, start))
+                while not arrived.empty():
+                    num_ended += _take_entry(arrived.get(), take)
+            while num_ended < len(threads):
+                num_ended += _take_entry(arrived.get(), take)
+        finally:
+            # After an error here, the members begin no further call.
+            is_over.set()
+            for thread in threads:
+                thread.join(JOIN_S)
 
     def _joined(self, answers: Sequence[Verdict] | Sequence[Rating]) -> Verdict | Rating:
         named = list(zip(self.names, answers, strict=True))
@@ -421,7 +500,48 @@ class EnsembleJudge(Judge):
         return kind(fmean(numbers) if numbers else None, "\n".join(reasons) or None, details=details)
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def _slices(asked: Sequence[tuple[Items, Principle]]) -> Iterator[tuple[int, int, Items, Principle]]:
+    """Yield number of the principle, first index, items and principle of parts of at most SLICE items."""
+    for number, (items, principle) in enumerate(asked):
+        for start in range(0, len(items), SLICE):
+            yield number, start, items[start : start + SLICE], principle
+
+
+def _ask_into(
+    arrived: Arrived, is_over: threading.Event, judge: Judge, member: int, asked: Sequence[tuple[Items, Principle]]
+) -> None:
+    """Ask a member in a thread: put its number, the place and the answer; at the end its error, if any, and None."""
+
+    def put(number: int, index: int, answer: Any) -> None:
+        arrived.put((member, number, index, answer))
+        if is_over.is_set():
+            raise EndOfCalls("the run has ended")
+
+    try:
+        ask_each(judge, asked, put)
+    except BaseException as error:  # Raised again in the thread that asked the ensemble.
+        arrived.put(error)
+    arrived.put(None)
+
+
+def _take_part(
+    take: Callable[[int, int, int, Any], None], member: int, number: int, start: int, index: int, answer: Any
+) -> None:
+    take(member, number, start + index, answer)
+
+
+def _take_entry(
+    entry: tuple[int, int, int, Any] | BaseException | None, take: Callable[[int, int, int, Any], None]
+) -> bool:
+    """Take an answer, or raise a member's error; return whether a member has ended."""
+    if isinstance(entry, BaseException):
+        raise entry
+    if entry is not None:
+        take(*entry)
+    return entry is None
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
     """Return different names: the second of a name becomes name_2."""
     unique: list[str] = []
     for name in names:

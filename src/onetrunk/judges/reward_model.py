@@ -107,6 +107,7 @@ class RewardModelJudge(ScoringJudge):
                 " lost their beginning; later ones are only counted, in num_shortened"
             )
         self.num_shortened += num_shortened
+        self.usage.prompt_tokens += sum(map(len, token_ids))
         scores = score_token_ids(self.model, token_ids, self.batch_size).tolist()
         finite = {key: score if math.isfinite(score) else None for key, score in zip(by_key, scores, strict=True)}
         return [finite[key] for key in keys]

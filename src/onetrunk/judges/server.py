@@ -1,4 +1,5 @@
-"""A judge on any server with OpenAI's chat protocol: vLLM, TGI, transformers serve, or a hosted one.
+"""A judge on any server with OpenAI's chat protocol: vLLM, TGI, transformers serve, or a hosted one; or on several
+servers of one model, which share the load.
 
 If the server returns log probabilities of the labels, one reply decides a question; otherwise votes, sampled at
 temperature 1, do. Each reply is checked for log probabilities, because a server may leave them out. No reply is bought
@@ -8,16 +9,17 @@ twice: the votes on a question that is not decided yet are kept, and the next ru
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Single, digest, model_name
+from onetrunk.judges.base import Done, DoneEach, Items, Judge, Pair, Principle, Single, digest, model_name
 from onetrunk.judges.chat import (
     MORE_TOKENS,
     ChatServer,
@@ -36,6 +38,7 @@ from onetrunk.judges.template import (
     REASON_FIRST,
     VERDICT_NOW,
     VERDICT_TOKENS,
+    Form,
     Marks,
     Opinion,
     ShownMarks,
@@ -49,10 +52,12 @@ from onetrunk.judges.template import (
 )
 from onetrunk.types import Message
 from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
-from onetrunk.utils.http import AN_HTML_PAGE
+from onetrunk.utils.http import AN_HTML_PAGE, shown
+from onetrunk.utils.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # The most candidates that OpenAI and vLLM return; TGI takes 5 and rejects more.
 TOP_LOGPROBS = (20, 5)
 # Replies to it at temperature 1 are hardly ever the same.
@@ -99,7 +104,7 @@ class ServerJudge(Judge):
     `done` has received every verdict until then.
 
     Args:
-        url: of the API, such as "http://127.0.0.1:8000/v1".
+        url: of the API, such as "http://127.0.0.1:8000/v1"; several of servers with the same model.
         model: its name on the server; replies of any other model are rejected.
         policy: waits, numbers of calls and deadlines.
         others: as the settings of these names in `JudgeConfig`.
@@ -115,13 +120,14 @@ class ServerJudge(Judge):
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         model: str,
         *,
         api_key_env: str | None = None,
         max_concurrency: int = 8,
         samples: int = 5,
         reasoning_tokens: int = 0,
+        reasoning_samples: int = 1,
         method: Literal["auto", "logprobs", "votes"] = "auto",
         allow_http: bool = False,
         policy: RetryPolicy | None = None,
@@ -129,9 +135,15 @@ class ServerJudge(Judge):
         extra_body: dict[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        self.chat = ChatServer(url, model, api_key_env, allow_http, extra_body)
+        urls = [url] if isinstance(url, str) else list(url)
+        self.chats = [ChatServer(url, model, api_key_env, allow_http, extra_body) for url in urls]
+        self.chat = self.chats[0]
+        self.usage = self.chat.usage
+        for chat in self.chats:
+            chat.usage = self.usage
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.method, self.policy = method, policy or RetryPolicy()
+        self.reasoning_samples = reasoning_samples
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
@@ -143,15 +155,18 @@ class ServerJudge(Judge):
             "reasoning_tokens": reasoning_tokens,
             "template": _template_digest(),
         }
+        # Only if they are set, so that ledgers of earlier versions stay valid.
         if extra_body:
-            # Only if there is one, so that ledgers of earlier versions stay valid.
             self.identity["extra_body"] = extra_body
+        if reasoning_samples > 1:
+            self.identity["reasoning_samples"] = reasoning_samples
         self._knows_tokenizer = tokenizer is not None
         self.marks: ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
         if tokenizer is not None:
             self.identity["marks"] = digest(self.marks.words)[:16]
         self._abilities: Abilities | None = None
-        self._pace = Pace(max_concurrency)
+        self._replicas = self._made_replicas(max_concurrency) if len(self.chats) > 1 else None
+        self._pace: Pace | Replicas = self._replicas or Pace(max_concurrency)
         # A question like those to come. It tests the server, and tells later whether the server is down or a single
         # question hangs.
         pair, principle = Pair("Say hello.", "Hello!", "No."), Principle("Which completion does what it is asked?")
@@ -159,6 +174,11 @@ class ServerJudge(Judge):
         # By question and number, until the question is decided.
         self._votes: dict[str, dict[int, Vote]] = {}
         self._reasoning: dict[tuple[str, int], str] = {}
+
+    def _made_replicas(self, max_concurrency: int) -> Replicas:
+        """Return the servers as replicas, each with a pace of its own."""
+        names = [str(chat) for chat in self.chats]
+        return Replicas(names, max_concurrency, self.policy, lambda number: self.chats[number].served_models())
 
     def check(self) -> Abilities:
         """Ask a small question and return what the server can do. Runs once, before the first comparison at latest.
@@ -169,14 +189,27 @@ class ServerJudge(Judge):
                 although `method` requires them.
         """
         if self._abilities is None:
-            self.chat.check_host()
+            for chat in self.chats:
+                chat.check_host()
             try:
-                self._abilities = run_async(self._probe())
+                self._abilities = self._first_abilities()
             except CallError as error:
                 raise RuntimeError(_problem(self.chat, error)) from None
             if not self._knows_tokenizer:
                 self.marks = run_async(self._shown_marks())
         return self._abilities
+
+    def _first_abilities(self) -> Abilities:
+        """Return what the first server can do that answers; the others serve the same model, so they can too."""
+        for number, chat in enumerate(self.chats):
+            self.chat, is_last = chat, number == len(self.chats) - 1
+            try:
+                return run_async(self._probe())
+            except (CallError, RuntimeError) as error:
+                if is_last:
+                    raise
+                logger.warning("%s; the other servers of the model take its questions", error)
+        raise AssertionError("a judge has at least one server")
 
     async def _probe(self) -> Abilities:
         served = await ask_patiently(self.chat.served_models, self.policy)
@@ -215,9 +248,13 @@ class ServerJudge(Judge):
             break
         return reply, top_logprobs
 
-    def _reply_to_trial(self, client: httpx2.AsyncClient, top_logprobs: int = 0) -> Awaitable[Reply]:
+    def _reply_to_trial(
+        self, client: httpx2.AsyncClient, top_logprobs: int = 0, chat: ChatServer | None = None
+    ) -> Awaitable[Reply]:
         tokens = self.verdict_tokens
-        return self.chat.reply(client, self._trial.messages, max_tokens=tokens, seed=1, top_logprobs=top_logprobs)
+        return (chat or self.chat).reply(
+            client, self._trial.messages, max_tokens=tokens, seed=1, top_logprobs=top_logprobs
+        )
 
     async def _does_sample(self, client: httpx2.AsyncClient) -> bool:
         messages: list[Message] = [{"role": "user", "content": OPEN_QUESTION}]
@@ -251,40 +288,50 @@ class ServerJudge(Judge):
         return ShownMarks(shown for shown in rendered if shown is not None and all(p in shown[0] for p in PLACES[:3]))
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        """Ask all questions; raises ServerUnavailable when the server is given up."""
-        form = form_of(items[0])
+        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
+
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        """Ask all questions at once; raises ServerUnavailable when the server is given up."""
         # First: the check finds the marks, which the questions need.
         self.check()
-        queries = [self.marks.query(item, principle) for item in items]
-        questions = [ChatQuestion(query.messages(MAX_CHARACTERS), form.labels) for query in queries]
-        places: dict[str, list[int]] = {}
-        for index, question in enumerate(questions):
-            places.setdefault(question.key, []).append(index)
+        questions: dict[str, ChatQuestion] = {}
+        places: dict[str, list[tuple[int, int, Form]]] = {}
+        for number, (items, principle) in enumerate(asked):
+            for index, item in enumerate(items):
+                form = form_of(item)
+                messages = self.marks.query(item, principle).messages(MAX_CHARACTERS)
+                question = ChatQuestion(messages, form.labels)
+                questions.setdefault(question.key, question)
+                places.setdefault(question.key, []).append((number, index, form))
 
         def decide(key: str, outcome: Opinion | CallError) -> None:
-            if isinstance(outcome, CallError):
-                answer = form.kind(None, error=str(outcome), error_kind=outcome.error_kind)
-            else:
-                answer = form.answer(outcome)
+            if not isinstance(outcome, CallError):
                 self._votes.pop(key, None)
-            for index in places[key]:
-                keep(index, answer)
+            for number, index, form in places[key]:
+                if isinstance(outcome, CallError):
+                    keep(number, index, form.kind(None, error=str(outcome), error_kind=outcome.error_kind))
+                else:
+                    keep(number, index, form.answer(outcome))
 
-        run_async(self._decide({question.key: question for question in questions}, decide))
+        if questions:
+            run_async(self._decide(questions, decide))
 
     async def _decide(self, undecided: dict[str, ChatQuestion], decide: Decide) -> None:
         """Call `decide` once per question, as soon as it is decided or has failed."""
         abilities = self._abilities
-        num_votes = self.samples if abilities.samples else 1
-        async with self.chat.session(self._pace.max_concurrency) as client:
-            # Where log probabilities are expected, votes are bought one by one: a reply without them is a vote, but
-            # the next one may have them.
-            for needed in range(1, num_votes + 1) if abilities.top_logprobs else (num_votes,):
-                undecided = await self._buy(client, undecided, needed, num_votes, decide)
+        num_votes = max(self.samples, self.reasoning_samples) if abilities.samples else 1
+        async with contextlib.AsyncExitStack() as stack:
+            sessions = [chat.session(self._pace.max_concurrency) for chat in self.chats]
+            clients = [await stack.enter_async_context(session) for session in sessions]
+            # Where log probabilities are expected, further votes are bought one by one: a reply without them is a
+            # vote, but the next one may have them.
+            fewest = min(self.reasoning_samples, num_votes)
+            for needed in range(fewest, num_votes + 1) if abilities.top_logprobs else (num_votes,):
+                undecided = await self._buy(clients, undecided, needed, num_votes, decide)
 
     async def _buy(
         self,
-        client: httpx2.AsyncClient,
+        clients: Sequence[httpx2.AsyncClient],
         questions: dict[str, ChatQuestion],
         needed: int,
         num_votes: int,
@@ -317,25 +364,34 @@ class ServerJudge(Judge):
 
         async def call(index: int) -> Vote:
             key, number = calls[index]
-            return await self._vote(client, questions[key], number)
+            return await self._on_a_server(lambda n: self._vote(self.chats[n], clients[n], questions[key], number))
+
+        async def control() -> Reply:
+            return await self._on_a_server(lambda n: self._reply_to_trial(clients[n], chat=self.chats[n]))
 
         for key in questions:
             if not num_missing[key]:
                 settle(key)
-        run = CallRun(
-            str(self.chat), self.policy, self._pace, call, done, control=lambda: self._reply_to_trial(client)
-        )
-        await run.answer_all(len(calls))
+        policy, name = self.policy, str(self.chat)
+        if self._replicas is not None:
+            # One question may be tried on each of them, with the deadline of a call each.
+            policy = replace(policy, call_timeout_s=policy.call_timeout_s * (len(self.chats) + 1))
+            name = f"judge servers {', '.join(shown(chat.url) for chat in self.chats)}"
+        await CallRun(name, policy, self._pace, call, done, control=control).answer_all(len(calls))
         return undecided
+
+    async def _on_a_server(self, work: Callable[[int], Awaitable[T]]) -> T:
+        """Return what `work` returns for the only server, or for the one of several that is chosen."""
+        return await (work(0) if self._replicas is None else self._replicas.call(work))
 
     def _outcome(
         self, key: str, labels: Sequence[str], error: CallError | None, num_votes: int
     ) -> Opinion | CallError | None:
         """Return what the votes on a question decide; None if it needs more."""
         votes = self._votes.get(key, {})
-        measured = [vote for vote in votes.values() if vote.probabilities is not None]
-        if measured:
-            return opinion_of_probabilities(measured[0])
+        measured = [vote for _, vote in sorted(votes.items()) if vote.probabilities is not None]
+        if len(measured) >= self.reasoning_samples:
+            return opinion_of_probabilities(measured[: self.reasoning_samples])
         if error is not None or len(votes) < num_votes:
             return error
         opinion = opinion_of_votes([votes[number] for number in sorted(votes)], labels)
@@ -345,7 +401,7 @@ class ServerJudge(Judge):
         self._votes[key] = {number: vote for number, vote in votes.items() if vote.label is not None}
         return CallError(opinion.reason, "unread")
 
-    async def _vote(self, client: httpx2.AsyncClient, question: ChatQuestion, number: int) -> Vote:
+    async def _vote(self, chat: ChatServer, client: httpx2.AsyncClient, question: ChatQuestion, number: int) -> Vote:
         """Buy one vote, reusing the reasoning that was bought for it before."""
         place = (question.key, number)
         # A different seed for every vote and every question, and the same one for a retry.
@@ -354,13 +410,13 @@ class ServerJudge(Judge):
         if self.reasoning_tokens:
             if place not in self._reasoning:
                 asked = with_reasons_asked(messages)
-                reply = await self.chat.reply(client, asked, max_tokens=self.reasoning_tokens, seed=seed)
+                reply = await chat.reply(client, asked, max_tokens=self.reasoning_tokens, seed=seed)
                 # The reasoning becomes a part of the conversation and may quote what the model read, so it must hold
                 # no marks either.
                 self._reasoning[place] = sanitized(reply.text, self.marks.words).strip()
             reasoning = self._reasoning[place]
             messages = with_reasons_given(messages, reasoning, question.labels)
-        reply = await self.chat.reply(
+        reply = await chat.reply(
             client,
             messages,
             max_tokens=self.verdict_tokens,

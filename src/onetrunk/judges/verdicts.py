@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from onetrunk.judges.base import ErrorKind, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask, digest
+from onetrunk.judges.base import (
+    Done,
+    DoneEach,
+    ErrorKind,
+    Items,
+    Judge,
+    Pair,
+    Principle,
+    Rating,
+    Single,
+    Verdict,
+    ask_each,
+    digest,
+)
 from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
 
@@ -90,16 +103,67 @@ def judge_pairs(
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[PairLabel]:
-    """Return a label per pair, asked principle by principle.
+    """Return a label per pair.
 
     Args:
         both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
-        memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
+        memory, on_answer: as in `ask_missing_each`; `on_answer` gets pairs in the order shown.
     """
     shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
     principles = constitution.principles
-    by_principle = [ask_missing(judge, shown, principle, memory, on_answer) for principle in principles]
+    by_principle = ask_missing_each(judge, [(shown, principle) for principle in principles], memory, on_answer)
     return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
+
+
+def rate_pairs(
+    judge: Judge,
+    pairs: Sequence[Pair],
+    constitution: Constitution,
+    *,
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+) -> list[PairLabel]:
+    """Return a label per pair from ratings of its completions alone: P = 1/2 + (rating of first - of second) / 2.
+
+    Each different completion of a prompt is rated once, so n completions take n questions per principle instead of
+    n (n - 1). Both orders have the same vote, because no order was shown.
+
+    Args:
+        memory, on_answer: as in `ask_missing_each`; `on_answer` gets completions.
+    """
+    singles = _different_singles(pairs)
+    asked = [(singles, principle) for principle in constitution.principles]
+    by_principle = ask_missing_each(judge, asked, memory, on_answer)
+    places = {_single_key(single): place for place, single in enumerate(singles)}
+    labels = []
+    for pair in pairs:
+        first, second = (places[_single_key(single)] for single in pair.singles())
+        verdicts = [_verdict_of(found[first], found[second]) for found in by_principle]
+        both = [[verdict, replace(verdict, probability=_other(verdict.probability))] for verdict in verdicts]
+        labels.append(_label(both, constitution.principles))
+    return labels
+
+
+def _different_singles(pairs: Sequence[Pair]) -> list[Single]:
+    return list({_single_key(single): single for pair in pairs for single in pair.singles()}.values())
+
+
+def _single_key(single: Single) -> str:
+    return digest([single.prompt, single.text, single.stopped, single.reference])
+
+
+def _other(probability: float | None) -> float | None:
+    return None if probability is None else 1 - probability
+
+
+def _verdict_of(first: Rating, second: Rating) -> Verdict:
+    """Return what two ratings say about a pair; an error if one of them is."""
+    failed = next((rating for rating in (first, second) if rating.error is not None), None)
+    if failed is not None:
+        return Verdict(None, error=failed.error, error_kind=failed.error_kind)
+    if first.score is None or second.score is None:
+        return Verdict(None, first.reason or second.reason)
+    return Verdict(TIE + (first.score - second.score) / 2)
 
 
 def kept_ratings(
@@ -115,39 +179,61 @@ def kept_ratings(
     `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
     rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
-    by_principle = [ask_missing(judge, rows, principle, memory) for principle in constitution.principles]
+    by_principle = ask_missing_each(judge, [(rows, principle) for principle in constitution.principles], memory)
     return [rating_label(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
 
-def ask_missing(
+def ask_missing_each(
     judge: Judge,
-    items: Items,
-    principle: Principle,
+    asked: Sequence[tuple[Items, Principle]],
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
-) -> list[Any]:
-    """Return the judge's answers about pairs or single completions; equal items have one answer, the same object.
+    done: DoneEach | None = None,
+) -> list[list[Any]]:
+    """Return the judge's answers about pairs or single completions under each principle, as `Judge.answer_each`.
+
+    Equal items under one principle have one answer, the same object.
 
     Args:
         memory: what it holds is not asked, and each new answer is kept as soon as it arrives; None: all is asked.
         on_answer: called with each new answer, also with an error, after it is kept.
+        done: called with the number of the principle, the index of each item and its answer as soon as that is known;
+            first for those kept.
     """
-    kind = Verdict if items and isinstance(items[0], Pair) else Rating
-    keys = [answer_key(judge, principle, item) for item in items]
-    kept = {} if memory is None else {key: kept_answer(memory, key, kind) for key in keys}
-    answers = {key: answer for key, answer in kept.items() if answer is not None}
-    missing = {key: item for key, item in zip(keys, items, strict=True) if key not in answers}
-    missing_keys, missing_items = list(missing), list(missing.values())
+    asked_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in asked]
+    answers: dict[str, Any] = {}
+    places: dict[str, list[tuple[int, int]]] = {}
+    missing: list[tuple[dict[str, Pair | Single], Principle]] = []
+    for number, ((items, principle), keys) in enumerate(zip(asked, asked_keys, strict=True)):
+        kind = Verdict if items and isinstance(items[0], Pair) else Rating
+        kept = {} if memory is None else {key: kept_answer(memory, key, kind) for key in keys}
+        answers |= {key: answer for key, answer in kept.items() if answer is not None}
+        missing.append(({key: item for key, item in zip(keys, items, strict=True) if key not in answers}, principle))
+        for index, key in enumerate(keys) if done is not None else ():
+            places.setdefault(key, []).append((number, index))
+    left = [(list(items), list(items.values())) for items, _ in missing]
 
-    def keep(index: int, answer: Verdict | Rating) -> None:
+    def tell(key: str, answer: Verdict | Rating) -> None:
+        for number, index in places.get(key, ()):
+            done(number, index, answer)
+
+    def keep(number: int, index: int, answer: Verdict | Rating) -> None:
+        key, item = left[number][0][index], left[number][1][index]
         if memory is not None:
-            keep_answer(memory, missing_keys[index], answer)
+            keep_answer(memory, key, answer)
         if on_answer is not None:
-            on_answer(missing_items[index], answer)
+            on_answer(item, answer)
+        tell(key, answer)
 
-    if missing:
-        answers |= zip(missing_keys, ask(judge, missing_items, principle, keep), strict=True)
-    return [answers[key] for key in keys]
+    for key, answer in answers.items():
+        tell(key, answer)
+    if any(items for items, _ in missing):
+        told = ask_each(
+            judge, [(items, principle) for (_, items), (_, principle) in zip(left, missing, strict=True)], keep
+        )
+        for (keys, _), found in zip(left, told, strict=True):
+            answers |= zip(keys, found, strict=True)
+    return [[answers[key] for key in keys] for keys in asked_keys]
 
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
@@ -194,10 +280,14 @@ def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
         shown: dict[str, Any] = {"prompt": item.prompt, "first": item.first, "second": item.second}
         if not (item.first_stopped and item.second_stopped):
             shown["stopped"] = [item.first_stopped, item.second_stopped]
+        if item.reference is not None:
+            shown["reference"] = item.reference
         return digest({"verdict": shown, "principle": principle.key, "judge": judge.identity})
     about: dict[str, Any] = {"prompt": item.prompt, "completion": item.text, "principle": principle.key}
     if not item.stopped:
         about["stopped"] = False
+    if item.reference is not None:
+        about["reference"] = item.reference
     return digest({"rating": about, "judge": judge.identity})
 
 
@@ -225,6 +315,25 @@ def _is_unread(value: dict[str, Any] | None) -> bool:
         return UNREAD_MEMBER.search(value["reason"] or "") is not None
     # Votes measure no label mass, so votes without a probability are no abstention.
     return details.get("method") == "votes" and value.get("probability", value.get("score")) is None
+
+
+class RememberedJudge(Judge):
+    """A judge that asks another one only what a memory does not hold, and keeps what it answers.
+
+    It has the name and identity of that judge. As a member of an ensemble, it pays for no answer that was bought
+    while the member was asked alone.
+    """
+
+    def __init__(self, judge: Judge, memory: Memory):
+        self.judge, self.memory = judge, memory
+        self.name, self.identity = judge.name, judge.identity
+        self.is_remote = getattr(judge, "is_remote", False)
+
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
+
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        ask_missing_each(self.judge, asked, self.memory, done=keep)
 
 
 class JudgeStatistics:

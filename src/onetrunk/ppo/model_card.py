@@ -105,6 +105,7 @@ def write_card(
         "## Training",
         _table(_settings(trainer)),
         *(["## Last measured", _table(measured)] if measured else []),
+        *(["## Judges", _table(dict(trainer.card_facts))] if trainer.card_facts else []),
         "Made with " + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "peft")) + ".",
     ]
     atomic_write_text(Path(folder) / CARD, redact("\n\n".join(parts) + "\n"))

@@ -55,6 +55,9 @@ def headline(run: Run) -> str:
         rate = results["win_rate"]
         low, high = map(_share, rate.get("discrete_win_rate_interval") or (None, None))
         return f"wins {_share(rate.get('discrete_win_rate'))} of the pairs ({low} to {high})"
+    if run.verb == "judge":
+        shares = [f"{name} {_share(entry['all'].get('accuracy'))}" for name, entry in results["judges"].items()]
+        return f"agrees with people: {', '.join(shares)}"
     before, after = results.get("reference"), results.get("policy")
     if isinstance(before, dict) and isinstance(after, dict) and "score/mean" in after:
         kl = f", KL {_number(after['kl/ref'], '.1f')} nats" if after.get("kl/ref") is not None else ""

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onetrunk.feedback.costs import read_costs
 from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Image, Plots, Text
 from onetrunk.report.blocks import markdown as as_markdown
 from onetrunk.report.blocks import page as as_page
 from onetrunk.report.chain import chain_blocks
+from onetrunk.report.judges import cost_blocks, judge_blocks
 from onetrunk.report.parts import alarm_blocks, result_blocks, sample_blocks
 from onetrunk.report.plots import draw, on_ink, plots_of, png_of, svg_of
 from onetrunk.report.runs import FOLDER, Run, read_run
@@ -43,7 +45,8 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     title = " and ".join(run.name for run in runs)
     blocks: list[Block] = [Heading(1, title)]
     if len(runs) == 1:
-        blocks += chain_blocks(runs[0], target) if runs[0].verb == "run" else run_blocks(runs[0], target, price)
+        run, whole = runs[0], {"run": chain_blocks, "judge": judge_blocks}
+        blocks += whole[run.verb](run, target) if run.verb in whole else run_blocks(run, target, price)
     else:
         blocks += comparison_blocks(runs, target, price)
     atomic_write_text(target / MARKDOWN, redact(as_markdown(blocks)))
@@ -63,7 +66,13 @@ def write_report_of(folder: str | Path) -> Path | None:
 def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
     """Return what there is to say about one run."""
     blocks: list[Block] = [facts_of([run], price), *alarm_blocks(run)]
-    blocks += result_blocks(run) + plot_blocks([run], target) + sample_blocks(run) + setting_blocks([run])
+    blocks += (
+        result_blocks(run)
+        + cost_blocks(read_costs(run.folder))
+        + plot_blocks([run], target)
+        + sample_blocks(run)
+        + setting_blocks([run])
+    )
     return blocks
 
 

@@ -27,6 +27,7 @@ from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import SIDES, stopped_column, validate_preferences
 from onetrunk.data.sharded import ShardedRows
+from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.scorer import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
@@ -53,7 +54,8 @@ class RewardModelConfig(CheckpointConfig, SecretFreeArguments, RewardConfig):
     )
     use_margin: bool = option(
         False,
-        "Require a lead of the better completion by the column margin. Judges derive both columns from one answer.",
+        "Require a lead of the better completion by the column margin; without that column, by the logit of the column"
+        " probability.",
     )
     end_token: bool = option(
         True, "Read the score at the end token, with which sampled completions end; adapters always do."
@@ -179,9 +181,12 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         """Check rows and return them as chosen_ids, rejected_ids and the labels that are used."""
         validate_preferences(dataset)
         columns: dict[str, Any] = {f"{side}_ids": self.encode_side(dataset, side, tokenizer) for side in SIDES}
-        for name, is_used in (("probability", args.soft_labels), ("margin", args.use_margin)):
-            if is_used and name in dataset.column_names:
-                columns[name] = dataset[name]
+        if args.soft_labels and "probability" in dataset.column_names:
+            columns["probability"] = dataset["probability"]
+        if args.use_margin and "margin" in dataset.column_names:
+            columns["margin"] = dataset["margin"]
+        elif args.use_margin and "probability" in dataset.column_names:
+            columns["margin"] = [logit(max(p, 1 - p)) for p in dataset["probability"]]
         return Dataset.from_dict(columns)
 
     def encode_streamed(

@@ -7,7 +7,7 @@ are in `plain_arguments.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 @dataclass
 class ModelArguments(ModelConfig):
     """TRL's ModelConfig (the model, its precision, the LoRA adapter), without LoRA dropout."""
+
+    needs_model: ClassVar[bool] = True
 
     model_revision: str = option("main", "Branch, tag or commit on the Hub.")
     dtype: str | None = option(
@@ -44,7 +46,7 @@ class ModelArguments(ModelConfig):
         # TRL turns a list of one name into a string, which PEFT would read as a regular expression over whole paths.
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
-        check_model(self, ModelConfig.__dict__)
+        check_model(self, ModelConfig.__dict__, self.needs_model)
 
     def init_kwargs(self) -> dict[str, Any]:
         attention = self.attn_implementation
@@ -74,6 +76,13 @@ class ModelArguments(ModelConfig):
         plain = ModelArguments(model_name_or_path=self.model_name_or_path)
         names = [f.name for f in fields(self) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
         return [name for name in names if getattr(self, name) != getattr(plain, name)]
+
+
+@dataclass
+class OptionalModelArguments(ModelArguments):
+    """ModelArguments of a stage that may need no model; the stage checks whether it does."""
+
+    needs_model: ClassVar[bool] = False
 
 
 @dataclass(repr=False)

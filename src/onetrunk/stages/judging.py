@@ -1,11 +1,19 @@
-"""Load the judge that a stage's settings name."""
+"""Load the judge that a stage's settings name, and show how far it is."""
 
 from __future__ import annotations
 
-from onetrunk.judges.base import Judge
+from collections.abc import Sequence
+
+from tqdm.auto import tqdm
+
+from onetrunk.feedback.asking import FailureLimit
+from onetrunk.feedback.costs import Costs
+from onetrunk.judges.base import ErrorKind, Judge, digest
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.report.judges import quotes_of
 from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.types import Prompt
 
 
 def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | None, Constitution]:
@@ -20,3 +28,38 @@ def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | 
     judge = load_judge(settings, resolve_reward)
     check_judge(judge)
     return judge, constitution
+
+
+def measured_words(folder: str | None, judges: Sequence[Judge]) -> dict[str, str]:
+    """Return what a card says about judges that `onetrunk judge` has measured in a folder; nothing without a folder.
+
+    Raises:
+        ValueError: the folder holds no measurement, or one of other judges.
+    """
+    if folder is None:
+        return {}
+    members = [member for judge in judges for member in getattr(judge, "judges", ())]
+    identities = {digest(judge.identity) for judge in [*judges, *members]}
+    quotes = quotes_of(folder)
+    known = [quote for quote in quotes if quote.identity in identities]
+    if not known:
+        raise ValueError(
+            f"judge_report {folder} measured {', '.join(quote.name for quote in quotes)}, and this run is judged by"
+            f" {', '.join(judge.name for judge in judges)}, or by that judge with other settings; measure the judge of"
+            " this run, or leave judge_report out"
+        )
+    return {f"judge {quote.name}, measured": f"{quote.text} (constitution {quote.constitution})" for quote in known}
+
+
+class ShownLimit(FailureLimit):
+    """A limit of failures that advances a progress bar with every answered question; `costs` are shown next to it."""
+
+    def __init__(self, max_failed_fraction: float, judge: str, bar: tqdm, costs: Costs | None = None):
+        super().__init__(max_failed_fraction, judge)
+        self.bar, self.costs = bar, costs
+
+    def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
+        if self.costs is not None:
+            self.bar.set_postfix(self.costs.shown(), refresh=False)
+        self.bar.update(1)
+        super().note(error, kind, prompt)

@@ -7,20 +7,18 @@ config and a card.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub import ModelCardData
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from onetrunk.checkpoints.folders import begin_staging
-from onetrunk.checkpoints.hub import HUB_ERRORS, hub_fault, repo_name, require_push
+from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
 from onetrunk.checkpoints.manifest import MANIFEST
 from onetrunk.checkpoints.writing import install
 from onetrunk.models.adapters import POLICY, check_adapter_fits
@@ -123,29 +121,6 @@ def write_card(folder: Path, args: MergeArguments, base: str) -> None:
     atomic_write_text(folder / "README.md", redact(text))
 
 
-def push(folder: Path, args: MergeArguments) -> str:
-    """Upload the merged model, and return the name of its repository; RuntimeError if the Hub does not take it."""
-    answer: Future[str] = Future()
-
-    def upload() -> None:
-        try:
-            api = HfApi(token=get_token())
-            repo = api.create_repo(repo_name(args), private=args.hub_private_repo, exist_ok=True).repo_id
-            api.upload_folder(
-                repo_id=repo, folder_path=folder, revision=args.hub_revision, ignore_patterns=["_*", ".*"]
-            )
-            answer.set_result(repo)
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # In a thread, so that a signal ends the command although the Hub's client waits for ever.
-    threading.Thread(target=upload, daemon=True, name="hub").start()
-    try:
-        return answer.result()
-    except HUB_ERRORS as error:
-        raise RuntimeError(f"the merged model is in {folder} and could not be pushed: {hub_fault(error)}") from error
-
-
 def merge(args: MergeArguments) -> None:
     """Merge, save and, if that is set, push."""
     base = check(args)
@@ -164,7 +139,7 @@ def merge(args: MergeArguments) -> None:
         install(staged, output)
     print(f"merge: saved the merged model in {output} ({str(model.dtype).removeprefix('torch.')})")
     if args.push_to_hub:
-        print(f"merge: pushed it to https://huggingface.co/{push(output, args)}")
+        print(f"merge: pushed it to {push_folder(output, args, 'the merged model is')}")
 
 
 def parse_merge(argv: Sequence[str]) -> tuple[Any, ...]:

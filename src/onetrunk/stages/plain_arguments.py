@@ -6,6 +6,7 @@ One field is one YAML key and one command line option. The module imports neithe
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -157,6 +158,9 @@ class PPOJudgeArguments:
         1.0, "reward_funcs pairwise: reward = pairwise_beta * log P(completion better than the reference's); above 0."
     )
     pairwise_floor: float = option(0.01, "Lower bound of that probability, above 0 and below 0.5.")
+    judge_report: str | None = option(
+        None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
+    )
     monitor_judge: list[str] | None = option(
         None,
         "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
@@ -214,6 +218,8 @@ def check_judges(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if arguments.judge_report and not settings.judge and not arguments.monitor_judge:
+        raise ValueError("judge_report is set and no judge is; name the judge that it measured, or leave it out")
     if not arguments.monitor_judge:
         return
     monitor = arguments.monitor_settings(settings)
@@ -261,11 +267,18 @@ class ServeArguments:
     python: str | None = option(
         None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
     )
-    print: bool = option(False, "Print the command instead of starting the server.")
+    command: str | None = option(
+        None,
+        "Command to run when the server is ready, such as 'onetrunk prefs --config prefs.yaml'; the server is stopped"
+        " when the command ends.",
+    )
+    print: bool = option(False, "Print the command of the server instead of starting it.")
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
+        if self.command is not None:
+            self._check_command()
         at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -283,9 +296,33 @@ class ServeArguments:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
 
+    def _check_command(self) -> None:
+        if self.print:
+            raise ValueError("command and print are both set; print starts no server, so leave one of them out")
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise ValueError(f"command is {self.command!r}, whose quotes do not match; close them") from error
+        if not words:
+            raise ValueError("command is empty; write one as in a shell, such as 'onetrunk prefs --config prefs.yaml'")
+
 
 @dataclass
-class MergeArguments:
+class PushArguments:
+    """Whether and where the result of a stage that trains nothing is uploaded (`checkpoints/hub.py`)."""
+
+    push_to_hub: bool = option(False, "Also upload the result to the Hub.")
+    hub_model_id: str | None = option(None, "Its name there; None: the name of output_dir.")
+    hub_private_repo: bool | None = option(None, "Make the repository private if it is new.")
+    hub_revision: str | None = option(None, "Branch to upload to; None: main.")
+
+    # What `require_push` also reads of the settings of a training.
+    process_index: ClassVar[int] = 0
+    hub_token: ClassVar[None] = None
+
+
+@dataclass
+class MergeArguments(PushArguments):
     """The options of `onetrunk merge`."""
 
     adapter: str | None = option(None, "Folder or Hub name of the adapter, such as the output_dir of onetrunk ppo.")
@@ -295,14 +332,6 @@ class MergeArguments:
         "auto", "Precision of the written weights: auto (the base's own), float32, bfloat16 or float16.", DTYPES
     )
     overwrite_output_dir: bool = option(False, "Replace a model that was merged into output_dir before.")
-    push_to_hub: bool = option(False, "Also upload the merged model to the Hub.")
-    hub_model_id: str | None = option(None, "Its name there; None: the name of output_dir.")
-    hub_private_repo: bool | None = option(None, "Make the repository private if it is new.")
-    hub_revision: str | None = option(None, "Branch to upload to; None: main.")
-
-    # What `require_push` also reads of the settings of a training.
-    process_index: ClassVar[int] = 0
-    hub_token: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not self.adapter:
@@ -337,15 +366,21 @@ def check_seeds(args: Any) -> None:
     require_seed("data_seed", args.data_seed)
 
 
-def check_model(args: Any, defaults: Mapping[str, Any]) -> None:
+def require_model_name(args: Any) -> None:
+    if not args.model_name_or_path:
+        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+
+
+def check_model(args: Any, defaults: Mapping[str, Any], needs_model: bool = True) -> None:
     """Raise ValueError for settings of a model that are missing, or that mean nothing here.
 
     Args:
         args: ModelArguments, or an object with its fields.
         defaults: of the fields in WITHOUT_MEANING.
+        needs_model: False for a stage that may need no model.
     """
-    if not args.model_name_or_path:
-        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
+    if needs_model:
+        require_model_name(args)
     for name, reason in WITHOUT_MEANING.items():
         if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")

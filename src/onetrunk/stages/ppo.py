@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
-from onetrunk.stages.judging import load_judge_parts
+from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import JUDGE, PAIRWISE, PPODataArguments, PPOJudgeArguments, check_judges
 from onetrunk.stages.resuming import begin, finish, train
@@ -42,9 +42,11 @@ class RunJudges:
 
     reward_funcs: list[str | RewardFunction]  # With functions in place of the words judge and pairwise.
     monitor: HackingMonitor | None
+    measured: dict[str, str] = field(default_factory=dict)  # What the card says about the judges.
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Attach the monitor, and sample the completions that pairwise rewards compare with."""
+        trainer.card_facts = tuple(self.measured.items())
         if self.monitor is not None:
             self.monitor.attach(trainer)
         pairwise = [reward for reward in self.reward_funcs if isinstance(reward, PairwiseReward)]
@@ -74,6 +76,8 @@ def run_judges(
         watching = load_judge_parts(arguments.monitor_settings(settings), asks=args.process_index == 0)
     if settings.judge:
         judging = load_judge_parts(settings)
+    asked = [parts[0] for parts in (judging, watching) if parts is not None and parts[0] is not None]
+    measured = measured_words(arguments.judge_report, asked) if args.process_index == 0 else {}
     with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.jsonl") as ledger:
         rewards: dict[str, RewardFunction] = {}
         if judging is not None:
@@ -90,7 +94,7 @@ def run_judges(
                 num_rows=arguments.monitor_rows,
                 memory=ledger,
             )
-        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor)
+        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor, measured)
 
 
 def run(

@@ -2,7 +2,8 @@
 
 The flags matter: `VLLMBackend` needs adapters that load while the server runs, logprobs after temperature, and the
 model's own probabilities without the defaults of its generation_config.json. A server that was ready and died is
-started again: those who sample from it wait, and load their adapters again (`rollouts/pool.py`).
+started again: those who sample from it wait, and load their adapters again (`rollouts/pool.py`). With `command` it
+runs for as long as that command.
 """
 
 from __future__ import annotations
@@ -90,10 +91,13 @@ def serve(args: ServeArguments) -> None:
     _require_vllm(args.python)
     if args.api_key_env is not None:
         environment |= {"VLLM_API_KEY": read_secret(args.api_key_env)}
-    say(f"{shlex.join(words)}\nready when it says 'Application startup complete'; Ctrl-C stops it")
+    work = None if args.command is None else work_of(args.command)
+    ends = "Ctrl-C stops it" if work is None else f"then runs `{args.command}`, whose end stops it"
+    say(f"{shlex.join(words)}\nready when it says 'Application startup complete'; {ends}")
     # A PYTHONPATH of ours would put our packages before those of its environment.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    keep_running(words, {**inherited, **environment}, health_url(args.host, args.port), args.max_restarts)
+    url = health_url(args.host, args.port)
+    keep_running(words, {**inherited, **environment}, url, args.max_restarts, work)
 
 
 @dataclass(frozen=True)
@@ -104,20 +108,68 @@ class End:
     ready_s: float | None
 
 
-def keep_running(words: Sequence[str], environment: dict[str, str], url: str, max_restarts: int) -> None:
+class Work:
+    """A command that runs while the server is ready, from its first time on."""
+
+    def __init__(self, words: Sequence[str]):
+        self.words = list(words)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the command; do nothing if it was started before."""
+        if self.process is None:
+            self.process = subprocess.Popen(self.words)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None before its end."""
+        return None if self.process is None else self.process.poll()
+
+    def stop(self) -> None:
+        """End the command if it runs."""
+        if self.process is not None:
+            _stop(self.process)
+
+
+def work_of(command: str) -> Work:
+    """Return the work that a command is; ValueError if its first word is no program."""
+    words = shlex.split(command)
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"command is {command!r}, and no program {words[0]} can be run; write it as in a shell")
+    return Work(words)
+
+
+def keep_running(
+    words: Sequence[str], environment: dict[str, str], url: str, max_restarts: int, work: Work | None = None
+) -> None:
     """Run the server until a signal to this process; start it again when it dies after it was ready.
 
     Args:
         words, environment: of the server.
         url: that answers 200 while it is well.
         max_restarts: without `STABLE_S` seconds of being ready between them.
+        work: runs from the first time that the server is ready; its end ends the server.
 
     Raises:
-        RuntimeError: it ended before it was ready, or died too often.
+        RuntimeError: it ended before it was ready, or died too often; or the work failed.
     """
+    try:
+        _run_again(words, environment, url, max_restarts, work)
+    finally:
+        if work is not None:
+            work.stop()
+    if work is not None and work.code:
+        raise RuntimeError(f"`{shlex.join(work.words)}` ended with code {work.code}; the server was stopped")
+
+
+def _run_again(
+    words: Sequence[str], environment: dict[str, str], url: str, max_restarts: int, work: Work | None
+) -> None:
     num_restarts = 0
     while True:
-        end = run_once(words, environment, url)
+        end = run_once(words, environment, url, work)
+        if work is not None and work.code is not None:
+            return
         if end.ready_s is None:
             raise RuntimeError(f"vLLM {end.reason} before it was ready; its last lines above say why")
         num_restarts = 0 if end.ready_s >= STABLE_S else num_restarts
@@ -127,8 +179,11 @@ def keep_running(words: Sequence[str], environment: dict[str, str], url: str, ma
         say(f"vLLM {end.reason}; starting it again, {num_restarts} of at most {max_restarts} times")
 
 
-def run_once(words: Sequence[str], environment: dict[str, str], url: str) -> End:
-    """Run the server until it ends, or stop it when it says that its engine is dead; a signal ends it too."""
+def run_once(words: Sequence[str], environment: dict[str, str], url: str, work: Work | None = None) -> End:
+    """Run the server until it ends; stop it when it says that its engine is dead, or when the work has ended.
+
+    A signal ends it too.
+    """
     # Its children inherit the mark: an engine that outlives its server would keep the GPU's memory.
     mark = f"{MARK}={secrets.token_hex(8)}"
     process = subprocess.Popen(words, env=environment | dict([mark.split("=")]))
@@ -142,6 +197,11 @@ def run_once(words: Sequence[str], environment: dict[str, str], url: str) -> End
                 status = health(url)
             if status == 200 and ready_at is None:
                 ready_at = time.monotonic()
+                if work is not None:
+                    work.start()
+            if work is not None and work.code is not None:
+                reason = "was stopped"
+                break
             # A server that is only busy does not answer in time, which is no status.
             num_dead = num_dead + 1 if status == 503 and ready_at is not None else 0
             if num_dead >= DEAD_PROBES:

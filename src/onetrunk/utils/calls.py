@@ -55,6 +55,10 @@ class CallError(RuntimeError):
         return self.kind if self.kind in ("refused", "unread") else "server"
 
 
+class EndOfCalls(RuntimeError):
+    """Raised by the `done` of a CallRun: no further call begins, calls in flight end, and then the run raises this."""
+
+
 class ServerUnavailable(RuntimeError):
     """The server was given up; the message says why, how much was answered, and that the run can be resumed."""
 
@@ -107,9 +111,16 @@ class RetryPolicy:
 
 
 class Pace:
-    """How many calls may be in flight: at first `max_concurrency`, halved when the server is overloaded, then raised
+    """How many calls may be in flight: at first `max_concurrency`, less when the server is overloaded, then raised
     slowly with its answers. It outlives a run, so that the next run begins at the pace of the last one.
+
+    A cut halves the calls until the server answers at least half of those in flight; they then rise quickly (SEARCH
+    for each answer) to the number that is too much. From there a cut is CUT, because the right number is near; close
+    to it the pace rises PATIENCE times as slowly. While answers take QUEUED times as long as the fastest, it does not
+    rise: they wait in a queue of the server.
     """
+
+    CUT, PATIENCE, QUEUED, SEARCH = 0.85, 40, 3.0, 0.25
 
     def __init__(self, max_concurrency: int):
         if max_concurrency < 1:
@@ -117,20 +128,36 @@ class Pace:
         self.max_concurrency = max_concurrency
         self.limit = float(max_concurrency)
         self._slowed_at = -math.inf
+        # The number of calls that was too much, and answers since it was.
+        self._too_many: float | None = None
+        self._answers = 0
+        self._fastest_s, self._usual_s = math.inf, 0.0
 
-    def speed_up(self) -> None:
-        """Count an answer: as many answers as there are calls in flight allow one call more."""
-        self.limit = min(float(self.max_concurrency), self.limit + 1 / self.limit)
+    def speed_up(self, latency_s: float | None = None) -> None:
+        """Count an answer, which took so long: as many answers as there are calls in flight allow one call more."""
+        self._answers += 1
+        if latency_s is not None:
+            self._fastest_s = min(self._fastest_s, latency_s)
+            self._usual_s += (latency_s - self._usual_s) * (0.1 if self._usual_s else 1.0)
+            if self._usual_s > self.QUEUED * self._fastest_s:
+                return
+        too_many = self._too_many
+        is_near = too_many is not None and abs(self.limit - too_many) <= max(1.0, 0.1 * too_many)
+        step = self.SEARCH if too_many is None else 1 / self.limit / (self.PATIENCE if is_near else 1)
+        self.limit = min(float(self.max_concurrency), self.limit + step)
 
     def slow_down(self, started: float, now: float) -> None:
-        """Halve the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
-        if started >= self._slowed_at:
-            self.limit = max(1.0, self.limit / 2)
-            self._slowed_at = now
+        """Cut the calls in flight, once for all calls in flight together; the overloaded one began at `started`."""
+        if started < self._slowed_at:
+            return
+        is_found = self._answers >= self.limit / 2
+        self._too_many = self.limit if is_found else None
+        self.limit = max(1.0, self.limit * (self.CUT if is_found else 0.5))
+        self._slowed_at, self._answers = now, 0
 
     def recover(self) -> None:
         """Go back to the first pace."""
-        self.limit = float(self.max_concurrency)
+        self.limit, self._too_many = float(self.max_concurrency), None
 
 
 T = TypeVar("T")
@@ -191,6 +218,7 @@ class CallRun(Generic[T]):
         self._not_before = self._held_s = 0.0
         self._failing_since: float | None = None
         self._given_up: str | None = None
+        self._ended: EndOfCalls | None = None
 
     async def answer_all(self, num_items: int) -> None:
         """Call for every index below `num_items`; raises ServerUnavailable when the server is given up."""
@@ -206,11 +234,17 @@ class CallRun(Generic[T]):
                 if not in_flight and not has_more:
                     break
                 for task in await self._wait(in_flight, num_items):
-                    self._take(task, *in_flight.pop(task))
+                    try:
+                        self._take(task, *in_flight.pop(task))
+                    except EndOfCalls as end:
+                        self._ended = self._ended or end
+                        self._give_up(str(end))
         finally:
             for task in in_flight:
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
+        if self._ended is not None:
+            raise self._ended
         if self._given_up is not None:
             raise ServerUnavailable(
                 f"{self.server} {self._given_up}; {self.num_answered} of {num_items} were answered. Run the same"
@@ -280,7 +314,7 @@ class CallRun(Generic[T]):
         self._note_answer()
         self._held_s = 0.0
         self.num_answered += 1
-        self.pace.speed_up()
+        self.pace.speed_up(_now() - began)
         self._done(item.index, answer)
 
     def _take_failure(self, item: _Item, error: CallError) -> None:

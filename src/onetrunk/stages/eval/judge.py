@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from onetrunk.feedback.asking import Asker, FailureLimit
+from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import ErrorKind, Judge, Pair
+from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.arguments import EvalArguments
-from onetrunk.types import Prompt
+from onetrunk.stages.judging import ShownLimit
 
 LEDGER = "ledger/verdicts.jsonl"
 # For equal texts, about which the judge is not asked.
@@ -34,18 +34,6 @@ class Contest:
     rates: WinRate  # Over the pairs that have a label.
     outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
     metrics: dict[str, Any]  # The entries of metrics.json.
-
-
-class ShownLimit(FailureLimit):
-    """A limit of failures that advances a progress bar with every answered question."""
-
-    def __init__(self, max_failed_fraction: float, judge: str, bar: tqdm):
-        super().__init__(max_failed_fraction, judge)
-        self.bar = bar
-
-    def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
-        self.bar.update(1)
-        super().note(error, kind, prompt)
 
 
 def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair]) -> Contest:

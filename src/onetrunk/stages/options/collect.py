@@ -38,6 +38,7 @@ PAGE = Path(__file__).with_name("README.md")
 # Of the verbs whose options are settings classes; each module has `parse_VERB`, a partial of `parse`.
 MODULES = {
     "sft": "onetrunk.stages.sft",
+    "judge": "onetrunk.stages.judge.stage",
     "prefs": "onetrunk.stages.prefs.stage",
     "reward": "onetrunk.stages.reward",
     "distill": "onetrunk.stages.distill",

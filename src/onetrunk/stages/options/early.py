@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.names import looks_like_path, missing_path
+from onetrunk.feedback.costs import CostConfig
 from onetrunk.judges.load import REWARD, JudgeConfig, names_a_judge
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
+from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.options.helping import help_text, help_topic
 from onetrunk.stages.options.reading import RESUME, parsed_values, read
 from onetrunk.stages.options.report_words import report_words
@@ -180,15 +182,23 @@ def _check_eval(values: Values, defaults: Values) -> None:
 
 
 def _check_prefs(values: Values, defaults: Values) -> None:
-    from onetrunk.stages.prefs.arguments import PrefsArguments  # Here: it imports pyarrow.
+    from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named  # Here: it imports pyarrow.
 
-    _made(PrefsArguments, values)
+    args = _made(PrefsArguments, values)
     _made(JudgeConfig, values)
-    _check_model(values, defaults)
+    _made(CostConfig, values)
+    _check_model(values, defaults, needs_model=False)
+    check_model_is_named(args, SimpleNamespace(**values))
 
 
-def _check_model(values: Values, defaults: Values) -> None:
-    check_model(SimpleNamespace(**values), {name: defaults[name] for name in WITHOUT_MEANING})
+def _check_judge(values: Values, defaults: Values) -> None:
+    _made(JudgeArguments, values)
+    _made(CostConfig, values)
+    check_judge_is_named(_made(JudgeConfig, values))
+
+
+def _check_model(values: Values, defaults: Values, needs_model: bool = True) -> None:
+    check_model(SimpleNamespace(**values), {name: defaults[name] for name in WITHOUT_MEANING}, needs_model)
 
 
 def _check_serve(values: Values, defaults: Values) -> None:
@@ -204,6 +214,7 @@ VALUE_CHECKS: dict[str, Callable[[Values, Values], None]] = {
     "reward": _check_training,
     "distill": _check_training,
     "ppo": _check_ppo,
+    "judge": _check_judge,
     "prefs": _check_prefs,
     "eval": _check_eval,
     "serve": _check_serve,
@@ -237,6 +248,11 @@ def check_paths(values: Values) -> None:
             raise FileNotFoundError(
                 f"the constitution {path} does not exist (working folder {Path.cwd()}); give a YAML file"
             )
+    report = values.get("judge_report")
+    if report and not Path(report).is_dir():
+        raise FileNotFoundError(
+            f"judge_report {report} is no folder (working folder {Path.cwd()}); give the output_dir of onetrunk judge"
+        )
     for spec in _listed(values.get("reward_funcs")):
         _check_reward(spec)
     for spec in (spec for key in ("judge", "monitor_judge") for spec in _listed(values.get(key))):

@@ -32,9 +32,12 @@ OF_CLASS = {
     "SamplingArguments": "rollout",
     "PPODataArguments": "reward",
     "JudgeConfig": "judges",
+    "CostConfig": "judges",
+    "JudgeArguments": "comparison",
     "PPOJudgeArguments": "judges",
     "ModelConfig": "model",
     "ModelArguments": "model",
+    "OptionalModelArguments": "model",
     "StudentArguments": "student",
     "DistillDataArguments": "student",
     "RewardDistillationConfig": "student",
@@ -66,6 +69,7 @@ _OF_NAME = {
     "model": "adapter_layers model_init_kwargs trust_remote_code",
     "sequences": "max_length packing* pad_* eos_token chat_template_path dataset_text_field dataset_kwargs"
     " dataset_num_proc completion_only_loss assistant_only_loss truncation_mode padding_free eval_packing",
+    "judges": "judge_report",
     "checkpoints": "output_dir overwrite_output_dir save_* load_best_model_at_end metric_for_best_model"
     " greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint enable_jit_checkpoint",
     "evaluation": "eval_* do_* per_device_eval_batch_size prediction_loss_only batch_eval_metrics include_for_metrics",
@@ -97,14 +101,17 @@ FIRST = {
     "sft": f"{_TRAINING} {_RUN} use_peft lora_r max_length packing",
     "reward": f"{_TRAINING} {_RUN} use_peft lora_r adapter_layers max_length",
     "distill": f"{_TRAINING} {_RUN} teacher student_config student_tokenizer",
+    "judge": "dataset_name dataset_columns dataset_split dataset_config output_dir judge constitution rubric"
+    " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
+    " max_failed_fraction fewest_rows num_samples_to_print",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_prompt_length max_completion_length temperature seed judge constitution judge_model mode num_generations"
-    " pairing engine shard output_format",
+    " pairing completions engine shard output_format preview",
     "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
     " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
     " tie_margin checks num_completions_to_print bf16",
     "serve": "model host port dtype max_lora_rank max_loras max_model_len tensor_parallel_size gpu_memory_utilization"
-    " device api_key_env max_restarts python print revision",
+    " device api_key_env max_restarts python command print revision",
     "merge": "adapter output_dir overwrite_output_dir revision dtype push_to_hub hub_model_id hub_private_repo"
     " hub_revision",
 }

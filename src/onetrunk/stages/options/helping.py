@@ -21,6 +21,7 @@ _NEEDED = {
 }
 NEEDED = {
     "sft": _NEEDED,
+    "judge": {"dataset_name": "rows.jsonl", "output_dir": "runs/new", "judge": ["reward:path/of/a/reward-model"]},
     "prefs": {**_NEEDED, "judge": ["rubric"], "constitution": "constitution.yaml"},
     "reward": _NEEDED,
     "distill": {**_NEEDED, "teacher": ["path/of/a/reward-model"]},
@@ -88,8 +89,8 @@ def _introduction(verb: str, description: str, options: Sequence[Option], count:
 
 
 FIRST_GROUP = {
-    "sft": "sequences", "prefs": "pairs", "reward": "model", "distill": "student", "ppo": "rollout", "eval": "judges",
-    "serve": "server", "merge": "hub",
+    "sft": "sequences", "judge": "judges", "prefs": "pairs", "reward": "model", "distill": "student",
+    "ppo": "rollout", "eval": "judges", "serve": "server", "merge": "hub",
 }  # fmt: skip
 
 

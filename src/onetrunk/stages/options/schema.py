@@ -22,6 +22,7 @@ MAPPING_EXAMPLES = {
     "dataset_columns": '{"prompt": "question"}',
     "student_config": '{"model_type": "llama", "hidden_size": 64}',
     "rubric": '{"concise": "checks.py:concise"}',
+    "judge_prices": '{"judge-model": [0.4, 1.6]}',
     "monitor_rubric": '{"concise": "checks.py:concise"}',
 }
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")

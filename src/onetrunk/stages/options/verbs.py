@@ -2,6 +2,7 @@
 
 VERBS = {
     "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
+    "judge": "measure judges and reward models on pairs with the preferences of people",
     "prefs": "sample completions, have a judge compare them, write preference data",
     "reward": "train a reward model on preferences, whole or as an adapter for the policy's trunk",
     "distill": "train a small reward model on the scores of reward models or a judge",

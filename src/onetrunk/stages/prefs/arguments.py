@@ -6,24 +6,26 @@ One field is one YAML key and one command line option. The settings of judges ar
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onetrunk.feedback.pairings import PAIRINGS, check_pairing
+from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP, OUTPUT_ROWS, PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.plain_arguments import SamplingArguments
+from onetrunk.stages.plain_arguments import PushArguments, SamplingArguments, require_model_name
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")
+COMPLETIONS = ("sampled", "given")
 ENGINES = ("local", "ray")
 # The settings that decide the rows: an output folder belongs to one value of each. The others (chunk size, printed
 # samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
-    " both_orders keep_ties num_revisions max_critique_length seed max_prompt_length overlong_prompts"
+    " both_orders keep_ties tie_margin completions output_rows people_weight judge_by"
+    " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
     " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs output_format"
 ).split()
 
 
 @dataclass
-class PrefsArguments(SamplingArguments):
+class PrefsArguments(SamplingArguments, PushArguments):
     """How sampled completions become rows."""
 
     # Output
@@ -37,7 +39,25 @@ class PrefsArguments(SamplingArguments):
         False, "Replace the rows of other settings in output_dir. Its ledger is kept and used."
     )
     output_format: str = option("jsonl", "File format of the rows.", FORMATS)
+    output_rows: str = option(
+        "pairs",
+        "pairs: prompt, chosen, rejected. unpaired: prompt, completion and label, for KTO. best, worst: the highest or"
+        " the lowest rated completion of each prompt (by its rating with pairing best_worst, else by the mean of its"
+        " pairs), for sft.",
+        OUTPUT_ROWS,
+    )
     # Pairs
+    completions: str = option(
+        "sampled",
+        "sampled: a model samples them. given: the rows bring them, and no model is loaded: chosen and rejected;"
+        " completions of several models; or conversations, of which those with the same prompt are compared.",
+        COMPLETIONS,
+    )
+    people_weight: float = option(
+        0.0,
+        "With completions given: share of the rows' own preference (chosen over rejected) in a label, 0 to 1. 0: the"
+        " judge alone; 1: the rows alone, without a question where they have one.",
+    )
     num_generations: int = option(4, "Completions per prompt; for pairs 2 or more.")
     pairing: str = option(
         "all",
@@ -46,12 +66,17 @@ class PrefsArguments(SamplingArguments):
         PAIRINGS,
     )
     pairs_per_prompt: int | None = option(None, "With pairing random: pairs per prompt.")
+    judge_by: str = option("pairs", JUDGE_BY_HELP, JUDGE_BY)
     both_orders: bool = option(True, "Show each pair in both orders: a preference for a position cancels out.")
-    keep_ties: bool = option(False, "Also write pairs with a label of exactly 0.5, with an arbitrary choice.")
+    keep_ties: bool = option(False, "Also write ties, with an arbitrary choice.")
+    tie_margin: float = option(0.0, "Labels at most this far from 0.5 are ties; from 0 to below 0.5.")
     # Revisions
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
     critic_model: str | None = option(None, "With mode revise: the model that criticises; None: the policy.")
     max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
+    judge_report: str | None = option(
+        None, "output_dir of onetrunk judge, which measured this run's judge: the card quotes it."
+    )
     # The run
     engine: str = option(
         "local",
@@ -70,21 +95,39 @@ class PrefsArguments(SamplingArguments):
         None, "Sample nothing: merge the statistics of this number of finished shards, and write the dataset card."
     )
     num_samples_to_print: int = option(3, "Rows printed at the end; 0: none.")
+    preview: int | None = option(
+        None,
+        "Ask about this number of prompts only; show the questions, the verdicts, and an estimate of costs and time"
+        " for all prompts; write no rows. The answers are kept, so the run itself does not buy them again.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_given = self.completions == "given"
         if self.mode == "pairs":
-            check_pairing(self.pairing, self.num_generations, self.pairs_per_prompt)
+            check_pairing(self.pairing, 2 if is_given else self.num_generations, self.pairs_per_prompt)
+        self._check_rows()
+        if is_given:
+            self._check_given()
         if self.shard is not None and self.merge_shards is not None:
             raise ValueError("shard and merge_shards are both set; run every shard first, then merge_shards alone")
         _ = self.part  # Raises on a wrong shard.
+        if self.push_to_hub and self.shard is not None:
+            raise ValueError("push_to_hub and shard are both set; push when merge_shards puts the shards together")
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         for name in ("num_generations", "num_revisions", "prompts_per_chunk", "max_waiting_chunks", "ray_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
+        if self.preview is not None and (self.preview < 1 or self.mode != "pairs" or self.engine != "local"):
+            raise ValueError(
+                f"preview is {self.preview}, mode {self.mode} and engine {self.engine}; set preview to 1 or more, and"
+                " use it with mode pairs and engine local"
+            )
         if self.critic_model is not None and self.mode != "revise":
             raise ValueError("critic_model is set and mode is pairs; set mode to revise, or leave critic_model out")
+        if self.judge_report is not None and self.mode != "pairs":
+            raise ValueError("judge_report is set and mode is revise, which asks no judge; leave judge_report out")
         if self.engine == "ray" and self.mode == "revise":
             raise ValueError("engine ray samples for mode pairs; revise on one machine, or in shards (--shard i/n)")
 
@@ -94,6 +137,39 @@ class PrefsArguments(SamplingArguments):
                 " several servers in vllm_server_base_url"
             )
 
+    def _check_rows(self) -> None:
+        if self.judge_by == "ratings" and not self.both_orders:
+            raise ValueError(
+                "both_orders is false and judge_by is ratings, which shows no order; leave both_orders out"
+            )
+        if not 0 <= self.tie_margin < 0.5:
+            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
+        if self.output_rows != "pairs" and self.mode != "pairs":
+            raise ValueError(f"output_rows is {self.output_rows} and mode is {self.mode}; set mode to pairs")
+        if self.output_rows == "unpaired" and self.keep_ties:
+            raise ValueError("keep_ties is set and output_rows is unpaired, where a tie has no label; leave it out")
+        if not 0 <= self.people_weight <= 1:
+            raise ValueError(f"people_weight is {self.people_weight}; set it from 0 to 1")
+        if self.people_weight and self.completions != "given":
+            raise ValueError("people_weight is set and completions are sampled, about which people have said nothing")
+
+    def _check_given(self) -> None:
+        reasons = {
+            "mode": (self.mode != "pairs", "revises what a model samples"),
+            "engine": (self.engine != "local", "samples"),
+            "use_vllm": (self.use_vllm, "samples"),
+        }
+        for name, (is_set, what) in reasons.items():
+            if is_set:
+                raise ValueError(
+                    f"completions are given and {name} is {getattr(self, name)}, which {what}; leave {name} out"
+                )
+
+    @property
+    def kind(self) -> str:
+        """What the rows are: one of OUTPUT_ROWS, or revise."""
+        return self.mode if self.mode != "pairs" else self.output_rows
+
     @property
     def part(self) -> Shard:
         """The shard of this run; 0/1 if none is set."""
@@ -102,3 +178,14 @@ class PrefsArguments(SamplingArguments):
     def deciding(self) -> dict[str, Any]:
         values = asdict(self)
         return {name: values[name] for name in DECIDING} | {"shards": self.merge_shards or self.part.count}
+
+
+def check_model_is_named(args: PrefsArguments, model_args: Any) -> None:
+    """Raise ValueError without a model to sample from, or with one where the rows bring the completions."""
+    if args.completions == "sampled":
+        require_model_name(model_args)
+    elif model_args.model_name_or_path:
+        raise ValueError(
+            f"completions are given and model_name_or_path is {model_args.model_name_or_path}, which would sample;"
+            " leave one of them out"
+        )

@@ -27,21 +27,50 @@ from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
-NAMES = {"pairs": "preferences", "revise": "revisions"}
+NAMES = {
+    "pairs": "preferences",
+    "revise": "revisions",
+    "unpaired": "labelled_completions",
+    "best": "best_completions",
+    "worst": "worst_completions",
+}
+RATED = (
+    " `rating` is what the judge gives a completion, from 0 to 1: its rating alone, or the mean probability of being"
+    " better over its pairs. `completion_stopped` is false for a completion that was cut off."
+)
 LENGTH_WARNING = 0.65
+# Settings that earlier versions did not have, and what they did.
+EARLIER = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "tie_margin": 0.0,
+    "completions": "sampled",
+    "output_rows": "pairs",
+    "people_weight": 0.0,
+    "judge_by": "pairs",
+}
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
-    " the better one: the mean over principles{orders}. `margin` is its logit, `votes` what each principle said,"
+    " the better one: the mean over principles{orders}. `votes` is what each principle said,"
     " `consistent` whether both orders agree. `chosen_stopped` and `rejected_stopped` are false for a completion that"
     " was cut off at max_completion_length, which a reward model reads without an end token.",
     "revise": "Completions that a model has criticised by a principle and written anew, for supervised fine-tuning:"
     " `completion` is the last revision, `original` the completion before, `trail` the principles, critiques and"
     " revisions between them.",
+    "unpaired": "Completions that a judge calls good (`label` true) or bad, for KTO." + RATED,
+    "best": "The completion of each prompt that a judge rates highest, for supervised fine-tuning." + RATED,
+    "worst": "The completion of each prompt that a judge rates lowest." + RATED,
 }
+TAGS = {"pairs": "preference", "revise": "sft", "unpaired": "unpaired-preference", "best": "sft", "worst": "sft"}
 
 
-def rows_path(folder: Path, mode: str, suffix: str, part: Shard) -> Path:
-    return folder / "data" / f"{NAMES[mode]}{part.suffix()}.{suffix}"
+def rows_path(folder: Path, kind: str, suffix: str, part: Shard) -> Path:
+    return folder / "data" / f"{NAMES[kind]}{part.suffix()}.{suffix}"
+
+
+def pushed_files(kind: str) -> tuple[str, ...]:
+    """Return the patterns of the files that are uploaded: rows, statistics and card, without ledgers."""
+    return CARD, f"data/{NAMES[kind]}*", "statistics.json"
 
 
 def statistics_path(folder: Path, part: Shard) -> Path:
@@ -65,8 +94,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
     """
     path, settings = folder / SETTINGS, json.loads(json.dumps(redact_all(settings)))
     if path.is_file() and not overwrite:
-        # Older folders have no truncation: nothing was left out.
-        there = {"top_p": 1.0, "top_k": 0, **read_json(path)}
+        there = EARLIER | read_json(path)
         changed = [name for name in settings if there.get(name) != settings[name]]
         if changed:
             pairs = [(name, as_json(there.get(name)), as_json(settings[name])) for name in changed]
@@ -81,7 +109,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
             " overwrite_output_dir to true to write there anyway"
         )
     if "model" in settings:
-        if overwrite and path.is_file() and read_json(path) != settings:
+        if overwrite and path.is_file() and EARLIER | read_json(path) != settings:
             # A file of the old settings under another name would be read together with the new ones.
             patterns = [f"data/{name}*" for name in NAMES.values()] + ["statistics*.json", CARD]
             for old in [old for pattern in patterns for old in folder.glob(pattern)]:
@@ -105,13 +133,13 @@ def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Pa
 def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[str, Any]]) -> str:
     mode, suffix = about["mode"], about["format"]
     metadata = DatasetCardData(
-        tags=["onetrunk", "trl", "preference" if mode == "pairs" else "sft", "synthetic"],
+        tags=["onetrunk", "trl", TAGS[mode], "synthetic"],
         configs=[{"config_name": "default", "data_files": f"data/{NAMES[mode]}*.{suffix}"}],
     )
     orders = " and both orders" if about.get("both_orders") else ""
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {NAMES[mode].capitalize()}",
+        f"# {NAMES[mode].capitalize().replace('_', ' ')}",
         ABOUT[mode].format(orders=orders) + f" Made with onetrunk {sys.modules['onetrunk'].__version__}.",
         "## How",
         markdown_table({"": {name: value for name, value in about.items() if name not in ("mode", "format")}}),
@@ -149,12 +177,13 @@ def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def sample_table(rows: list[dict[str, Any]]) -> Table:
-    columns = [c for c in ("prompt", "chosen", "rejected", "probability", "original", "completion") if c in rows[0]]
+    names = ("prompt", "chosen", "rejected", "probability", "original", "completion", "rating", "label")
+    columns = [c for c in names if c in rows[0]]
     return text_table(columns, ([_plain(row[column]) for column in columns] for row in rows))
 
 
 def _plain(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else plain(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value) if isinstance(value, bool) else plain(value)
 
 
 def _example(row: dict[str, Any]) -> str:

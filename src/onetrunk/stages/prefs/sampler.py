@@ -282,7 +282,13 @@ class PromptSource:
 
 
 def stream_rows(args: PrefsArguments) -> Iterable[dict[str, Any]]:
-    """Return an iterable over the rows of `dataset_name` that reads them only as needed.
+    """Return an iterable over the prompts of `dataset_name` that reads rows as needed; errors as `open_stream`."""
+    # Only the prompt: other columns may change their type from window to window.
+    return ({"prompt": row["prompt"]} if "prompt" in row else row for row in open_stream(args))
+
+
+def open_stream(args: PrefsArguments) -> Iterable[dict[str, Any]]:
+    """Return an iterable over the rows of `dataset_name`, with our names of the columns; rows are read as needed.
 
     Raises:
         ValueError: the dataset, split or column does not exist.
@@ -304,6 +310,5 @@ def stream_rows(args: PrefsArguments) -> Iterable[dict[str, Any]]:
         raise ValueError(
             f"dataset_columns {json.dumps(columns)} names columns that the rows lack; they have {', '.join(first)}"
         )
-    prompt = columns.get("prompt", "prompt")
-    # Only the prompt: other columns may change their type from window to window.
-    return ({"prompt": row[prompt]} if prompt in row else row for row in rows)
+    ours = {theirs: name for name, theirs in columns.items()}
+    return ({ours.get(name, name): value for name, value in row.items()} for row in rows)

@@ -1,8 +1,9 @@
 """The stage `onetrunk prefs`: prompts -> completions of a model -> pairs -> a judge's verdicts -> preference rows.
 
-With `mode: revise`, critiques and revisions for supervised fine-tuning instead. A thread samples some chunks of
-prompts ahead of the judge (feedback/overlap.py). Everything sampled or judged is kept at once: after a kill the same
-command resumes, and ends with the same file.
+With `completions: given` the rows bring the completions (`given.py`), and no model is loaded. With `mode: revise`,
+critiques and revisions for supervised fine-tuning instead. A thread samples some chunks of prompts ahead of the judge
+(feedback/overlap.py). Everything sampled or judged is kept at once: after a kill the same command resumes, and ends
+with the same file.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback import preferences, revision
 from onetrunk.feedback.asking import Asker, FailureLimit
+from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
-from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
+from onetrunk.feedback.preferences import (
+    PreferenceMaker,
+    PreferenceStatistics,
+    RatedStatistics,
+    SourceStatistics,
+    counts_of,
+    merged_judge_statistics,
+)
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
@@ -32,18 +42,22 @@ from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments
+from onetrunk.stages.judging import measured_words
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
+from onetrunk.stages.prefs.given import GivenItem, GivenSource
 from onetrunk.stages.prefs.output import (
     claim_folder,
     ledger_path,
+    pushed_files,
     rows_path,
     sample_table,
     statistics_path,
     warnings_of,
     write_report,
 )
+from onetrunk.stages.prefs.preview import preview
 from onetrunk.stages.prefs.ray import RaySampling
 from onetrunk.stages.prefs.sampler import PromptSource, Served, load_sampler, positions_left, sampling_servers
 from onetrunk.stages.resuming import say_where
@@ -53,6 +67,8 @@ from onetrunk.stages.tables import show
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
+# Prompts with given completions that are judged together.
+GIVEN_CHUNK = 2048
 Rows = list[dict[str, Any]]
 Product = tuple[list[PromptItem], Any]
 
@@ -67,7 +83,9 @@ class Result:
     report: Path
 
 
-def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
+def run(
+    args: PrefsArguments, judge_settings: JudgeConfig, prices: CostConfig, model_args: OptionalModelArguments
+) -> None:
     """Make the rows of a run (or merge finished shards), and print a summary.
 
     Raises:
@@ -79,11 +97,15 @@ def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArgu
             " device, each with its own shard (--shard 0/2, --shard 1/2)"
         )
     folder = require_output_dir(args.output_dir)
+    if not args.preview:
+        require_push(args, "dataset")
     if args.merge_shards is not None:
         result = merge_shards(args, folder)
     else:
         with held_folder(folder, args.part.suffix()):
-            result = make(args, judge_settings, model_args, folder)
+            result = make(args, judge_settings, prices, model_args, folder)
+            if result is None:
+                return
         samples = list(islice(read_rows(result.path), args.num_samples_to_print))
         if samples:
             show(sample_table(samples))
@@ -91,29 +113,76 @@ def run(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArgu
         print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
     say_where(write_report_of(folder) if args.part.count == 1 else None, "prefs")
+    if args.push_to_hub:
+        where = push_folder(folder, args, "the rows are", repo_type="dataset", patterns=pushed_files(args.kind))
+        print(f"prefs: pushed the rows to {where}")
 
 
-def make(args: PrefsArguments, judge_settings: JudgeConfig, model_args: ModelArguments, folder: Path) -> Result:
-    """Check everything that can be checked before a large model loads; load constitution and judge; make the rows."""
-    if not args.streaming:
+def make(
+    args: PrefsArguments,
+    judge_settings: JudgeConfig,
+    prices: CostConfig,
+    model_args: ModelArguments,
+    folder: Path,
+) -> Result | None:
+    """Check everything that can be checked before a large model loads; load constitution and judge; make the rows.
+
+    Returns None for a preview, which makes none.
+    """
+    given = GivenSource(args) if args.completions == "given" else None
+    if given is None and not args.streaming:
         prompt_rows(load_dataset_rows(args))
     constitution = load_constitution(judge_settings.constitution)
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
+    costs = Costs(folder, [] if judge is None else [judge], prices, args.part.suffix())
     if judge is not None:
         check_judge(judge)
+        measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
-        return make_rows(args, model_args, constitution, judge, folder)
+        if given is not None:
+            return make_given_rows(args, given, constitution, judge, folder, costs)
+        return make_rows(args, model_args, constitution, judge, folder, costs)
     except (KeyboardInterrupt, Terminated):
         say("everything sampled and judged is kept; run the same command again to resume", after_bar=True)
         raise
+    finally:
+        costs.save()
+
+
+def make_given_rows(
+    args: PrefsArguments, source: GivenSource, constitution: Constitution, judge: Judge, folder: Path, costs: Costs
+) -> Result | None:
+    """Label the completions that the rows bring, or resume; errors as `make_rows`."""
+    with Ledger(ledger_path(folder, args.part)) as ledger:
+        settings = args.deciding() | {
+            "constitution": f"{constitution.name} {constitution.version}",
+            "judge": judge.identity,
+            "critic": None,
+            "model": None,
+        }
+        if args.part.count == 1:
+            delete_temporaries(folder)
+        claim_folder(folder, settings, args.overwrite_output_dir)
+        flow = GivenFlow(args, source.counts, ledger, judge, constitution, costs)
+        if args.preview:
+            return preview(flow, source)
+        about = _about(args, None, constitution, judge)
+        return _write_rows(flow, source, folder, StopFlag(), about)
 
 
 def make_rows(
-    args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None, folder: Path
-) -> Result:
+    args: PrefsArguments,
+    model_args: ModelArguments,
+    constitution: Constitution,
+    judge: Judge | None,
+    folder: Path,
+    costs: Costs | None = None,
+) -> Result | None:
     """Make the rows of a run in its folder, or resume it. The judge is None for revisions.
+
+    `costs` holds the budget; None: no budget. Returns None for a preview.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
@@ -140,9 +209,11 @@ def make_rows(
         if critic is not None:
             flow: Flow = RevisionFlow(args, source.counts, sampler, critic, constitution)
         else:
-            flow = PairFlow(args, source.counts, sampler, judge, constitution)
+            flow = PairFlow(args, source.counts, sampler, judge, constitution, costs)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
+            if args.preview:
+                return preview(flow, source)
         about = _about(args, model_args, constitution, judge) | {"sampled by": sampled_by(args, sampler, critic)}
         return _write_rows(flow, source, folder, stop, about)
 
@@ -172,30 +243,51 @@ class Flow(ABC):
             return self.remote(chunks)
         return ((items, self.sampler.sample(items, self.args.num_generations)) for items in chunks)
 
+    @property
+    def chunk_size(self) -> int:
+        """Prompts that are labelled together."""
+        return self.args.prompts_per_chunk
+
     @abstractmethod
     def label(self, items: list[PromptItem], product: Any) -> Rows:
         """Return the rows of a chunk; runs in the main thread."""
+
+    def spent(self) -> dict[str, str]:
+        """Return what the judge has cost so far, for the progress bar."""
+        asker: Asker | None = getattr(self, "asker", None)
+        return {} if asker is None or asker.costs is None else asker.costs.shown()
 
     def statistics(self) -> dict[str, Any]:
         return {"counts": counts_of(self.counts)}
 
 
-class PairFlow(Flow):
-    columns = preferences.COLUMNS
+class JudgedFlow(Flow):
+    """Completions are compared by a judge."""
 
     def __init__(
         self,
         args: PrefsArguments,
         counts: Counter[str],
-        sampler: TextSampler,
+        ledger: Ledger,
         judge: Judge,
         constitution: Constitution,
+        costs: Costs | None = None,
     ):
-        super().__init__(args, counts, sampler)
+        self.args, self.counts = args, counts
+        self.columns = preferences.COLUMNS_OF[args.output_rows]
         limit = FailureLimit(args.max_failed_fraction, judge.name)
-        self.asker = Asker(judge, constitution, sampler.ledger, limit, args.both_orders)
+        self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs, args.judge_by)
         self.maker = PreferenceMaker(
-            self.asker, args.seed, args.pairing, args.pairs_per_prompt, args.keep_ties, counts
+            self.asker,
+            args.seed,
+            args.pairing,
+            args.pairs_per_prompt,
+            args.keep_ties,
+            counts,
+            row_statistics(args.kind),
+            tie_margin=args.tie_margin,
+            output_rows=args.output_rows,
+            people_weight=args.people_weight,
         )
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
@@ -206,6 +298,45 @@ class PairFlow(Flow):
         judge, rows = merged_judge_statistics([sums]), self.maker.statistics.as_dict()
         statistics = super().statistics() | {"judge": judge, "rows": rows}
         return statistics if self.args.part.count == 1 else statistics | {"judge_sums": sums}
+
+
+class PairFlow(JudgedFlow):
+    """The completions are sampled."""
+
+    def __init__(
+        self,
+        args: PrefsArguments,
+        counts: Counter[str],
+        sampler: TextSampler,
+        judge: Judge,
+        constitution: Constitution,
+        costs: Costs | None = None,
+    ):
+        super().__init__(args, counts, sampler.ledger, judge, constitution, costs)
+        self.sampler = sampler
+
+
+class GivenFlow(JudgedFlow):
+    """The rows bring the completions."""
+
+    @property
+    def chunk_size(self) -> int:
+        # Nothing is sampled, and a server should not wait for the last answer of a few questions.
+        return max(self.args.prompts_per_chunk, GIVEN_CHUNK)
+
+    def produced(self, chunks: Iterator[list[GivenItem]]) -> Iterator[Product]:
+        return ((items, [item.texts() for item in items]) for items in chunks)
+
+    def label(self, items: list[GivenItem], product: Any) -> Rows:
+        return self.maker.rows(items, product, [item.group for item in items])
+
+    def statistics(self) -> dict[str, Any]:
+        statistics = super().statistics() | {"sources": self.maker.sources.as_dict()}
+        return statistics if self.args.part.count == 1 else statistics | {"source_sums": vars(self.maker.sources)}
+
+
+def row_statistics(kind: str) -> PreferenceStatistics | RatedStatistics:
+    return PreferenceStatistics() if kind == "pairs" else RatedStatistics()
 
 
 class RevisionFlow(Flow):
@@ -236,13 +367,15 @@ class RevisionFlow(Flow):
         return rows
 
 
-def _write_rows(flow: Flow, source: PromptSource, folder: Path, stop: StopFlag, about: dict[str, Any]) -> Result:
+def _write_rows(
+    flow: Flow, source: PromptSource | GivenSource, folder: Path, stop: StopFlag, about: dict[str, Any]
+) -> Result:
     """Write the rows of every prompt, then the statistics and the card.
 
     `stop` is set if the run ends early, so that sampling ends too; `about` are facts for the card.
     """
     args, num_rows = flow.args, 0
-    path = rows_path(folder, args.mode, args.output_format, args.part)
+    path = rows_path(folder, args.kind, args.output_format, args.part)
     bar = tqdm(total=source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
     with bar, rows_file(path, lambda: table_schema(flow.columns, source.conversational)) as write:
 
@@ -253,10 +386,10 @@ def _write_rows(flow: Flow, source: PromptSource, folder: Path, stop: StopFlag, 
             write(rows)
             num_rows += len(rows)
             counts = {name: flow.counts[name] for name in ("pairs", "abstained", "unjudged") if flow.counts[name]}
-            bar.set_postfix(counts | {"rows": num_rows}, refresh=False)
+            bar.set_postfix(counts | {"rows": num_rows} | flow.spent(), refresh=False)
             bar.update(len(items))
 
-        products = flow.produced(chunked(source, args.prompts_per_chunk))
+        products = flow.produced(chunked(source, flow.chunk_size))
         overlapped(products, consume, max_waiting=args.max_waiting_chunks, stop=stop)
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
@@ -277,28 +410,35 @@ def sampled_by(args: PrefsArguments, sampler: TextSampler, critic: TextSampler |
 
 
 def _about(
-    args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None
+    args: PrefsArguments, model_args: ModelArguments | None, constitution: Constitution, judge: Judge | None
 ) -> dict[str, Any]:
-    """Return facts about the run for the card; only the last part of paths on this machine."""
+    """Return facts about the run for the card; only the last part of paths on this machine.
+
+    `model_args` is None where the rows bring the completions.
+    """
 
     def name(path: str) -> str:
         return path.rstrip("/").split("/")[-1] if Path(path).exists() else path
 
-    facts: dict[str, Any] = {
-        "mode": args.mode,
-        "format": args.output_format,
-        "model": name(model_args.model_name_or_path),
-        "prompts": name(args.dataset_name),
-        "constitution": f"{constitution.name} ({constitution.version[:12]})",
-        "completions per prompt": args.num_generations,
-        "temperature": args.temperature,
-        "max_completion_length": args.max_completion_length,
-        "seed": args.seed,
-    }
+    facts: dict[str, Any] = {"mode": args.kind, "format": args.output_format}
+    if model_args is None:
+        facts |= {"completions": f"those of {name(args.dataset_name)}"}
+        facts |= {"people_weight": args.people_weight} if args.people_weight else {}
+    else:
+        facts |= {"model": name(model_args.model_name_or_path), "prompts": name(args.dataset_name)}
+    facts["constitution"] = f"{constitution.name} ({constitution.version[:12]})"
+    if model_args is not None:
+        facts |= {
+            "completions per prompt": args.num_generations,
+            "temperature": args.temperature,
+            "max_completion_length": args.max_completion_length,
+        }
+    facts["seed"] = args.seed
     if judge is None:
         critic = {"critic": name(args.critic_model)} if args.critic_model else {}
         return facts | critic | {"revisions": args.num_revisions}
-    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+    facts |= {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+    return facts | measured_words(args.judge_report, [judge])
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:
@@ -310,27 +450,33 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Result:
     """
     count = args.merge_shards
     claim_folder(folder, args.deciding(), overwrite=False)
-    files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)
+    files = shard_files(rows_path(folder, args.kind, args.output_format, Shard()), count)
     parts = [read_json(statistics_path(folder, Shard(i, count))) for i in range(count)]
     counts = sum((Counter(part["counts"]) for part in parts), Counter())
     statistics: dict[str, Any] = {"counts": counts_of(counts)}
-    row_statistics, num_rows = PreferenceStatistics(), 0
+    of_rows, num_rows = row_statistics(args.kind), 0
     for file in files:
         for row in read_rows(file):
             num_rows += 1
             if args.mode == "pairs":
-                row_statistics.add([row])
+                of_rows.add([row])
     if args.mode == "pairs":
         statistics["judge"] = merged_judge_statistics(part["judge_sums"] for part in parts)
-        statistics["rows"] = row_statistics.as_dict()
+        statistics["rows"] = of_rows.as_dict()
+    if args.completions == "given":
+        sources = SourceStatistics()
+        for part in parts:
+            sources.merge(part["source_sums"])
+        statistics["sources"] = sources.as_dict()
     report = write_report(folder, Shard(), statistics, files[0], parts[0]["about"])
     return Result(folder / "data", num_rows, statistics, report)
 
 
 parse_prefs = partial(
     parse,
-    dataclass_types=(PrefsArguments, JudgeConfig, ModelArguments),
+    dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments),
     verb="prefs",
     description="Make preference data, or revised completions, with a judge or a constitution.",
+    check=lambda args, settings, prices, model_args: check_model_is_named(args, model_args),
 )
 main = partial(run_stage, "prefs", parse_prefs, run)

@@ -23,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.checkpoints.settings import is_free
+from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.state import FREE_IN_PPO
 from onetrunk.stages.options.reading import read_mapping
 from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.plain_arguments import PushArguments
 from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
 # In the order in which a model goes through them.
-STAGE_VERBS = ("sft", "prefs", "reward", "distill", "ppo", "eval")
+STAGE_VERBS = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
@@ -172,10 +174,14 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     """Return the names of a stage's settings that may change without changing what it produces.
 
     For a training these are the settings that its trainer calls free; for `prefs` those that do not decide the rows.
+    What a judge may cost, and where a result is uploaded, decides nothing.
     """
+    costs = {f.name for f in (*fields(CostConfig), *fields(PushArguments))}
     if verb == "prefs":
         decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
-        return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides)
+        return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides) | costs
+    if verb == "judge":
+        return frozenset({"max_failed_fraction", "num_samples_to_print", *costs})
     args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
     if args is None:
         return frozenset()

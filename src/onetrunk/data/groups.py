@@ -1,0 +1,335 @@
+"""Completions that exist already: pairs, groups and logged conversations, in the usual shapes of datasets.
+
+pairs    `chosen`, `rejected`, and `prompt` (text, messages, or left out): the first is better
+lists    the same with lists of texts (RewardBench 2): each of the first is better than each of the second
+choices  `input`, `targets` {choices, labels} (HHH alignment): choices with label 1 are better than those with label 0
+groups   `prompt`, `completions`: texts, or dicts with `text`, `response`, `completion` or `content`, and `model`
+logs     `prompt` and `completion`, or `messages`: rows of one prompt belong together
+
+A side that is a list of messages may begin with the prompt's messages, as in UltraFeedback-binarized. Optional
+columns: `subset`, `reference` (an answer that is known to be good), `source` (of a log: who wrote it), `probability`
+(that `chosen` is better) and the flags `*_stopped` of `preferences.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onetrunk.data.rows import ROLES, conversation_fault, prompt_fault, raise_faults, text_fault, type_fault
+from onetrunk.types import Message, Prompt, as_text
+
+Row = Mapping[str, Any]
+# Where the text of a completion and the name of its author stand in a dict.
+TEXT_KEYS, AUTHOR_KEYS = ("text", "response", "completion", "content"), ("model", "source", "name")
+MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
+SIDES = ("chosen", "rejected")
+ALL = "all"
+EXPECTED = (
+    "chosen and rejected (with prompt, or beginning with it), input and targets, prompt and completions, prompt and"
+    " completion, or messages"
+)
+# Older names of the roles of a conversation.
+OLD_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Completions of one prompt.
+
+    Args:
+        prompt: text or conversation.
+        texts: the completions, as a judge reads them.
+        num_better: the first so many are better than each of the others; 0: nothing is known.
+        probability: of that, above 0.5 up to 1; 0.5: people call them equal.
+        authors: who wrote each completion; "" if that is not known.
+        stopped: False for a completion that was cut off at a length limit.
+        subset: the part of the dataset that it belongs to.
+        reference: an answer that is known to be good; None without one.
+    """
+
+    prompt: Prompt
+    texts: tuple[str, ...]
+    num_better: int = 0
+    probability: float = 1.0
+    authors: tuple[str, ...] = ()
+    stopped: tuple[bool, ...] = ()
+    subset: str = ALL
+    reference: str | None = None
+
+    def author(self, index: int) -> str:
+        """Return who wrote a completion; "" if that is not known."""
+        return self.authors[index] if self.authors else ""
+
+    def is_whole(self, index: int) -> bool:
+        """Return whether a completion ended by itself."""
+        return self.stopped[index] if self.stopped else True
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return the labelled pairs as indices of `texts`: each better completion with each of the others."""
+        others = range(self.num_better, len(self.texts))
+        return [(better, other) for better in range(self.num_better) for other in others]
+
+
+def shape_of(columns: Iterable[str], row: Row) -> str:
+    """Return the name of the shape of rows with these columns, the first of which is `row`.
+
+    Raises:
+        ValueError: none of the shapes.
+    """
+    names = set(columns)
+    if set(SIDES) <= names:
+        is_list = all(isinstance(row[name], list) and row[name] for name in SIDES)
+        return "lists" if is_list and any(isinstance(row[name][0], str) for name in SIDES) else "pairs"
+    if {"input", "targets"} <= names:
+        return "choices"
+    if {"prompt", "completions"} <= names:
+        return "groups"
+    if {"prompt", "completion"} <= names or names & set(MESSAGE_COLUMNS):
+        return "logs"
+    raise ValueError(
+        f"the dataset has the columns {', '.join(sorted(names))}; expected {EXPECTED}: say which yours are:"
+        " dataset_columns {chosen: yours} in a recipe"
+    )
+
+
+class Bad(ValueError):
+    """What is wrong with a row, as a phrase."""
+
+
+def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
+    """Return the group that a row is; raises Bad for a row that is none.
+
+    Args:
+        row: of a dataset.
+        shape: from `shape_of`.
+        subset: where the row does not name one.
+    """
+    group = READERS[shape](row)
+    subset = row.get("subset") or subset
+    if shape in ("pairs", "lists", "choices"):
+        group = _oriented(row, group)
+    for name, text in zip(_names(group), group.texts, strict=True):
+        _require(text_fault(text), name)
+    _require(prompt_fault(group.prompt, isinstance(group.prompt, list)), "prompt")
+    reference = row.get("reference")
+    if reference is not None:
+        _require(text_fault(reference), "reference")
+    return replace(group, subset=str(subset), reference=reference)
+
+
+def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) -> Iterator[Group]:
+    """Yield the groups of rows; those of logs are joined by their prompt, in the order of its first row.
+
+    Raises:
+        ValueError: lists the bad rows, by their index; logs are checked before the first group.
+    """
+    shape, faults, logs = None, [], {}
+    for row in rows:
+        shape = shape or shape_of(columns, row)
+        group = None
+        try:
+            group = group_of(row, shape, subset)
+        except Bad as bad:
+            faults.append(str(bad))
+            continue
+        faults.append(None)
+        if shape != "logs":
+            yield group
+            continue
+        key = json.dumps(group.prompt, sort_keys=True)
+        logs.setdefault(key, []).append(group)
+    raise_faults(faults)
+    yield from (_joined(parts) for parts in logs.values())
+
+
+def labelled_groups(rows: Iterable[Row], columns: Sequence[str], subset: str = ALL) -> list[Group]:
+    """Return the groups of rows that say which completion is better.
+
+    Raises:
+        ValueError: bad rows, or rows that say nothing.
+    """
+    groups = list(read_groups(rows, columns, subset))
+    if groups and not groups[0].num_better:
+        raise ValueError(
+            f"the dataset has the columns {', '.join(sorted(columns))}, which say of no completion that it is better;"
+            " expected chosen and rejected, or input and targets {choices, labels}"
+        )
+    return groups
+
+
+def _joined(parts: Sequence[Group]) -> Group:
+    return replace(
+        parts[0],
+        texts=tuple(part.texts[0] for part in parts),
+        authors=tuple(part.author(0) for part in parts),
+        stopped=tuple(part.is_whole(0) for part in parts),
+    )
+
+
+def _oriented(row: Row, group: Group) -> Group:
+    """Return a labelled group with its better side first, and its probability from 0.5 to 1."""
+    if not 0 < group.num_better < len(group.texts):
+        raise Bad("names no better completion, or no other one")
+    if len({text.strip() for text in group.texts}) < len(group.texts) and len(group.texts) == 2:
+        raise Bad("chosen and rejected are identical: there is nothing to prefer")
+    probability = row.get("probability")
+    probability = 1.0 if probability is None else probability
+    _require(type_fault(probability, (int, float), "a number"), "probability")
+    if not 0 <= probability <= 1:
+        raise Bad(f"probability is {probability}, expected a number from 0 to 1")
+    if probability >= 0.5:
+        return replace(group, probability=float(probability))
+    if len(group.texts) != 2:
+        raise Bad(f"probability is {probability} of several completions; put the better ones into chosen")
+    flipped = replace(group, texts=group.texts[::-1], authors=group.authors[::-1], stopped=group.stopped[::-1])
+    return replace(flipped, probability=1 - float(probability))
+
+
+def _pair(row: Row) -> Group:
+    sides = [row[name] for name in SIDES]
+    if any(isinstance(side, list) for side in sides):
+        prompt, sides = _without_prompt(row.get("prompt"), [_messages(side, name) for side, name in _named(sides)])
+    elif "prompt" in row:
+        prompt = _prompt(row["prompt"])
+    else:
+        prompt, sides = _shared_text(sides)
+    for side, name in _named(sides):
+        _require(None if isinstance(side, list) else text_fault(side), name)
+    texts = tuple(as_text(side) for side in sides)
+    stopped = tuple(_stopped(row, name) for name in SIDES)
+    authors = tuple(str(row.get(f"{name}_model") or "") for name in SIDES)
+    return Group(prompt, texts, 1, authors=authors, stopped=stopped)
+
+
+def _lists(row: Row) -> Group:
+    for name in SIDES:
+        if not all(isinstance(text, str) for text in row[name]):
+            raise Bad(f"{name} is a list with something else than texts")
+    chosen, rejected = (tuple(row[name]) for name in SIDES)
+    return Group(_prompt(row.get("prompt")), chosen + rejected, len(chosen))
+
+
+def _choices(row: Row) -> Group:
+    targets = row["targets"]
+    if not isinstance(targets, Mapping) or not {"choices", "labels"} <= set(targets):
+        raise Bad("targets is not a mapping with choices and labels")
+    choices, labels = list(targets["choices"]), list(targets["labels"])
+    if len(choices) != len(labels) or not all(isinstance(choice, str) for choice in choices):
+        raise Bad("targets has not one label per choice")
+    better = [choice for choice, label in zip(choices, labels, strict=True) if label]
+    others = [choice for choice, label in zip(choices, labels, strict=True) if not label]
+    return Group(_prompt(row["input"]), (*better, *others), len(better))
+
+
+def _group(row: Row) -> Group:
+    completions = row["completions"]
+    _require(type_fault(completions, (list,), "a list"), "completions")
+    texts, authors = [], []
+    for index, entry in enumerate(completions):
+        text, author = entry, ""
+        if isinstance(entry, Mapping):
+            text = next((entry[key] for key in TEXT_KEYS if entry.get(key)), None)
+            author = next((str(entry[key]) for key in AUTHOR_KEYS if entry.get(key)), "")
+        elif isinstance(entry, list):
+            text = as_text(_messages(entry, f"completion {index}"))
+        _require(text_fault(text), f"completion {index}")
+        texts.append(text)
+        authors.append(author)
+    if len(authors) == len(row.get("models") or ()) and not any(authors):
+        authors = [str(name) for name in row["models"]]
+    return Group(_prompt(row["prompt"]), tuple(texts), authors=tuple(authors))
+
+
+def _log(row: Row) -> Group:
+    author = (next((str(row[key]) for key in AUTHOR_KEYS if isinstance(row.get(key), str)), ""),)
+    stopped = (_stopped(row, "completion"),)
+    if row.get("completion") is not None:
+        completion = row["completion"]
+        completion = _messages(completion, "completion") if isinstance(completion, list) else completion
+        _require(None if isinstance(completion, list) else text_fault(completion), "completion")
+        return Group(_prompt(row["prompt"]), (as_text(completion),), authors=author, stopped=stopped)
+    name = next((column for column in MESSAGE_COLUMNS if column in row), "completion")
+    messages = _messages(row.get(name), name)
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise Bad(f"{name} does not end with an answer of the assistant")
+    return Group(messages[:-1], (messages[-1]["content"],), authors=author, stopped=stopped)
+
+
+READERS: dict[str, Callable[[Row], Group]] = {
+    "pairs": _pair,
+    "lists": _lists,
+    "choices": _choices,
+    "groups": _group,
+    "logs": _log,
+}
+
+
+def _without_prompt(prompt: Any, sides: Sequence[list[Message]]) -> tuple[Prompt, list[list[Message]]]:
+    """Return the prompt of two conversations, and what follows it in each."""
+    first, second = sides
+    shared = 0
+    while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
+        shared += 1
+    beginning, rest = first[:shared], [side[shared:] for side in sides]
+    if isinstance(prompt, list):
+        given = _prompt(prompt)
+        return (beginning if beginning[: len(given)] == given else [*given, *beginning]), rest
+    if beginning:
+        # The sides begin with the prompt, which a text in the column prompt only repeats.
+        return beginning, rest
+    if prompt is None:
+        raise Bad("has no prompt, and chosen and rejected share no message at their beginning")
+    return _prompt(prompt), rest
+
+
+def _shared_text(sides: Sequence[Any]) -> tuple[Prompt, list[Any]]:
+    for side, name in _named(sides):
+        _require(text_fault(side), name)
+    from trl import extract_prompt  # Here: it takes seconds, and few datasets need it.
+
+    row = extract_prompt({"chosen": sides[0], "rejected": sides[1]})
+    if not row["prompt"].strip():
+        raise Bad("has no prompt, and chosen and rejected share no text at their beginning")
+    return row["prompt"], [row["chosen"], row["rejected"]]
+
+
+def _prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, list):
+        return _messages(prompt, "prompt")
+    _require(text_fault(prompt), "prompt")
+    return prompt
+
+
+def _messages(messages: Any, name: str) -> list[Message]:
+    """Return messages with `role` and `content`, from those or from the older `from` and `value`."""
+    converted = []
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, Mapping):
+            role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+            message = {"role": OLD_ROLES.get(role, role) if role not in ROLES else role, "content": content}
+        converted.append(message)
+    _require(conversation_fault(converted if isinstance(messages, list) else messages), name)
+    return converted
+
+
+def _stopped(row: Row, name: str) -> bool:
+    """Return whether a completion ended by itself; also where only other rows have the column, which is None here."""
+    return row.get(f"{name}_stopped") is not False
+
+
+def _named(sides: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    yield from zip(sides, SIDES, strict=True)
+
+
+def _names(group: Group) -> list[str]:
+    if not group.num_better:
+        return ["completion"] * len(group.texts)
+    return ["chosen" if index < group.num_better else "rejected" for index in range(len(group.texts))]
+
+
+def _require(fault: str | None, name: str) -> None:
+    if fault:
+        raise Bad(f"{name} {fault}")

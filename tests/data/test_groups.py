@@ -1,0 +1,128 @@
+"""Completions that exist already: every shape of dataset becomes the same groups, and a bad row is named."""
+
+import pytest
+
+from onetrunk.data.groups import Group, labelled_groups, read_groups, shape_of
+
+USER = {"role": "user", "content": "Name a bird."}
+ROBIN, STONE = ({"role": "assistant", "content": text} for text in ("A robin.", "A stone."))
+
+
+def groups(rows, **options):
+    return list(read_groups(rows, list(rows[0]), **options))
+
+
+def test_text_pairs_with_a_prompt_and_a_subset():
+    rows = [{"prompt": "Name a bird.", "chosen": "A robin.", "rejected": "A stone.", "subset": "easy", "id": 3}]
+    assert groups(rows) == [
+        Group("Name a bird.", ("A robin.", "A stone."), 1, authors=("", ""), stopped=(True, True), subset="easy")
+    ]
+
+
+def test_sides_that_begin_with_the_prompt_are_cut_where_it_ends():
+    # UltraFeedback-binarized: prompt is text, both sides are whole conversations.
+    h4 = {"prompt": "Name a bird.", "chosen": [USER, ROBIN], "rejected": [USER, STONE], "messages": [USER, ROBIN]}
+    # Conversational with an explicit prompt, as TRL writes it.
+    explicit = {"prompt": [USER], "chosen": [ROBIN], "rejected": [STONE]}
+    implicit = {"chosen": [USER, ROBIN], "rejected": [USER, STONE]}
+    both = {"prompt": [USER], "chosen": [USER, ROBIN], "rejected": [USER, STONE]}
+    for row in (h4, explicit, implicit, both):
+        (group,) = groups([row])
+        assert (group.prompt, group.texts) == ([USER], ("A robin.", "A stone."))
+
+
+def test_a_text_prompt_with_messages_that_do_not_repeat_it_stays_text():
+    (group,) = groups([{"prompt": "Name a bird.", "chosen": [ROBIN], "rejected": [STONE]}])
+    assert (group.prompt, group.texts) == ("Name a bird.", ("A robin.", "A stone."))
+
+
+def test_text_without_a_prompt_column_shares_its_beginning():
+    before = "\n\nHuman: Name a bird.\n\nAssistant:"
+    (group,) = groups([{"chosen": f"{before} A robin.", "rejected": f"{before} No, I will not."}])
+    assert group.prompt == before and [text.strip() for text in group.texts] == ["A robin.", "No, I will not."]
+
+
+def test_a_best_of_four_row_compares_each_better_one_with_each_of_the_others():
+    rows = [{"prompt": "p", "chosen": ["a", "b"], "rejected": ["c", "d"], "subset": "Ties"}]
+    (group,) = groups(rows)
+    assert group.texts == ("a", "b", "c", "d") and group.pairs() == [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def test_choices_with_labels_are_ordered_by_them():
+    rows = [{"input": "Is it safe?", "targets": {"choices": ["Yes.", "No."], "labels": [0, 1]}}]
+    (group,) = groups(rows, subset="harmless")
+    assert (group.prompt, group.texts, group.num_better) == ("Is it safe?", ("No.", "Yes."), 1)
+    assert group.subset == "harmless"
+
+
+def test_a_probability_below_one_half_turns_the_pair_around():
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "probability": 0.25, "chosen_stopped": False}]
+    (group,) = groups(rows)
+    assert group.texts == ("b", "a") and group.probability == 0.75 and group.stopped == (True, False)
+
+
+def test_groups_of_several_models_keep_their_authors():
+    rows = [
+        {"prompt": "p", "completions": [{"model": "m1", "response": "a"}, {"model": "m2", "response": "b"}]},
+        {"prompt": "q", "completions": [{"model": "m1", "response": "c"}]},
+    ]
+    first, second = groups(rows)
+    assert (first.texts, first.authors, first.num_better) == (("a", "b"), ("m1", "m2"), 0)
+    assert second.author(0) == "m1" and second.is_whole(0)
+    (named,) = groups([{"prompt": "p", "completions": ["a", "b"], "models": ["m1", "m2"]}])
+    assert named.authors == ("m1", "m2")
+
+
+def test_logged_conversations_are_joined_by_their_prompt():
+    older = [{"from": "human", "value": "Name a bird."}, {"from": "gpt", "value": "A stone."}]
+    rows = [
+        {"messages": [USER, ROBIN], "model": "m1"},
+        {"messages": [{"role": "user", "content": "Other?"}, ROBIN], "model": "m1"},
+        {"messages": older, "model": "m2"},
+    ]
+    first, second = groups(rows)
+    assert first.texts == ("A robin.", "A stone.") and first.authors == ("m1", "m2")
+    assert second.prompt == [{"role": "user", "content": "Other?"}]
+    (pair,) = groups([{"prompt": "p", "completion": "a"}, {"prompt": "p", "completion": "b"}])
+    assert pair.texts == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": " "}, "row 1: rejected is empty"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a "}, "row 1: chosen and rejected are identical"),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, "row 1: prompt is missing"),
+        ({"prompt": "p", "chosen": None, "rejected": "b"}, "row 1: chosen is missing"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "probability": 2}, "row 1: probability is 2, expected"),
+    ],
+)
+def test_a_bad_row_is_named_with_what_is_wrong(row, fault):
+    good = {"prompt": "p", "chosen": "a", "rejected": "b", "probability": 1.0}
+    with pytest.raises(ValueError, match="1 of 3 rows cannot be used") as raised:
+        groups([good, row, good])
+    assert fault in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"input": "p", "targets": {"choices": ["a", "b"], "labels": [1]}}, "not one label per choice"),
+        ({"input": "p", "targets": {"choices": ["a", "b"], "labels": [0, 0]}}, "names no better completion"),
+        ({"prompt": "p", "chosen": ["a"], "rejected": [3]}, "something else than texts"),
+        ({"prompt": "p", "completions": ["a", None]}, "completion 1 is missing"),
+        ({"messages": [USER]}, "does not end with an answer"),
+        ({"chosen": [ROBIN], "rejected": [STONE]}, "share no message"),
+    ],
+)
+def test_each_shape_names_its_own_faults(row, fault):
+    with pytest.raises(ValueError, match="1 of 1 rows") as raised:
+        groups([row])
+    assert fault in str(raised.value)
+
+
+def test_other_columns_are_answered_with_the_shapes_that_there_are():
+    with pytest.raises(ValueError, match="expected chosen and rejected .with prompt, or beginning with it."):
+        shape_of(["question", "answer"], {"question": "q", "answer": "a"})
+    with pytest.raises(ValueError, match="which say of no completion that it is better"):
+        labelled_groups([{"prompt": "p", "completions": ["a", "b"]}], ["prompt", "completions"])

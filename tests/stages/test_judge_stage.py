@@ -1,0 +1,364 @@
+"""`onetrunk judge`: figures worked out by hand, known biased judges exposed, and the verb from start to end."""
+
+import json
+import math
+
+import pytest
+from datasets import Dataset
+
+from onetrunk import cli
+from onetrunk.data.groups import Group
+from onetrunk.judges.verdicts import PairLabel
+from onetrunk.stages.judge.metrics import (
+    Judged,
+    agreement,
+    cohens_kappa,
+    findings,
+    judge_metrics,
+    wilson_interval,
+)
+from tests.judges.stub_server import StubServer
+from tests.stages.recipes import ROOT, load_recipe_module
+
+REAL = ROOT.parent / "shared" / "data" / "gsm8k_model_solutions.jsonl"
+gsm8k = load_recipe_module("gsm8k-tiny", "prepare_preferences")
+
+LENGTHS = """
+def longer(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def right(prompts, completions, **columns):
+    return [float("right" in text) for text in completions]
+"""
+CONSTITUTION = """
+name: named
+principles:
+  - text: Which completion is longer?
+    tags: [longer, right]
+"""
+
+
+def label(*orders, consistent=True):
+    """Return the label of one principle that answered P(first better) in both orders."""
+    return PairLabel(sum(orders) / len(orders), consistent, (("p", tuple(orders)),))
+
+
+def row(probability_orders, better="a" * 8, other="b" * 4, people=1.0, subset="all"):
+    return Judged(Group("p", (better, other), 1, people, subset=subset), (label(*probability_orders),))
+
+
+def test_wilson_interval_is_that_of_the_textbook():
+    # Wilson 1927 by hand for 8 of 10 at z = 1.95996: (.8 + .19207) / 1.38415 +- 1.41603 * sqrt(.016 + .009604) ...
+    low, high = wilson_interval(8, 10)
+    assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson_interval(0, 5)[0] == 0 and wilson_interval(5, 5)[1] == 1
+    assert all(map(math.isnan, wilson_interval(0, 0)))
+
+
+def test_accuracy_consistency_and_one_order_by_hand():
+    rows = [row((0.9, 0.7)), row((0.9, 0.3)), row((0.5, 0.5)), row((0.2, 0.1)), row((0.9, 0.9), people=0.5)]
+    rows[1] = Judged(rows[1].group, (label(0.9, 0.3, consistent=False),))
+    metrics = judge_metrics(rows, [1.0])
+    # Right, right (mean .6, but contradictory), a tie, wrong; the last row is a tie of the people.
+    assert metrics["accuracy"] == (1 + 1 + 0.5 + 0) / 4
+    assert metrics["consistent_accuracy"] == 1 / 4
+    assert metrics["one_order_accuracy"] == (1 + 1 + 1 + 0 + 0.5 + 0.5 + 0 + 0) / 8
+    assert metrics["rows"] == 5 and metrics["equal_for_people"] == 1 and metrics["ties"] == 1
+
+
+def test_calibration_by_hand():
+    # Nine pairs at .9, of which six are right, and one at .6 that is right: |.9 - 6/9| * .9 + |.6 - 1| * .1.
+    rows = [row((0.9, 0.9))] * 6 + [row((0.1, 0.1))] * 3 + [row((0.6, 0.6))]
+    metrics = judge_metrics(rows, [1.0])
+    assert metrics["calibration_error"] == pytest.approx(abs(0.9 - 6 / 9) * 0.9 + 0.4 * 0.1, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(-(6 * math.log(0.9) + 3 * math.log(0.1) + math.log(0.6)) / 10, abs=1e-6)
+
+
+def test_the_best_of_four_is_right_only_above_all_others_and_shares_a_tie():
+    group = Group("p", ("best", "x", "y", "z"), 1)
+    right = Judged(group, (label(0.9, 0.9), label(0.6, 0.6), label(0.7, 0.7)))
+    tied = Judged(group, (label(0.9, 0.9), label(0.5, 0.5), label(0.5, 0.5)))
+    wrong = Judged(group, (label(0.9, 0.9), label(0.4, 0.4), label(0.9, 0.9)))
+    assert [r.score for r in (right, tied, wrong)] == [1, 1 / 3, 0]
+
+
+def test_a_row_without_an_answer_is_not_counted_as_wrong():
+    missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(0.9, True, (("p", (0.9, None)),), errors=1),))
+    silent = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (None, None)),), abstentions=2),))
+    metrics = judge_metrics([row((0.9, 0.9)), missing, silent], [1.0])
+    assert (metrics["accuracy"], metrics["decided"]) == (1.0, 1)
+    assert (metrics["unjudged"], metrics["abstained"]) == (1, 1)
+
+
+def test_a_judge_of_length_is_exposed_and_a_fair_one_is_not():
+    better, other = "x" * 10, "x" * 30
+    pairs = [(better, other) if i % 2 else (other, better) for i in range(60)]
+    biased = [row((0.9, 0.9) if len(a) > len(b) else (0.1, 0.1), a, b) for a, b in pairs]
+    metrics = judge_metrics(biased, [1.0])
+    length = metrics["length"]
+    assert length["preferred"] == 1.0 and length["preferred_by_people"] == 0.5
+    assert length["accuracy_more"] == 1.0 and length["accuracy_less"] == 0.0
+    assert length["log_odds_interval"][0] > 0 and length["correlation"] == pytest.approx(1.0)
+    said = " ".join(findings(metrics))
+    assert "prefers the longer completion in 100% of the pairs, people in 50%" in said
+    assert "not shown to be better than chance" in said
+    fair = judge_metrics([row((0.8, 0.8), a, b) for a, b in pairs], [1.0])
+    # Right in 80% of the words, in 100% of the pairs: under-confident, and nothing else.
+    assert [line for line in findings(fair) if "calibration error" not in line] == []
+    assert fair["length"]["log_odds"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_judge_of_markdown_is_exposed_at_equal_length():
+    plain, formatted = "the answer is here and it is whole", "**the** answer\n- is here\n- and whole"
+    plain = plain.ljust(len(formatted), ".")
+    pairs = [(plain, formatted) if i % 2 else (formatted, plain) for i in range(60)]
+    rows = [row((0.9, 0.9) if "**" in a else (0.1, 0.1), a, b) for a, b in pairs]
+    metrics = judge_metrics(rows, [1.0])
+    assert metrics["format"]["preferred"] == 1.0 and metrics["length"]["pairs_that_differ"] == 0
+    assert "prefers the more formatted completion in 100%" in " ".join(findings(metrics))
+
+
+def test_kappa_is_that_of_the_paper_and_0_for_independent_judges():
+    # Both say first in 60 of 100, the same in 70: expected .6 * .6 + .4 * .4 = .52; (.7 - .52) / .48.
+    one = [0.9] * 60 + [0.1] * 40
+    other = [0.9] * 45 + [0.1] * 15 + [0.9] * 15 + [0.1] * 25
+    assert cohens_kappa(one, other) == pytest.approx((0.7 - 0.52) / 0.48)
+    assert cohens_kappa([0.9, 0.9, 0.1, 0.1], [0.9, 0.1, 0.9, 0.1]) == 0
+    assert math.isnan(cohens_kappa([0.9, 0.9], [0.9, 0.9]))
+
+
+def test_two_judges_that_are_right_by_chance_alone_do_not_agree_because_people_do():
+    groups = [Group(f"prompt {i}", (f"better {i}", f"other {i}"), 1) for i in range(200)]
+    always = [Judged(g, (label(0.9, 0.9),)) for g in groups]
+    other = [Judged(g, (label(*([0.9] * 2 if i % 2 else [0.1] * 2)),)) for i, g in enumerate(groups)]
+    values = agreement({"always right": always, "half": other})
+    assert values["always right / people"]["kappa"] == 1.0
+    assert abs(values["always right / half"]["kappa"]) < 0.15 and values["always right / half"]["agreement"] == 0.5
+
+
+# --- the verb -------------------------------------------------------------------------------------------------------
+
+WRITTEN = [
+    {"prompt": f"prompt {i}", "chosen": f"right {'x' * (i % 7)}", "rejected": f"wrong, but longer {i}", "subset": s}
+    for i, s in enumerate(["easy", "hard"] * 12)
+]
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """Return a function that runs the verb in an empty folder on rows; it returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checks.py").write_text(LENGTHS)
+    (tmp_path / "principles.yaml").write_text(CONSTITUTION)
+
+    def call(rows, *options, out="out"):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["--dataset_name", "rows.jsonl", "--output_dir", out, *options]
+        return cli.main(["judge", *map(str, words)])
+
+    return call
+
+
+def rubric(tag):
+    return [
+        "--judge",
+        "rubric",
+        "--rubric",
+        json.dumps({tag: f"checks.py:{tag}"}),
+        "--constitution",
+        "principles.yaml",
+    ]
+
+
+def metrics_of(folder):
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judge, tmp_path, capsys):
+    assert judge(WRITTEN, *rubric("longer")) == 0
+    entry = metrics_of(tmp_path / "out")["judges"]["rubric"]
+    assert entry["all"]["accuracy"] == 0 and entry["all"]["length"]["preferred"] == 1
+    assert entry["all"]["position"]["position_consistency"] == 1
+    assert set(entry["subsets"]) == {"easy", "hard"} and entry["subsets"]["easy"]["rows"] == 12
+    page = (tmp_path / "out/_report/report.html").read_text()
+    text = (tmp_path / "out/_report/report.md").read_text()
+    for shown in (page, text):
+        assert "prefers the longer completion in 100% of the pairs, people in 0%" in " ".join(shown.split())
+        assert "Accuracy by subset" in shown and "mean of the subsets" in shown
+    for name in ("subsets", "reliability", "biases", "position"):
+        assert (tmp_path / f"out/_report/{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f'data-plot="{name}"' in page
+    lines = [json.loads(line) for line in (tmp_path / "out/pairs.jsonl").read_text().splitlines()]
+    assert len(lines) == 24 and lines[0]["judges"]["rubric"]["probability"] < 0.5
+    assert "prefers the longer completion" in capsys.readouterr().out
+
+
+def test_a_judge_on_a_server_that_takes_the_first_is_exposed_and_costs_are_counted(judge, tmp_path, capsys):
+    prices = ["--judge_prices", json.dumps({"judge-1": [2.0, 10.0]})]
+    with StubServer(bias=10.0) as stub:
+        words = ["--judge", stub.url, "--judge_model", stub.model, *prices]
+        assert judge(WRITTEN, *words) == 0
+        asked = len(stub.bodies)
+        assert judge(WRITTEN, *words) == 0  # From the ledger, but for the questions of the check at startup.
+        again = len(stub.bodies) - asked
+    values = metrics_of(tmp_path / "out")
+    position = values["judges"]["judge-1"]["all"]["position"]
+    assert position["first_slot_rate"] == 1 and position["position_consistency"] == 0
+    assert values["judges"]["judge-1"]["all"]["accuracy"] == 0.5 == values["judges"]["judge-1"]["all"]["ties"] / 48
+    costs = values["costs"]["judge-1"]
+    # Two orders of each pair once; the stub reports one token read and one written per call.
+    assert costs["questions"] == 48 and costs["calls"] == asked + again and again < 4
+    assert costs["usd"] == pytest.approx(12.0 * costs["calls"] / 1e6)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "prefers the completion shown first in 100% of its answers" in said
+
+
+def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_path):
+    with StubServer() as stub:
+        words = ["--judge", "rubric", stub.url, "--judge_model", stub.model, *rubric("right")[2:]]
+        assert judge(WRITTEN, *words) == 0
+        questions = [body for body in stub.bodies if "> prompt 3\n" in body["messages"][0]["content"]]
+    values = metrics_of(tmp_path / "out")
+    assert list(values["judges"]) == ["rubric", "judge-1", "ensemble"]
+    assert values["judges"]["rubric"]["all"]["accuracy"] == 1
+    # The ensemble is made of what the members said: nothing was bought for it.
+    assert len(questions) == 2 and values["costs"]["judge-1"]["questions"] == 48
+    rows = [json.loads(line)["judges"] for line in (tmp_path / "out/pairs.jsonl").read_text().splitlines()]
+    for said in rows:
+        mean = (said["rubric"]["probability"] + said["judge-1"]["probability"]) / 2
+        assert said["ensemble"]["probability"] == pytest.approx(mean)
+    assert values["agreement"]["rubric / people"]["kappa"] == 1
+    assert set(values["agreement"]) > {"rubric / judge-1", "judge-1 / people"}
+    assert (tmp_path / "out/_report/kappa.png").is_file()
+
+
+def test_the_shapes_of_the_usual_benchmarks_are_measured(judge, tmp_path):
+    best_of_four = [
+        {"prompt": f"p{i}", "chosen": [f"right {i}"], "rejected": ["a", "b", "c"], "subset": ("Math", "Ties")[i % 2]}
+        for i in range(6)
+    ]
+    best_of_four[1]["chosen"] = ["right", "right too"]
+    choices = [
+        {"input": f"p{i}", "targets": {"choices": ["wrong", "right"], "labels": [0, 1]}, "id": i} for i in range(4)
+    ]
+    user = {"role": "user", "content": "p"}
+    h4 = [
+        {"prompt": "p", "chosen": [user, {"role": "assistant", "content": f"right {i}"}],
+         "rejected": [user, {"role": "assistant", "content": "wrong"}]}
+        for i in range(3)
+    ]  # fmt: skip
+    for name, rows, subsets in (("rb2", best_of_four, {"Math", "Ties"}), ("hhh", choices, set()), ("h4", h4, set())):
+        (tmp_path / "checks.py").write_text(LENGTHS.replace("in text", "in str(text)"))
+        assert judge(rows, *rubric("right"), out=name) == 0
+        entry = metrics_of(tmp_path / name)["judges"]["rubric"]
+        assert entry["all"]["accuracy"] == 1 and set(entry["subsets"]) == subsets, name
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "code", "message"),
+    [
+        (WRITTEN[:2], [], 2, "judge is not set; name who is measured"),
+        (WRITTEN[:2], ["--judge", "rubric"], 1, "rubric is not set; give the check of each tag"),
+        ([{"prompt": "p", "completions": ["a", "b"]}], [*rubric("longer")], 1, "say of no completion"),
+        ([{"prompt": "p", "chosen": "a", "rejected": "a"}], [*rubric("longer")], 1, "1 of 1 rows cannot be used"),
+        (WRITTEN[:2], [*rubric("longer"), "--fewest_rows", "0"], 2, "fewest_rows is 0; set it to 1 or more"),
+        (WRITTEN[:2], [*rubric("longer"), "--judge_budget_usd", "3"], 2, "judge_prices is not"),
+        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"gpt": [1, 2]}'], 1, "judges of this run are rubric"),
+        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"rubric": [1]}'], 2, "two numbers of 0 or more"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(judge, capsys, rows, options, code, message):
+    assert judge(rows, *options) == code
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_a_budget_stops_the_run_with_everything_kept_and_a_larger_one_continues(judge, tmp_path, capsys):
+    # Two tokens of a million dollars per million each: 2 USD per call.
+    prices = ["--judge_prices", json.dumps({"judge-1": [1e6, 1e6]})]
+    with StubServer() as stub:
+        words = ["--judge", stub.url, "--judge_model", stub.model, "--judge_max_concurrency", "2", *prices]
+        assert judge(WRITTEN, *words, "--judge_budget_usd", "30") == 1
+        said = capsys.readouterr().err
+        assert "judge_budget_usd is 30; all answers are kept" in said and not (tmp_path / "out/metrics.json").exists()
+        kept = len((tmp_path / "out/ledger/verdicts.jsonl").read_text().splitlines())
+        assert 8 <= kept <= 15
+        assert judge(WRITTEN, *words, "--judge_budget_usd", "1000") == 0
+    costs = metrics_of(tmp_path / "out")["costs"]["judge-1"]
+    assert costs["questions"] == 48 and costs["usd"] == pytest.approx(2 * costs["calls"])
+
+
+def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(judge, tmp_path, capsys):
+    assert judge(WRITTEN, *rubric("right")) == 0
+    given = ["--completions", "given", "--dataset_name", "rows.jsonl", "--judge_report", "out"]
+    assert cli.main(["prefs", *given, *rubric("right"), "--output_dir", "rows"]) == 0
+    card = (tmp_path / "rows/README.md").read_text()
+    assert "judge rubric, measured" in card and "agrees with people on 100.0%" in card and "of 24 rows" in card
+    capsys.readouterr()
+    assert cli.main(["prefs", *given, *rubric("longer"), "--output_dir", "other"]) == 1
+    assert "judge_report out measured rubric, and this run is judged by rubric" in capsys.readouterr().err
+    assert cli.main(["prefs", *given[:-1], "absent", *rubric("right"), "--output_dir", "other"]) == 1
+    assert "judge_report absent is no folder" in capsys.readouterr().err
+
+
+def test_ratings_are_measured_as_pairs_are(judge, tmp_path):
+    check = LENGTHS.replace('[float("right" in text)', '[0.5 + 0.5 * ("right" in text)')
+    (tmp_path / "checks.py").write_text(check)
+    assert judge(WRITTEN, *rubric("right"), "--judge_by", "ratings") == 0
+    values = metrics_of(tmp_path / "out")
+    metrics = values["judges"]["rubric"]["all"]
+    assert metrics["accuracy"] == 1 and metrics["position"]["first_slot_rate"] == 0.5
+    # Two completions of each row, once each; P = 1/2 + (1 - 1/2) / 2.
+    assert values["costs"]["rubric"]["questions"] == 2 * 24
+    line = json.loads((tmp_path / "out/pairs.jsonl").read_text().splitlines()[0])
+    assert line["judges"]["rubric"]["probability"] == 0.75
+
+
+OWN = """
+import json
+from pathlib import Path
+
+from onetrunk.judges.base import Judge, Verdict
+
+
+class First(Judge):
+    name, identity = "first", {"kind": "always the first"}
+
+    def _answer(self, items, principle, keep):
+        for index in range(len(items)):
+            keep(index, Verdict(0.95))
+
+
+class Knowing(Judge):
+    name, identity = "knowing", {"kind": "knows which are right"}
+
+    def _answer(self, items, principle, keep):
+        right = set(json.loads(Path("right.json").read_text()))
+        for index, pair in enumerate(items):
+            keep(index, Verdict(0.97 if pair.first in right else 0.03))
+"""
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
+def test_on_solutions_of_models_biased_judges_are_exposed_and_one_that_knows_is_not(judge, tmp_path):
+    solved = Dataset.from_list([json.loads(line) for line in REAL.read_text().splitlines()[:150]])
+    rows = [{**pair, "subset": ("even", "odd")[len(pair["prompt"]) % 2]} for pair in gsm8k.solution_pairs(solved)]
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "right.json").write_text(json.dumps([row["chosen"] for row in rows]))
+    assert judge(rows, "--judge", "rubric", "own.py:First", "own.py:Knowing", *rubric("longer")[2:]) == 0
+    values = metrics_of(tmp_path / "out")
+    first, longer, knowing = (values["judges"][name]["all"] for name in ("first", "rubric", "knowing"))
+    assert first["rows"] == len(rows) > 100 and set(values["judges"]["knowing"]["subsets"]) == {"even", "odd"}
+    assert first["position"]["first_slot_rate"] == 1 and first["position"]["position_consistency"] == 0
+    assert first["accuracy"] == 0.5 and first["accuracy_interval"][0] < 0.5
+    assert longer["length"]["preferred"] == 1 > 0.6 > longer["length"]["preferred_by_people"]
+    assert longer["length"]["accuracy_more"] == 1 and longer["length"]["accuracy_less"] == 0
+    assert knowing["accuracy"] == 1 and values["judges"]["knowing"]["findings"] == []
+    assert values["agreement"]["knowing / people"]["kappa"] == 1
+    # The first one is always for one side, so it agrees with the others by chance alone.
+    assert abs(values["agreement"]["first / knowing"]["kappa"]) < 1e-9
+    text = " ".join((tmp_path / "out/_report/report.md").read_text().split())
+    assert "prefers the completion shown first in 100% of its answers" in text
+    assert "prefers the longer completion in 100% of the pairs, people in" in text
+    assert "not shown to be better than chance" in text

@@ -1,0 +1,206 @@
+"""`onetrunk prefs` with completions that exist: every shape becomes rows that trainers take, without a model."""
+
+import json
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.feedback.shards import read_rows
+from onetrunk.judges.base import digest
+from tests.judges.stub_server import StubServer
+
+CHECKS = """
+def longer(prompts, completions, **columns):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [min(1.0, len(text) / 20) for text in texts]
+"""
+CONSTITUTION = "name: t\nprinciples:\n  - {text: 'Which is longer?', tags: [longer]}\n"
+PAIRS = [{"prompt": f"prompt {i}", "chosen": "short", "rejected": "much longer " + "x" * (i % 5)} for i in range(12)]
+GROUPS = [
+    {
+        "prompt": f"prompt {i}",
+        "completions": [{"model": "m1", "text": "a"}, {"model": "m2", "text": "bbbb"}, {"model": "m3", "text": "cc"}],
+        "subset": ("even", "odd")[i % 2],
+    }
+    for i in range(6)
+]
+USER = {"role": "user", "content": "Name a bird."}
+
+
+@pytest.fixture
+def prefs(tmp_path, monkeypatch):
+    """Return a function that runs the verb on given rows in an empty folder; it returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checks.py").write_text(CHECKS)
+    (tmp_path / "c.yaml").write_text(CONSTITUTION)
+
+    def call(rows, *options, out="out", judge=("rubric",)):
+        (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["--completions", "given", "--dataset_name", "given.jsonl", "--constitution", "c.yaml"]
+        words += ["--judge", *judge, "--output_dir", out, "--num_samples_to_print", "1"]
+        words += ["--rubric", '{"longer": "checks.py:longer"}'] if judge == ("rubric",) else []
+        return cli.main(["prefs", *map(str, [*words, *options])])
+
+    return call
+
+
+def about(stub, number):
+    """Return the calls to a server that ask about the prompt of this number."""
+    return [body for body in stub.bodies if f"> prompt {number}\n" in body["messages"][0]["content"]]
+
+
+def rows_of(folder, name="preferences"):
+    return list(read_rows(folder / f"data/{name}.jsonl"))
+
+
+def statistics(folder):
+    return json.loads((folder / "statistics.json").read_text())
+
+
+def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
+    assert prefs(PAIRS) == 0
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == 12 and all(row["chosen"].startswith("much longer") for row in rows)
+    assert set(rows[0]) == {
+        *("prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes", "consistent")
+    }
+    found = statistics(tmp_path / "out")
+    assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
+    assert found["sources"]["subsets"] == {"all": {"pairs": 12, "agrees_with_people": 0.0}}
+    card = (tmp_path / "out/README.md").read_text()
+    assert "those of given.jsonl" in card and "temperature" not in card
+
+
+def test_people_and_judge_are_mixed_by_weight_and_people_alone_cost_nothing(prefs, tmp_path):
+    with StubServer() as stub:
+        words = ["--judge_model", stub.model, "--people_weight", "1"]
+        assert prefs(PAIRS, *words, judge=(stub.url,)) == 0
+        asked = about(stub, 3)
+    alone = rows_of(tmp_path / "out")
+    assert asked == [] and all(row["chosen"] == "short" and row["probability"] == 1.0 for row in alone)
+    assert json.loads(alone[0]["votes"]) == [{"principle": "people", "probabilities": [1.0]}]
+    assert prefs(PAIRS[:1], "--people_weight", "0.25", out="mixed") == 0
+    assert prefs(PAIRS[:1], out="judge") == 0
+    (mixed,), (judged,) = rows_of(tmp_path / "mixed"), rows_of(tmp_path / "judge")
+    # The judge is for the longer one, people for the other: 3/4 of its probability, and 1/4 of theirs, which is 0.
+    assert mixed["probability"] == pytest.approx(0.75 * judged["probability"]) and mixed["chosen"] == judged["chosen"]
+
+
+def test_groups_of_several_models_have_statistics_by_author_and_subset(prefs, tmp_path):
+    assert prefs(GROUPS) == 0
+    rows, found = rows_of(tmp_path / "out"), statistics(tmp_path / "out")
+    assert len(rows) == 6 * 3 and found["counts"]["completions"] == 18
+    authors = found["sources"]["authors"]
+    assert {name: (entry["pairs"], entry["won_fraction"]) for name, entry in authors.items()} == {
+        "m1": (12, 0.0), "m2": (12, 1.0), "m3": (12, 0.5),
+    }  # fmt: skip
+    assert found["sources"]["subsets"] == {"even": {"pairs": 9}, "odd": {"pairs": 9}}
+
+
+def test_logged_conversations_of_one_prompt_are_compared(prefs, tmp_path):
+    logs = [{"messages": [USER, {"role": "assistant", "content": text}]} for text in ("A robin.", "A bird is a wren.")]
+    logs.append({"messages": [{"role": "user", "content": "Alone?"}, {"role": "assistant", "content": "Yes."}]})
+    assert prefs(logs) == 0
+    (row,) = rows_of(tmp_path / "out")
+    assert row["prompt"] == [USER] and row["chosen"] == [{"role": "assistant", "content": "A bird is a wren."}]
+    assert statistics(tmp_path / "out")["counts"]["prompts_without_pair"] == 1
+
+
+@pytest.mark.parametrize("pairing", ["all", "best_worst"])
+def test_best_and_worst_of_n_become_rows_for_fine_tuning(prefs, tmp_path, pairing):
+    for kind, text in (("best", "bbbb"), ("worst", "a")):
+        assert prefs(GROUPS, "--output_rows", kind, "--pairing", pairing, out=kind) == 0
+        rows = rows_of(tmp_path / kind, f"{kind}_completions")
+        assert [row["completion"] for row in rows] == [text] * 6
+        assert set(rows[0]) == {"prompt", "completion", "completion_stopped", "rating"}
+    judged = statistics(tmp_path / "best")["judge"]
+    # Ratings alone: three questions for each prompt. Pairs: three, in both orders.
+    assert judged["questions"] == 6 * (3 if pairing == "best_worst" else 6)
+
+
+def test_unpaired_rows_say_good_or_bad_and_leave_the_undecided_out(prefs, tmp_path):
+    assert prefs(GROUPS, "--output_rows", "unpaired") == 0
+    rows = rows_of(tmp_path / "out", "labelled_completions")
+    # m3 wins one of its pairs and loses the other, but by different margins: its mean is below 1/2.
+    labels = {row["completion"]: row["label"] for row in rows}
+    assert labels["bbbb"] is True and labels["a"] is False
+    by_text = {row["completion"]: row["rating"] for row in rows}
+    assert by_text["a"] + by_text["bbbb"] + by_text["cc"] == pytest.approx(1.5)
+    assert prefs(GROUPS, "--output_rows", "unpaired", "--tie_margin", "0.1", out="clear") == 0
+    assert {row["completion"] for row in rows_of(tmp_path / "clear", "labelled_completions")} == {"a", "bbbb"}
+
+
+def test_ties_are_dropped_or_kept_within_a_margin(prefs, tmp_path):
+    rows = [{"prompt": "p", "completions": ["aaaa", "bbbb", "aaaaa"]}]
+    assert prefs(rows) == 0 and len(rows_of(tmp_path / "out")) == 2
+    assert prefs(rows, "--keep_ties", "true", out="kept") == 0 and len(rows_of(tmp_path / "kept")) == 3
+    # One character more of twenty is a difference of 0.05: P = logistic(0.05 / 0.2) = 0.562.
+    assert prefs(rows, "--tie_margin", "0.07", "--keep_ties", "true", out="margin") == 0
+    assert statistics(tmp_path / "margin")["counts"]["ties"] == 3
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_shards_of_a_job_array_are_the_unsharded_rows(prefs, tmp_path, suffix):
+    words = ["--output_format", suffix]
+    assert prefs(GROUPS, *words, out="whole") == 0
+    for index in (1, 0):
+        assert prefs(GROUPS, *words, "--shard", f"{index}/2", out="parts") == 0
+    assert prefs(GROUPS, *words, "--merge_shards", 2, out="parts") == 0
+    whole = list(read_rows(tmp_path / f"whole/data/preferences.{suffix}"))
+    parts = [row for path in sorted((tmp_path / "parts/data").iterdir()) for row in read_rows(path)]
+    assert sorted(map(digest, parts)) == sorted(map(digest, whole))
+    one, other = statistics(tmp_path / "whole"), statistics(tmp_path / "parts")
+    assert one["sources"] == other["sources"] and one["counts"] == other["counts"]
+
+
+def test_a_stream_gives_the_same_bytes(prefs, tmp_path):
+    assert prefs(PAIRS) == 0
+    assert prefs(PAIRS, "--streaming", "true", out="streamed") == 0
+    name = "data/preferences.jsonl"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "streamed" / name).read_bytes()
+
+
+def test_a_preview_shows_questions_and_costs_and_buys_nothing_twice(prefs, tmp_path, capsys):
+    with StubServer() as stub:
+        prices = ["--judge_model", stub.model, "--judge_prices", json.dumps({stub.model: [1.0, 1.0]})]
+        assert prefs(PAIRS, *prices, "--preview", "3", judge=(stub.url,)) == 0
+        said = capsys.readouterr().out
+        assert "Which is longer?" in said and "all: USD" in said and "of 3 prompts" in said
+        assert not (tmp_path / "out/data").exists()
+        assert len(about(stub, 1)) == 2 and about(stub, 5) == []
+        assert prefs(PAIRS, *prices, judge=(stub.url,)) == 0
+        assert len(about(stub, 1)) == 2 == len(about(stub, 5))
+    costs = json.loads((tmp_path / "out/_report/costs.json").read_text())
+    assert costs[stub.model]["questions"] == 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "code", "message"),
+    [
+        (PAIRS, ["--mode", "revise"], 2, "completions are given and mode is revise"),
+        (PAIRS, ["--model_name_or_path", "m"], 2, "which would sample; leave one of them out"),
+        (PAIRS, ["--people_weight", "2"], 2, "set it from 0 to 1"),
+        (PAIRS, ["--tie_margin", "0.5"], 2, "set it from 0 to below 0.5"),
+        (PAIRS, ["--output_rows", "unpaired", "--keep_ties", "true"], 2, "where a tie has no label"),
+        (PAIRS, ["--preview", "0"], 2, "set preview to 1 or more"),
+        (PAIRS, ["--completions", "sampled"], 2, "model_name_or_path is not set"),
+        ([{"question": "q"}], [], 1, "expected chosen and rejected"),
+        (
+            [*PAIRS, {"prompt": "p", "chosen": "a", "rejected": "a"}],
+            [],
+            1,
+            "row 12: chosen and rejected are identical",
+        ),
+        ([{"prompt": "p", "completion": "a"}] * 2, ["--streaming", "true"], 1, "stand in several rows"),
+        (
+            [{"prompt": [USER], "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "b"}],
+            ["--streaming", "true"],
+            1,
+            "give rows of one form",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(prefs, capsys, rows, options, code, message):
+    assert prefs(rows, *options) == code
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
