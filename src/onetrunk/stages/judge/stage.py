@@ -17,7 +17,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onetrunk.data.groups import Group, labelled_groups
-from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.asking import Asker, parts_of
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Judge, Pair, Verdict, digest
@@ -155,7 +155,7 @@ def measure_ensemble(
     """Return the labels of all judges together, made of the answers in the ledger."""
     ensemble = EnsembleJudge([RememberedJudge(judge, ledger) for judge in judges])
     label = rate_pairs if args.judge_by == "ratings" else judge_pairs
-    labels = label(ensemble, pairs_of(groups), constitution)
+    labels = [found for part in parts_of(pairs_of(groups)) for found in label(ensemble, part, constitution)]
     return Measured(ENSEMBLE, ensemble.identity, judged_rows(groups, labels), {})
 
 
