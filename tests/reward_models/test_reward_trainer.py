@@ -1,14 +1,20 @@
 """The reward trainer: soft labels, margins, centring; the rows as PPO reads them; save -> load; resume; the trunk."""
 
+import json
+
+import datasets
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from onetrunk.checkpoints.settings import rows_digest
+from onetrunk.data.files import load_rows
 from onetrunk.models.build import build_trunk
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.score_adapter import attach_score_adapter, load_adapter_scorer, read_score_adapter
-from onetrunk.models.scorer import reads_end_token
+from onetrunk.models.scorer import encode_rows, reads_end_token
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
@@ -225,6 +231,72 @@ def test_rows_that_are_too_long_are_dropped_with_a_warning_and_an_empty_rest_is_
         a_trainer(base, tmp_path, max_length=3)
     with pytest.raises(ValueError, match="max_length 999 is more than the 128 tokens"):
         a_trainer(base, tmp_path, max_length=999)
+
+
+def rows_in_a_file(folder, monkeypatch, repeat=1):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    lines = [json.dumps(row) + "\n" for row in rows(probability=[0.9, 0.2, 0.6, 1.0] * 2)]
+    (folder / "rows.jsonl").write_text("".join(lines * repeat))
+    return load_rows(folder / "rows.jsonl")
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_margin": True, "max_length": 9}])
+def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, tmp_path, monkeypatch, settings):
+    mapped = a_trainer(base, tmp_path / "mapped", rows_in_a_file(tmp_path, monkeypatch), max_steps=6, **settings)
+    tokenizer, held = tiny_tokenizer(), {}
+    for side, texts in (("chosen", GOOD), ("rejected", BAD)):
+        held[f"{side}_ids"] = encode_rows(tokenizer, PROMPTS, texts, None, True, "all at once")[0]
+    held["probability"] = [0.9, 0.2, 0.6, 1.0] * 2
+    if settings:
+        held["margin"] = [
+            torch.logit(torch.tensor(max(p, 1 - p), dtype=float), 1e-4).item() for p in held["probability"]
+        ]
+    short = [i for i in range(8) if max(len(held[f"{side}_ids"][i]) for side in ("chosen", "rejected")) <= 9]
+    held = Dataset.from_dict(held).select(short if settings else range(8))
+    other = a_trainer(base, tmp_path / "held", held, max_steps=6, **settings)
+    assert mapped.train_dataset.cache_files and not other.train_dataset.cache_files
+    mapped.train()
+    other.train()
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (mapped, other)]
+    assert losses[0] == losses[1] and len(set(losses[0])) > 3
+
+
+def test_a_folder_of_an_earlier_version_resumes_because_its_rows_have_the_same_digest(base, tmp_path, monkeypatch):
+    # Printed by version 0.1 before rows were mapped: `rows` of run_settings.json.
+    trainer = a_trainer(base, tmp_path, rows_in_a_file(tmp_path, monkeypatch))
+    assert rows_digest(trainer.train_dataset) == "8 rows, sha256 a27e6971253b6ba0"
+    shorter = a_trainer(base, tmp_path, load_rows(tmp_path / "rows.jsonl"), use_margin=True, max_length=9)
+    assert rows_digest(shorter.train_dataset) == "4 rows, sha256 d60dee0dccd9ea56"
+
+
+def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
+    dataset = rows_in_a_file(tmp_path, monkeypatch, repeat=500)
+    before = pa.total_allocated_bytes()
+    trainer = a_trainer(base, tmp_path, dataset)
+    assert len(trainer.train_dataset) == 4000
+    # Two lists of 8 or more 4-byte ids per row are 250 KB; the kept numbers of the rows may stay.
+    assert pa.total_allocated_bytes() - before < 40_000
+
+
+def test_several_processes_tokenize_the_same_rows(base, tmp_path, monkeypatch):
+    dataset = rows_in_a_file(tmp_path, monkeypatch)
+    one, two = (a_trainer(base, tmp_path, dataset, dataset_num_proc=number) for number in (None, 2))
+    assert one.train_dataset[:] == two.train_dataset[:]
+
+
+def test_rows_that_a_chat_template_rejects_are_said(base, tmp_path):
+    strict = "{% for m in messages %}{{ raise_exception('too odd') if 'odd' in m.content else m.content }}{% endfor %}"
+    chosen, rejected = ([[{"role": "assistant", "content": text}] for text in texts] for texts in (GOOD, BAD))
+    prompts = [[{"role": "user", "content": "odd" if i == 5 else "even"}] for i in range(8)]
+    with pytest.raises(Exception, match="too odd"):
+        a_trainer(
+            base,
+            tmp_path,
+            rows(prompt=prompts, chosen=chosen, rejected=rejected),
+            tiny_tokenizer(chat_template=strict),
+        )
+    with pytest.raises(ValueError, match="rows 0 to 7: the prompts are conversations and .*no chat template"):
+        a_trainer(base, tmp_path, rows(prompt=prompts, chosen=chosen, rejected=rejected))
 
 
 def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path):

@@ -15,6 +15,7 @@ from onetrunk.data.prompts import validate_completions
 from onetrunk.feedback.shards import read_rows
 from onetrunk.judges.base import digest
 from tests.feedback import runs
+from tests.stages.stand_in_ray import StandInRay
 
 CHECKS = '''
 def warm(prompts, completions, **columns):
@@ -50,6 +51,17 @@ def prefs(inputs, tmp_path, monkeypatch):
 
 def statistics(folder, name="statistics.json"):
     return json.loads((folder / name).read_text())
+
+
+def assert_same_rows(one, other):
+    """Assert equal bytes of the rows, and equal statistics but for what sampled them."""
+    files = [{path.name: path.read_bytes() for path in (folder / "data").iterdir()} for folder in (one, other)]
+    assert files[0] == files[1] and files[0]
+    names = sorted(path.name for path in one.glob("statistics*.json"))
+    for name in names:
+        found = [statistics(folder, name) for folder in (one, other)]
+        assert found[0].pop("about")["sampled by"] != found[1].pop("about")["sampled by"]
+        assert found[0] == found[1]
 
 
 def content(rows):
@@ -280,8 +292,33 @@ def test_ray_samples_the_same_bytes_as_the_local_engine(prefs, tmp_path):
         assert prefs("--engine", "ray", "--ray_workers", 2, out="ray") == 0
     finally:
         ray.shutdown()
-    files = [runs.files_of(tmp_path / name) for name in ("local", "ray")]
-    assert files[0] == files[1]
+    assert_same_rows(tmp_path / "local", tmp_path / "ray")
+
+
+def test_workers_that_get_pickled_chunks_give_the_bytes_of_one_process_also_in_a_job_array(
+    prefs, tmp_path, monkeypatch
+):
+    cluster = StandInRay().install(monkeypatch)
+    assert prefs(out="local") == 0
+    assert prefs("--engine", "ray", "--ray_workers", 2, out="ray") == 0
+    assert len(cluster.drawn) == 4  # 14 different prompts in chunks of 4
+    assert_same_rows(tmp_path / "local", tmp_path / "ray")
+    for out, options in (("parts", []), ("ray_parts", ["--engine", "ray", "--ray_workers", 2])):
+        for index in range(2):
+            assert prefs(*options, "--shard", f"{index}/2", out=out) == 0
+        assert prefs("--merge_shards", 2, out=out) == 0
+    assert_same_rows(tmp_path / "parts", tmp_path / "ray_parts")
+
+
+def test_a_worker_that_fails_loses_nothing_that_others_have_drawn(prefs, tmp_path, monkeypatch, capsys):
+    StandInRay(fails_at=2).install(monkeypatch)
+    assert prefs("--engine", "ray", out="ray") == 1
+    assert "Ray failed while it sampled (ValueError: the worker is out of memory)" in capsys.readouterr().err
+    cluster = StandInRay().install(monkeypatch)
+    assert prefs("--engine", "ray", out="ray") == 0
+    assert len(cluster.drawn) == 2  # The other two chunks are in the ledger.
+    assert prefs(out="local") == 0
+    assert_same_rows(tmp_path / "local", tmp_path / "ray")
 
 
 def test_ray_is_refused_for_revisions(prefs, capsys):

@@ -8,6 +8,7 @@ others lists of messages that end with the assistant's). Optional columns are `c
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any
@@ -42,7 +43,7 @@ def validate_preferences(dataset: Dataset) -> bool:
     _require_pair(dataset)
     require_rows(dataset)
     conversational = isinstance(dataset[0]["prompt"], list)
-    raise_faults([_pair_fault(row, conversational) for row in dataset])
+    raise_faults(_pair_fault(row, conversational) for row in dataset)
     return conversational
 
 
@@ -70,7 +71,7 @@ def validate_sides(dataset: Dataset) -> None:
         ValueError: some rows are bad.
     """
     conversational = len(dataset) > 0 and isinstance(dataset[0]["chosen"], list)
-    raise_faults([_side_fault(row, conversational) for row in dataset])
+    raise_faults(_side_fault(row, conversational) for row in dataset)
 
 
 def checked_sides(rows: ShardedRows) -> ShardedRows:
@@ -100,12 +101,20 @@ def split_by_prompt(dataset: Dataset, eval_size: int | float, seed: int) -> tupl
     Raises:
         ValueError: one part would be empty.
     """
-    keys = [json.dumps(prompt, sort_keys=True) for prompt in dataset["prompt"]]
-    prompts = list(dict.fromkeys(keys))
-    num_eval = num_held_out(eval_size, len(prompts), "different prompts")
-    held_out = {prompts[index] for index in np.random.default_rng(seed).permutation(len(prompts))[:num_eval]}
-    train = [index for index, key in enumerate(keys) if key not in held_out]
-    return dataset.select(train), dataset.select([index for index, key in enumerate(keys) if key in held_out])
+    # 16 bytes per row: the prompts themselves are not held.
+    digests = b"".join(_prompt_digest(prompt) for prompt in dataset["prompt"])
+    _, first, group = np.unique(np.frombuffer(digests, dtype="V16"), return_index=True, return_inverse=True)
+    num_eval = num_held_out(eval_size, len(first), "different prompts")
+    # Prompts are numbered by their first row.
+    drawn = np.random.default_rng(seed).permutation(len(first))[:num_eval]
+    is_held_out = np.zeros(len(first), dtype=bool)
+    is_held_out[np.argsort(first)[drawn]] = True
+    rows = is_held_out[group]
+    return dataset.select(np.flatnonzero(~rows)), dataset.select(np.flatnonzero(rows))
+
+
+def _prompt_digest(prompt: Any) -> bytes:
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()[:16]
 
 
 def _pair_fault(row: dict[str, Any], conversational: bool) -> str | None:

@@ -83,7 +83,7 @@ def prepare_prompts(
     features = datasets.Features({**dataset.features, **added})
     # No cache: its key does not change with the functions that the encoder calls.
     rows = dataset.map(encoder, features=features, load_from_cache_file=False, desc="prompts")
-    raise_faults([fault and f"prompt {fault}" for fault in rows["prompt_fault"]])
+    raise_faults(fault and f"prompt {fault}" for fault in rows["prompt_fault"])
     rows = rows.remove_columns("prompt_fault")
     return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
 

@@ -5,7 +5,7 @@ Each `*_fault` function returns what is wrong as a phrase that follows the colum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
@@ -36,19 +36,23 @@ def require_rows(dataset: Dataset | ShardedRows) -> None:
         raise ValueError("the dataset holds no rows; give at least one")
 
 
-def raise_faults(faults: Sequence[str | None]) -> None:
+def raise_faults(faults: Iterable[str | None]) -> None:
     """Raise one ValueError if any row has a fault: how many rows, and the index and reason of the first 20.
 
     Args:
-        faults: one per row of the dataset.
+        faults: one per row of the dataset; read one after the other, and not held.
     """
-    lines = [f"  row {index}: {fault}" for index, fault in enumerate(faults) if fault]
+    lines: list[str] = []
+    count, index = 0, -1
+    for index, fault in enumerate(faults):
+        count += bool(fault)
+        if fault and count <= LISTED_FAULTS:
+            lines.append(f"  row {index}: {fault}")
     if not lines:
         return
-    if len(lines) > LISTED_FAULTS:
-        lines[LISTED_FAULTS:] = [f"  and {len(lines) - LISTED_FAULTS} more"]
-    count = sum(map(bool, faults))
-    raise ValueError("\n".join([f"{count} of {len(faults)} rows cannot be used; repair or remove them:", *lines]))
+    if count > LISTED_FAULTS:
+        lines.append(f"  and {count - LISTED_FAULTS} more")
+    raise ValueError("\n".join([f"{count} of {index + 1} rows cannot be used; repair or remove them:", *lines]))
 
 
 def type_fault(value: object, types: tuple[type, ...], expected: str) -> str | None:

@@ -5,7 +5,7 @@ A question without an answer (the server is down) is not kept; the next run asks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,8 @@ from onetrunk.types import Prompt, SampledText
 FEWEST = 50
 # Refused and unread questions stop a run only if they are about this number of prompts or more.
 FEWEST_PROMPTS = 5
+# Pairs that are asked about together.
+PAIRS_PER_PART = 4096
 
 
 class Asker:
@@ -60,17 +62,21 @@ class Asker:
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
         """Return a label per pair; its `errors` count the questions without an answer.
 
+        Pairs are asked about in parts, because questions and answers take much more memory than labels.
+
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        keeping: dict[str, Any] = {"memory": self.ledger, "on_answer": self._note}
-        if self.judge_by == "ratings":
-            labels = rate_pairs(self.judge, pairs, self.constitution, **keeping)
-        else:
-            labels = judge_pairs(self.judge, pairs, self.constitution, both_orders=self.both_orders, **keeping)
+        labels = [label for part in parts_of(pairs) for label in self._labels(part)]
         for label in labels:
             self.statistics.add(label)
         return labels
+
+    def _labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
+        keeping: dict[str, Any] = {"memory": self.ledger, "on_answer": self._note}
+        if self.judge_by == "ratings":
+            return rate_pairs(self.judge, pairs, self.constitution, **keeping)
+        return judge_pairs(self.judge, pairs, self.constitution, both_orders=self.both_orders, **keeping)
 
     def ratings(
         self,
@@ -107,6 +113,12 @@ class Asker:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
         if self.costs is not None:
             self.costs.check()
+
+
+def parts_of(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+    """Yield the pairs in parts that are asked about together."""
+    for start in range(0, len(pairs), PAIRS_PER_PART):
+        yield pairs[start : start + PAIRS_PER_PART]
 
 
 def _remembered(judge: Judge, ledger: Ledger) -> Judge:

@@ -23,12 +23,14 @@ from onetrunk.utils.locks import WriterLock
 KEY = re.compile(r"[0-9a-f]{64}")
 _LINE = re.compile(rb'\{"crc":"([0-9a-f]{8})",("key":"([0-9a-f]{64})","value":(.*))\}', re.DOTALL)
 FSYNC_EVERY_S = 5.0
+# Bytes of a line are fewer.
+LONGEST = 1 << 32
 
 
 class Ledger:
     """A mapping of sha256 keys (64 hexadecimal digits) to JSON values. Safe to share between threads.
 
-    Memory holds only the place of each value (about 200 bytes per entry); values are read from the file. An incomplete
+    Memory holds only the place of each value (about 150 bytes per entry); values are read from the file. An incomplete
     last line is cut off when the file is opened; a damaged line anywhere else is an error.
 
     Args:
@@ -40,7 +42,8 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._places: dict[bytes, tuple[int, int]] = {}
+        # Where each line begins and its length, as one number: a tuple of two takes 64 bytes more.
+        self._places: dict[bytes, int] = {}
         self._end = 0
         self._mutex = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ class Ledger:
             if key not in self:
                 return default
             self._require_open()
-            start, length = self._places[_as_bytes(key)]
+            start, length = divmod(self._places[_as_bytes(key)], LONGEST)
             line = os.pread(self._descriptor, length, start)
         entry = _read_line(line)
         if entry is None or entry[0].hex() != key:
@@ -104,7 +107,7 @@ class Ledger:
             self._require_open()
             start = self._end
             self._append(line)
-            self._places[_as_bytes(key)] = (start, len(line) - 1)
+            self._places[_as_bytes(key)] = start * LONGEST + len(line) - 1
             if time.monotonic() - self._synced >= FSYNC_EVERY_S:
                 os.fsync(self._descriptor)
                 self._synced = time.monotonic()
@@ -147,7 +150,7 @@ class Ledger:
                 if entry is None:
                     os.ftruncate(self._descriptor, self._end)
                     return
-                self._places[entry[0]] = (self._end, len(text))
+                self._places[entry[0]] = self._end * LONGEST + len(text)
                 self._end += len(line)
                 if not line.endswith(b"\n"):
                     self._append(b"\n")
@@ -168,6 +171,8 @@ def _as_line(key: bytes, value: Any) -> bytes:
     except (TypeError, ValueError) as error:
         name = key.hex()[:12]
         raise ValueError(f"the value under {name}... is not JSON ({error}); give texts, finite numbers") from error
+    if len(body) > LONGEST - 64:
+        raise ValueError(f"the value under {key.hex()[:12]}... has {len(body)} bytes; give less than 4 GiB")
     return b'{"crc":"%08x",%s}\n' % (zlib.crc32(body), body)
 
 

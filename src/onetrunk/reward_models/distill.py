@@ -20,12 +20,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.data.preferences import SIDES
 from onetrunk.data.rows import require_rows
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.scorer import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer, optional_column
+from onetrunk.reward_models.trainer import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
 from onetrunk.utils.options import option
 
 logger = logging.getLogger(__name__)
@@ -129,11 +128,15 @@ class RewardDistillationTrainer(RewardModelTrainer):
         self.unit = self.scale.std
         super().__init__(model, args, train_dataset, *others, **trl)
 
-    def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
-        """Return token ids and labels, after a check that a loss uses every row. No rejected completion: no ids."""
+    def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
+        """Raise ValueError for rows that no loss uses."""
         check_labels(dataset, args.regression_weight, args.pairwise_weight)
-        ids = {f"{side}_ids": self.encode_side(dataset, side, tokenizer) for side in SIDES}
-        return Dataset.from_dict(ids | {name: optional_column(dataset, name) for name in LABELS})
+
+    def encoder(
+        self, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
+    ) -> PairEncoder:
+        """Return what encodes rows with these columns; all labels, None where there is none."""
+        return PairEncoder(tokenizer, self.reads_end, LABELS)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -174,7 +177,8 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
             f" {', '.join(LABELS)}: let a teacher label them (reward_models/teacher.py)"
         )
     require_rows(rows)
-    columns = zip(*(optional_column(rows, name) for name in ("chosen_score", "rejected", "probability")), strict=True)
+    used = ("chosen_score", "rejected", "probability")
+    columns = zip(*(rows[name] if name in names else [None] * len(rows) for name in used), strict=True)
     teaches = [
         (regression_weight and score is not None)
         or (pairwise_weight and rejected is not None and probability is not None)

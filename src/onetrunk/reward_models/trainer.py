@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
@@ -25,7 +27,7 @@ from trl import RewardConfig, RewardTrainer
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
-from onetrunk.data.preferences import SIDES, stopped_column, validate_preferences
+from onetrunk.data.preferences import SIDES, validate_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
@@ -103,6 +105,58 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
 
 
+@dataclass(frozen=True)
+class PairEncoder:
+    """Tokenizes a batch of checked rows as `ModelReward` does in PPO, and adds the labels that are used.
+
+    Args:
+        tokenizer: of the model.
+        reads_end: whether completions end with the end token.
+        labels: names of the columns to keep as labels.
+        margin_of_probability: whether a column `margin` is made of the column `probability`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    reads_end: bool
+    labels: tuple[str, ...] = ()
+    margin_of_probability: bool = False
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int]) -> dict[str, list[Any]]:
+        """Return chosen_ids, rejected_ids and labels of rows, given as columns.
+
+        Args:
+            batch: the columns of the rows.
+            places: the numbers of the rows, for errors.
+
+        Raises:
+            ValueError: the tokenizer or its chat template rejects a row.
+        """
+        try:
+            columns = {f"{side}_ids": self._side(batch, side, len(places)) for side in SIDES}
+        except ValueError as error:
+            raise ValueError(f"rows {places[0]} to {places[-1]}: {error}") from error
+        columns |= {name: list(batch[name]) if name in batch else [None] * len(places) for name in self.labels}
+        if self.margin_of_probability:
+            columns["margin"] = [logit(max(p, 1 - p)) for p in batch["probability"]]
+        return columns
+
+    def features(self, rows: Dataset) -> Features:
+        """Return the types of the encoded rows of a dataset."""
+        ids = {f"{side}_ids": List(Value("int32")) for side in SIDES}
+        labels = {name: rows.features.get(name, Value("float64")) for name in self.labels}
+        return Features(ids | labels | ({"margin": Value("float64")} if self.margin_of_probability else {}))
+
+    def _side(self, batch: Mapping[str, Sequence[Any]], side: str, number: int) -> list[list[int]]:
+        """Return the token ids of prompt and completion of each row; none where it has no completion on this side."""
+        completions = batch.get(side, [None] * number)
+        columns = batch["prompt"], completions, batch.get(f"{side}_stopped", [True] * number)
+        present = [place for place, completion in enumerate(completions) if completion is not None]
+        prompts, completions, stopped = ([column[place] for place in present] for column in columns)
+        encoded, _ = encode_rows(self.tokenizer, prompts, completions, None, self.reads_end, "to train", stopped)
+        ids = dict(zip(present, encoded, strict=True))
+        return [ids.get(place, []) for place in range(number)]
+
+
 class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
@@ -175,37 +229,55 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             return {name: self.encode(rows, tokenizer, args, f"{kind} {name}") for name, rows in dataset.items()}
         if dataset is None or isinstance(dataset, str) or set(ENCODED) <= set(dataset.column_names):
             return dataset
-        return drop_overlong(self.encode_rows(dataset, tokenizer, args), args.max_length, kind)
+        self.check_rows(dataset, args)
+        return drop_overlong(self.encode_rows(dataset, tokenizer, args, kind), args.max_length, kind)
 
-    def encode_rows(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig) -> Dataset:
-        """Check rows and return them as chosen_ids, rejected_ids and the labels that are used."""
+    def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
+        """Raise ValueError for rows that cannot be learned from."""
         validate_preferences(dataset)
-        columns: dict[str, Any] = {f"{side}_ids": self.encode_side(dataset, side, tokenizer) for side in SIDES}
-        if args.soft_labels and "probability" in dataset.column_names:
-            columns["probability"] = dataset["probability"]
-        if args.use_margin and "margin" in dataset.column_names:
-            columns["margin"] = dataset["margin"]
-        elif args.use_margin and "probability" in dataset.column_names:
-            columns["margin"] = [logit(max(p, 1 - p)) for p in dataset["probability"]]
-        return Dataset.from_dict(columns)
+
+    def encoder(
+        self, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
+    ) -> PairEncoder:
+        """Return what encodes rows with these columns."""
+        labels = [
+            name for name, is_used in (("probability", args.soft_labels), ("margin", args.use_margin)) if is_used
+        ]
+        used = tuple(name for name in labels if name in columns)
+        makes_margin = args.use_margin and "margin" not in columns and "probability" in columns
+        return PairEncoder(tokenizer, self.reads_end, used, makes_margin)
+
+    def encode_rows(
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig, kind: str
+    ) -> Dataset:
+        """Return checked rows as chosen_ids, rejected_ids and the labels that are used.
+
+        They are written to the cache of `datasets`, and mapped from there: memory does not grow with their number.
+        Rows in memory stay there.
+        """
+        encoder = self.encoder(dataset.column_names, tokenizer, args)
+        return dataset.with_format(None).map(
+            encoder,
+            batched=True,
+            with_indices=True,
+            features=encoder.features(dataset),
+            remove_columns=dataset.column_names,
+            num_proc=args.dataset_num_proc,
+            # The key of the cache does not change with the functions that the encoder calls.
+            load_from_cache_file=False,
+            desc=f"{kind} rows",
+        )
 
     def encode_streamed(
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
     ) -> list[dict[str, Any] | None]:
         """Return rows of a batch as `encode_rows` does, None for those that are longer than max_length."""
-        limit = args.max_length
-        encoded = list(self.encode_rows(Dataset.from_list(rows), tokenizer, args))
+        limit, dataset = args.max_length, Dataset.from_list(rows)
+        self.check_rows(dataset, args)
+        encoder = self.encoder(dataset.column_names, tokenizer, args)
+        columns = encoder(dataset[:], range(len(rows)))
+        encoded = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return [row if limit is None or max(len(row[name]) for name in ENCODED) <= limit else None for row in encoded]
-
-    def encode_side(self, dataset: Dataset, side: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the token ids of prompt and completion of each row; none where it has no completion on this side."""
-        columns = (dataset["prompt"], optional_column(dataset, side), stopped_column(dataset, f"{side}_stopped"))
-        rows = list(zip(*columns, strict=True))
-        present = [index for index, (_, completion, _) in enumerate(rows) if completion is not None]
-        prompts, completions, stopped = ([rows[index][column] for index in present] for column in range(3))
-        encoded, _ = encode_rows(tokenizer, prompts, completions, None, self.reads_end, "to train", stopped)
-        ids = dict(zip(present, encoded, strict=True))
-        return [ids.get(index, []) for index in range(len(rows))]
 
     def evaluate(self, eval_dataset: Any = None, **kwargs: Any) -> dict[str, float]:
         """Return the metrics of held-out rows: those of this trainer, or other preference rows."""
@@ -242,11 +314,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             logs[name if mode == "train" else f"eval_{name}"] = total / count if count else float("nan")
         self.pair_sums[mode].clear()
         super().log(logs, start_time)
-
-
-def optional_column(dataset: Dataset, name: str) -> list[Any]:
-    """Return a column of a dataset, or None for every row if it does not exist."""
-    return list(dataset[name]) if name in dataset.column_names else [None] * len(dataset)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:
@@ -286,11 +353,16 @@ def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
     """
     if max_length is None:
         return rows
-    lengths = [max(map(len, pair)) for pair in zip(*(rows[name] for name in ENCODED), strict=True)]
-    kept = [index for index, length in enumerate(lengths) if length <= max_length]
-    if not kept:
+    lengths = np.concatenate(
+        [
+            np.maximum(*(pc.list_value_length(table[name]).to_numpy() for name in ENCODED))
+            for table in rows.with_format("arrow").iter(batch_size=10_000)
+        ]
+    )
+    kept = np.flatnonzero(lengths <= max_length)
+    if not len(kept):
         raise ValueError(
-            f"all {len(rows)} {kind} rows are longer than max_length {max_length} (the shortest has {min(lengths)}"
+            f"all {len(rows)} {kind} rows are longer than max_length {max_length} (the shortest has {lengths.min()}"
             " tokens); raise it"
         )
     if len(kept) < len(rows):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import NormalDist, fmean
@@ -315,17 +315,15 @@ def findings(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _resampled(number: int, seed: int) -> list[Tensor]:
-    """Return weights [b, number]: how often each pair was drawn, in parts that fit in memory."""
+def _resampled(number: int, seed: int) -> Iterator[Tensor]:
+    """Yield weights [b, number]: how often each pair was drawn, in parts that fit in memory."""
     generator = torch.Generator().manual_seed(seed)
-    parts = []
     size = max(1, 2**21 // number)
     for start in range(0, RESAMPLES, size):
         count = min(size, RESAMPLES - start)
         drawn = torch.randint(number, (count, number), generator=generator)
         weights = torch.zeros(count, number, dtype=torch.float64)
-        parts.append(weights.scatter_add_(1, drawn, torch.ones_like(weights)))
-    return parts
+        yield weights.scatter_add_(1, drawn, torch.ones_like(weights))
 
 
 def _leads_and_labels(pairs: Sequence[Decided]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.data.groups import Group, labelled_groups
-from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.asking import Asker, parts_of
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
@@ -187,7 +187,7 @@ def measure_ensemble(
     """Return the labels of all judges together, made of the answers in the ledger."""
     ensemble = EnsembleJudge([KeptJudge(judge, ledger) for judge in judges])
     label = rate_pairs if args.judge_by == "ratings" else judge_pairs
-    labels = label(ensemble, pairs_of(groups), constitution)
+    labels = [found for part in parts_of(pairs_of(groups)) for found in label(ensemble, part, constitution)]
     return Measured(ENSEMBLE, ensemble.identity, judged_rows(groups, labels), {})
 
 
