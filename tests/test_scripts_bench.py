@@ -145,3 +145,16 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     least = least_seconds(branches, Ceilings(flops=1.0, bandwidth=1.0))
     assert least["score"] == 2 * layer + 2 * branch
     assert least["update"] == 4 * 2 * (branch + layer)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
+    options = "--stages 2 --stage_ms 60 --rows 2 --layers 2 --prompt 2 --completion 10 --repeats 3".split()
+    done = run("bench/pipeline.py", *options, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["same_tokens"] and found["tokens"] == 2 * 2 * 10 and found["bound"] == 2
+    assert found["stage_time"] == "emulated, 60 ms per forward"
+    # 1.8 where nothing else runs. Cutting one batch into parts gains nothing.
+    assert found["speedup"]["interleaved"] > 1.4 > found["speedup"]["microbatched"]

@@ -17,14 +17,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import left_by_a_run
-from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
+from onetrunk.costs import ModelShape, host_memory_bytes, trunk_states_bytes
 from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import check_supported, decoder_layers
 from onetrunk.models.sources import adapter_base, load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, plan_batches
-from onetrunk.ppo.memory import GIB, SAMPLER_COPIES
+from onetrunk.ppo.memory import GIB, SAMPLER_COPIES, sampling_cache_bytes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.plain_arguments import PPODataArguments, PPOJudgeArguments
@@ -171,7 +171,9 @@ def memory_lines(
     per_layer = shape.hidden_size
     if not args.activation_checkpointing:
         per_layer = KEPT_PER_TOKEN * shape.hidden_size + (3 if shape.is_gated else 1) * shape.intermediate_size
-    sampling = kv_cache_bytes(shape, decoding * width, compute) + decoding * shape.vocab_size * 4 * SAMPLER_COPIES
+    sampling = (
+        sampling_cache_bytes(args, shape, decoding * width, compute) + decoding * shape.vocab_size * 4 * SAMPLER_COPIES
+    )
     parts = {
         "weights of the base": int(size.base * itemsize),
         "adapters, gradients, optimizer": size.trained

@@ -1,0 +1,154 @@
+"""Seconds of pipelined sampling: one batch at a time, the same cut into parts, and independent batches in flight.
+
+    python scripts/bench/pipeline.py --stages 2 --stage_ms 50
+    python scripts/bench/pipeline.py --stages 2
+
+It starts the processes itself and prints one JSON line. All schedules sample the same rows with the same result:
+
+- `naive`: one batch of `--rows` rows is in flight; the next one starts when it is finished.
+- `microbatched`: each batch is cut into one part per stage, and the parts are in flight.
+- `interleaved`: as many whole batches are in flight as there are stages.
+
+With `--stage_ms` the time of a stage is EMULATED: it sleeps so long in each forward, whatever the rows, as if reading
+the weights bounds a step. Without, the stages compute, each process pinned to one core. The bound is the number of
+stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from onetrunk.models.base import decoder_layers
+from onetrunk.rollouts import PipelinedBackend, SamplingParams
+
+NAMES = ("naive", "microbatched", "interleaved")
+
+
+def backends(model: nn.Module, given: argparse.Namespace) -> dict[str, PipelinedBackend]:
+    """Return the backend of each schedule."""
+    stages, rows = given.stages, given.rows
+    shapes = {"naive": (1, rows), "microbatched": (stages, rows // stages), "interleaved": (stages, rows)}
+    split = {"split": [given.layers // stages] * stages}
+    return {
+        name: PipelinedBackend(model, batches=batches, rows_per_batch=size, **split)
+        for name, (batches, size) in shapes.items()
+    }
+
+
+def tiny_head(given: argparse.Namespace) -> nn.Module:
+    """Return a model whose layers take all of the time, so that equal numbers of layers are equal stages."""
+    hidden = 32 if given.stage_ms else given.hidden
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=2,
+        max_position_embeddings=given.prompt + given.completion,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(config).eval()
+
+
+def emulate(model: nn.Module, backend: PipelinedBackend, stage: int, seconds: float) -> None:
+    """Let the first layer of a stage sleep before each forward."""
+    layer = decoder_layers(model)[backend.split_of(model).layers(stage).start]
+    layer.register_forward_pre_hook(lambda _layer, _args: time.sleep(seconds))
+
+
+def work(rank: int, given: argparse.Namespace, folder: str) -> None:
+    """Run the schedules in turns on one process of the pipeline; the first process writes the medians."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if not given.stage_ms:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.stages)
+    model = tiny_head(given)
+    runs = backends(model, given)
+    if given.stage_ms:
+        emulate(model, runs["naive"], rank, given.stage_ms / 1000)
+    # Rows of equal length, all on the first process: every batch is full until it ends.
+    number = given.rows * given.stages * given.rounds if rank == 0 else 0
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(2, 256, (number, given.prompt), generator=generator).tolist()
+    params = SamplingParams(given.completion)
+    keys = [(0, 0, row) for row in range(number)]
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    results: dict[str, Any] = {}
+    for repeat in range(given.repeats + 1):
+        for name, backend in runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            rollout = backend.generate(prompts, params, keys)
+            dist.barrier()
+            if repeat:  # The first one warms up.
+                seconds[name].append(time.perf_counter() - start)
+            results[name] = rollout.completion_ids
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(summary(given, seconds, results)))
+    dist.destroy_process_group()
+
+
+def summary(given: argparse.Namespace, seconds: dict[str, list[float]], results: dict[str, Any]) -> dict[str, Any]:
+    """Return the medians, and how many times faster than `naive` each schedule is."""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    how = f"emulated, {given.stage_ms:g} ms per forward" if given.stage_ms else "real compute, one core per process"
+    return {
+        "stage_time": how,
+        "stages": given.stages,
+        "rows_per_batch": given.rows,
+        "tokens": sum(map(len, results["naive"])),
+        "seconds": {name: round(value, 3) for name, value in medians.items()},
+        "speedup": {name: round(medians["naive"] / value, 2) for name, value in medians.items()},
+        "bound": given.stages,
+        "same_tokens": all(rows == results["naive"] for rows in results.values()),
+        "load_average": round(os.getloadavg()[0], 1),
+        "cores": len(os.sched_getaffinity(0)) if given.stage_ms else os.cpu_count(),
+    }
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--stages", type=int, default=2, help="processes")
+    parser.add_argument("--stage_ms", type=float, default=0.0, help="emulated milliseconds of a forward; 0: compute")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch, a multiple of --stages")
+    parser.add_argument("--rounds", type=int, default=1, help="batches of each stage")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model, a multiple of --stages")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size, where the stages compute")
+    parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt")
+    parser.add_argument("--completion", type=int, default=32, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args(words)
+    for name in ("rows", "layers"):
+        if getattr(given, name) % given.stages:
+            parser.error(f"--{name} {getattr(given, name)} is not a multiple of --stages {given.stages}")
+    return given
+
+
+def main() -> None:
+    given = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, args=(given, folder), nprocs=given.stages)
+        print((Path(folder) / "result.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

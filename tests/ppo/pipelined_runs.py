@@ -1,0 +1,57 @@
+"""What the processes of test_pipelined run: `python pipelined_runs.py FOLDER`, alone or launched.
+
+The cases are those of two_processes.py. Alone, one process samples by itself; launched, two are stages of a pipeline
+while they sample, and replicas (DDP) or shards (FSDP2) while they score and update.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from safetensors.torch import save_file  # noqa: E402
+
+from tests.ppo import two_processes  # noqa: E402
+from tests.ppo.support import StopAt, make_trainer, trained_weights  # noqa: E402
+
+PIPELINED = {"rollout_backend": "pipelined", "pipeline_batches": 3}
+IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
+CASES = {
+    "shared": {},
+    "kept": {},
+    "adapter": {"pipeline_batches": 2},
+    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
+}
+
+
+def resume(folder: Path) -> None:
+    """Stop in the middle of the second rollout, go on in a new trainer, and keep the weights."""
+    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_minibatches": 2, "num_rollouts": 3}
+    whole = make_trainer(folder / "whole", **case)
+    whole.train()
+    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
+    resumed = make_trainer(folder / "resumed", **case)
+    resumed.accelerator.wait_for_everyone()
+    resumed.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-6"))
+    rank = resumed.accelerator.process_index
+    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
+    save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
+    resumed.accelerator.end_training()
+
+
+def main(folder: Path) -> None:
+    for name, settings in CASES.items():
+        if not IS_ALONE:
+            two_processes.CASES[name] = {**two_processes.CASES[name], **PIPELINED, **settings}
+        two_processes.run(name, folder)
+    if not IS_ALONE:
+        resume(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
