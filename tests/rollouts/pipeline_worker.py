@@ -17,7 +17,7 @@ from onetrunk.models.base import decoder_layers
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Rollout
-from tests.models.branches import a_trunk
+from tests.models.branches import a_trunk, move
 from tests.places import CPU, join_group
 from tests.rollouts.small import PROMPTS, mixed_params, tiny
 
@@ -153,6 +153,42 @@ def faults(device: torch.device) -> dict[str, str]:
     return messages
 
 
+def sampled_ahead(device: torch.device) -> dict[str, Any]:
+    """Return how rows that started at the end of an earlier call compare with those of the version that they name."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = a_trunk().to(device)
+    prompts, keys = rows_of(rank, world_size)
+    next_keys = [(4, 1, key[2]) for key in keys]
+    backend = PipelinedBackend(model, rows_per_batch=3)
+    backend.sync(model, 1)
+    first = backend.generate(prompts, SEEDED, keys, ahead=(prompts, next_keys))
+    plain = LocalBackend(model).generate(prompts, SEEDED, keys)
+    by_version = {1: LocalBackend(model).generate(prompts, SEEDED, next_keys)}
+    saved = backend.started()
+    move(model, seed=7)
+    backend.sync(model, 2)
+    by_version[2] = LocalBackend(model).generate(prompts, SEEDED, next_keys)
+    # A resumed run has another backend, which knows what was saved.
+    resumed = PipelinedBackend(model, rows_per_batch=3)
+    resumed.sync(model, 2)
+    resumed.remember(saved)
+    second, again = (one.generate(prompts, SEEDED, next_keys) for one in (backend, resumed))
+    versions = list(second.policy_versions or [2] * len(second))
+    expected = [by_version[version].completion_ids[row] for row, version in enumerate(versions)]
+    logprobs = [by_version[version].sampler_logprobs[row] for row, version in enumerate(versions)]
+    return {
+        "first_is_plain": first.completion_ids == plain.completion_ids,
+        "first_versions": sorted(set(first.policy_versions)),
+        "versions": versions,
+        "oldest": second.policy_version,
+        "as_its_version": second.completion_ids == expected,
+        "logprob_gap": largest_gap(second.sampler_logprobs, logprobs),
+        "policies_differ": by_version[1].completion_ids != by_version[2].completion_ids,
+        "resumed": again.completion_ids == second.completion_ids
+        and list(again.policy_versions or [2] * len(again)) == versions,
+    }
+
+
 def cache_bytes(device: torch.device) -> dict[str, int]:
     """Return the bytes of keys and values that a stage and a whole model have at their most, over the same rows."""
     held: dict[int, int] = {}
@@ -187,6 +223,7 @@ def work(rank: int, folder: str, world_size: int, names: list[str], place: str =
     device = join_group(place, folder, rank, world_size)
     found: dict[str, Any] = {name: compare(name, device) for name in names}
     found["faults"] = faults(device)
+    found["ahead"] = sampled_ahead(device)
     found["cache"] = cache_bytes(device)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -104,6 +104,19 @@ def test_an_error_on_one_stage_ends_the_call_on_all_with_its_reason(place):
 
 @several
 @pytest.mark.parametrize("place", places(2))
+def test_rows_of_the_next_call_fill_free_places_and_name_the_version_that_sampled_them(place):
+    ranks = [rank["ahead"] for rank in launched(2, FAST, place)]
+    for found in ranks:
+        # Rows of this call are not delayed, and not changed.
+        assert found["first_is_plain"] and found["first_versions"] == [1]
+        assert found["policies_differ"] and found["as_its_version"] and found["logprob_gap"] < 1e-5
+        assert found["oldest"] == min(found["versions"]) and found["resumed"]
+    versions = [version for found in ranks for version in found["versions"]]
+    assert len(versions) == ROWS and set(versions) == {1, 2}
+
+
+@several
+@pytest.mark.parametrize("place", places(2))
 def test_each_stage_keeps_its_share_of_the_cache(place):
     for rank in launched(2, FAST, place):
         # Both stages hold both processes' rows: 8 instead of 4, in half of the layers.
