@@ -1,6 +1,7 @@
 """Seconds of pipelined sampling: one batch at a time, the same cut into parts, and independent batches in flight.
 
-    python scripts/bench/pipeline.py --stages 2 --stage_ms 50
+    python scripts/bench/pipeline.py --stages 4 --stage_ms 50
+    python scripts/bench/pipeline.py --stages 2 --stage_ms 50 --clock wall
     python scripts/bench/pipeline.py --stages 2
 
 It starts the processes itself and prints one JSON line. All schedules sample the same rows with the same result:
@@ -9,9 +10,11 @@ It starts the processes itself and prints one JSON line. All schedules sample th
 - `microbatched`: each batch is cut into one part per stage, and the parts are in flight.
 - `interleaved`: as many whole batches are in flight as there are stages.
 
-With `--stage_ms` the time of a stage is EMULATED: it sleeps so long in each forward, whatever the rows, as if reading
-the weights bounds a step. Without, the stages compute, each process pinned to one core. The bound is the number of
-stages.
+With `--stage_ms` the time of a stage is EMULATED: a forward takes so long, whatever the rows, as where reading the
+weights bounds a step. `--clock virtual` counts it: each message carries the time at which it was sent, a stage begins
+when it is free and the message is there, and neither computing nor sending costs anything, so the result does not
+depend on the machine. `--clock wall` sleeps, and needs an idle machine. Without `--stage_ms` the stages compute, each
+process pinned to one core. The bound is the number of stages.
 """
 
 from __future__ import annotations
@@ -29,22 +32,23 @@ os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORME
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from onetrunk.models.base import decoder_layers
 from onetrunk.rollouts import PipelinedBackend, SamplingParams
+from onetrunk.rollouts.stage_links import StageLinks
 
 NAMES = ("naive", "microbatched", "interleaved")
 
 
-def backends(model: nn.Module, given: argparse.Namespace) -> dict[str, PipelinedBackend]:
+def backends(model: nn.Module, given: argparse.Namespace, links: StageLinks) -> dict[str, PipelinedBackend]:
     """Return the backend of each schedule."""
     stages, rows = given.stages, given.rows
     shapes = {"naive": (1, rows), "microbatched": (stages, rows // stages), "interleaved": (stages, rows)}
     split = {"split": [given.layers // stages] * stages}
     return {
-        name: PipelinedBackend(model, batches=batches, rows_per_batch=size, **split)
+        name: PipelinedBackend(model, batches=batches, rows_per_batch=size, links=links, stages=stages, **split)
         for name, (batches, size) in shapes.items()
     }
 
@@ -67,10 +71,44 @@ def tiny_head(given: argparse.Namespace) -> nn.Module:
     return Qwen2ForCausalLM(config).eval()
 
 
-def emulate(model: nn.Module, backend: PipelinedBackend, stage: int, seconds: float) -> None:
-    """Let the first layer of a stage sleep before each forward."""
-    layer = decoder_layers(model)[backend.split_of(model).layers(stage).start]
-    layer.register_forward_pre_hook(lambda _layer, _args: time.sleep(seconds))
+class ClockedLinks(StageLinks):
+    """Links whose messages carry the virtual time, in units of a stage's forward, at which they were sent."""
+
+    now = 0
+
+    def send_on(self, plan: Tensor, states: Tensor | None = None) -> None:
+        super().send_on(torch.cat([torch.tensor([self.now]), plan]), states)
+
+    def next_plan(self, length: int) -> tuple[Tensor, torch.dtype | None]:
+        message, dtype = super().next_plan(length + 1)
+        self.now = max(self.now, int(message[0]))
+        return message[1:], dtype
+
+    def send_back(self, tokens: Tensor) -> None:
+        super().send_back(torch.cat([tokens, torch.full((2, 1), self.now)], dim=1))
+
+    def next_tokens(self, count: int) -> Tensor:
+        message = super().next_tokens(count + 1)
+        self.now = max(self.now, int(message[0, -1]))
+        return message[:, :-1]
+
+
+class Clock:
+    """The time of a stage, in seconds: the machine's, or one that emulated forwards alone advance."""
+
+    def __init__(self, given: argparse.Namespace, links: ClockedLinks):
+        self.is_virtual = bool(given.stage_ms) and given.clock == "virtual"
+        self.seconds, self.links = given.stage_ms / 1000, links
+
+    def now(self) -> float:
+        return self.links.now * self.seconds if self.is_virtual else time.perf_counter()
+
+    def forward(self, *_: Any) -> None:
+        """Let an emulated forward pass; a hook on the first layer of a stage."""
+        if self.is_virtual:
+            self.links.now += 1
+        else:
+            time.sleep(self.seconds)
 
 
 def work(rank: int, given: argparse.Namespace, folder: str) -> None:
@@ -81,9 +119,11 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.stages)
     model = tiny_head(given)
-    runs = backends(model, given)
+    links = ClockedLinks(given.stages)
+    runs, clock = backends(model, given, links), Clock(given, links)
     if given.stage_ms:
-        emulate(model, runs["naive"], rank, given.stage_ms / 1000)
+        first = runs["naive"].split_of(model).layers(rank).start
+        decoder_layers(model)[first].register_forward_pre_hook(clock.forward)
     # Rows of equal length, all on the first process: every batch is full until it ends.
     number = given.rows * given.stages * given.rounds if rank == 0 else 0
     generator = torch.Generator().manual_seed(1)
@@ -95,11 +135,11 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
     for repeat in range(given.repeats + 1):
         for name, backend in runs.items():
             dist.barrier()
-            start = time.perf_counter()
+            start = clock.now()
             rollout = backend.generate(prompts, params, keys)
             dist.barrier()
             if repeat:  # The first one warms up.
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock.now() - start)
             results[name] = rollout.completion_ids
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(summary(given, seconds, results)))
@@ -109,7 +149,9 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
 def summary(given: argparse.Namespace, seconds: dict[str, list[float]], results: dict[str, Any]) -> dict[str, Any]:
     """Return the medians, and how many times faster than `naive` each schedule is."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    how = f"emulated, {given.stage_ms:g} ms per forward" if given.stage_ms else "real compute, one core per process"
+    how = "real compute, one core per process"
+    if given.stage_ms:
+        how = f"emulated, {given.stage_ms:g} ms per forward, {given.clock} clock"
     return {
         "stage_time": how,
         "stages": given.stages,
@@ -129,6 +171,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--stages", type=int, default=2, help="processes")
     parser.add_argument("--stage_ms", type=float, default=0.0, help="emulated milliseconds of a forward; 0: compute")
+    parser.add_argument("--clock", choices=("virtual", "wall"), default="virtual", help="of emulated forwards")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch, a multiple of --stages")
     parser.add_argument("--rounds", type=int, default=1, help="batches of each stage")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model, a multiple of --stages")

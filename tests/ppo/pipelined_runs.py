@@ -1,4 +1,4 @@
-"""What the processes of test_pipelined run: `python pipelined_runs.py FOLDER`, alone or launched.
+"""What the processes of test_pipelined run: `python pipelined_runs.py FOLDER [learn]`, alone or launched.
 
 The cases are those of two_processes.py. Alone, one process samples by itself; launched, two are stages of a pipeline
 while they sample, and replicas (DDP) or shards (FSDP2) while they score and update.
@@ -6,6 +6,7 @@ while they sample, and replicas (DDP) or shards (FSDP2) while they score and upd
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ torch.set_num_threads(1)
 
 from safetensors.torch import save_file  # noqa: E402
 
+from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import StopAt, make_trainer, trained_weights  # noqa: E402
+from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
 
 PIPELINED = {"rollout_backend": "pipelined", "pipeline_batches": 3}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -44,14 +46,50 @@ def resume(folder: Path) -> None:
     resumed.accelerator.end_training()
 
 
-def main(folder: Path) -> None:
+def ahead(folder: Path) -> None:
+    """Train with rows that start in the rollout before, whole and resumed between and inside rollouts."""
+    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "pipeline_ahead": True, "max_rollout_rows": 3}
+    case |= {"num_rollouts": 4, "max_completion_length": 10, "learning_rate": 0.05}
+    whole = make_trainer(folder / "ahead", **case)
+    whole.train()
+    facts = {name: logged(whole, name) for name in ("sampling/staleness", "sampling/staleness_max")}
+    facts["weights"] = logged(whole, "sampling/effective_sample_size")
+    rank = whole.accelerator.process_index
+    (folder / f"ahead-{rank}.json").write_text(json.dumps(facts))
+    save_file(trained_weights(whole.model), folder / f"ahead-{rank}.safetensors")
+    for step in (3, 4):
+        place = folder / f"ahead-{step}"
+        make_trainer(place, callbacks=[StopAt(step)], **case).train()
+        resumed = make_trainer(folder / f"ahead-{step}-resumed", **case)
+        resumed.accelerator.wait_for_everyone()
+        resumed.train(resume_from_checkpoint=str(place / f"checkpoint-{step}"))
+        save_file(trained_weights(resumed.model), folder / f"ahead-{step}-{rank}.safetensors")
+
+
+def learn(folder: Path) -> None:
+    """Learn the tasks of tests/learning.py in two stages, and write the objectives that were reached."""
+    reached = {}
+    for name, task in (("a", learning.TASK_A), ("b", learning.TASK_B)):
+        for seed in range(3):
+            place = folder / f"{name}-{seed}"
+            trainer = learning.make_trainer(task, seed, place, rollout_backend="pipelined")
+            reached[f"{name}-{seed}"] = learning.learn(trainer).objective
+    if os.environ["RANK"] == "0":
+        (folder / "reached.json").write_text(json.dumps(reached))
+
+
+def main(folder: Path, what: str = "") -> None:
+    if what == "learn":
+        learn(folder)
+        return
     for name, settings in CASES.items():
         if not IS_ALONE:
             two_processes.CASES[name] = {**two_processes.CASES[name], **PIPELINED, **settings}
         two_processes.run(name, folder)
     if not IS_ALONE:
+        ahead(folder)
         resume(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from onetrunk.ppo.checks import check_pipeline
+from tests import learning
 from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus
 from tests.ppo.pipelined_runs import CASES
 from tests.ppo.support import assert_same, differ, make_config
@@ -30,13 +31,15 @@ def several(function):
 
 
 @cache
-def launched(place: str, how: str) -> Path:
-    """Run all cases in one launch ("alone", or with an accelerate config); return the folder of the results."""
+def launched(place: str, how: str, *what: str) -> Path:
+    """Run all cases, or `what`, in one launch ("alone", or with an accelerate config); return the folder."""
     folder = Path(mkdtemp())
     config = ["--config_file", str(ROOT / f"accelerate_configs/{how}.yaml"), "--num_processes", "2"]
     launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"] if how != "alone" else []
     env = launch_environment(place, 1 if how == "alone" else 2)
-    done = subprocess.run([sys.executable, *launcher, SCRIPT, str(folder)], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *launcher, SCRIPT, str(folder), *what], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     (folder / "stderr.txt").write_text(done.stderr)
     return folder
@@ -103,6 +106,32 @@ def test_a_run_says_which_layers_a_stage_has_and_resumes_in_the_middle_of_a_roll
     whole = weights(place, how, "whole")
     for rank in (0, 1):
         assert_same(weights(place, how, "resumed", rank), whole, **REPEATED[place])
+
+
+@several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_rows_sampled_ahead_are_one_rollout_old_corrected_and_resumed(place, how):
+    facts = [json.loads((launched(place, how) / f"ahead-{rank}.json").read_text()) for rank in (0, 1)]
+    assert facts[0] == facts[1]
+    # The first rollout has nothing to start from; later ones hold some rows of the version before.
+    first, *later = facts[0]["sampling/staleness"]
+    assert first == 0 and len(later) == 3 and all(0 <= share < 1 for share in later) and max(later) > 0
+    assert max(facts[0]["sampling/staleness_max"]) == 1
+    assert len(facts[0]["weights"]) == 4 and min(facts[0]["weights"]) < 1 - 1e-6
+    whole = weights(place, how, "ahead")
+    for step in (3, 4):  # Inside the second rollout, and after it.
+        for rank in (0, 1):
+            assert_same(weights(place, how, f"ahead-{step}", rank), whole, **REPEATED[place])
+
+
+@several
+@pytest.mark.parametrize("task", ["a", "b"])
+def test_ppo_learns_the_tasks_with_two_stages(task):
+    reached = json.loads((launched(CPU, "pipelined", "learn") / "reached.json").read_text())
+    for seed in range(3):
+        best = learning.task_optimum({"a": learning.TASK_A, "b": learning.TASK_B}[task], seed).objective
+        print(f"task {task}, seed {seed}: {reached[f'{task}-{seed}'] / best:.1%} of J*")
+        assert reached[f"{task}-{seed}"] >= 0.95 * best
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

@@ -78,7 +78,8 @@ def test_a_process_runs_the_layers_of_its_stage_only(world_size, case, place):
 def test_the_last_stage_returns_the_value_of_each_state_that_samples(world_size, case, place):
     for stage in found(world_size, case, place):
         if case.startswith(("lora", "one", "more", "refilled")) and "sliding" not in case and "adapter" not in case:
-            assert stage["value_gap"] < (0.2 if "bfloat16" in case else 1e-5)
+            # Values are up to 5, not bounded as logprobs are.
+            assert stage["value_gap"] < (0.2 if "bfloat16" in case else 5e-5)
         else:
             assert stage["value_gap"] is None
 

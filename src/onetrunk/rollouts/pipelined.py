@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.base import decoder_layers
-from onetrunk.models.parallel import gathered, is_divided
+from onetrunk.models.parallel import gathered, is_divided, is_sharded
 from onetrunk.models.pipeline import LayerSplit, StageModel, verify_split
 from onetrunk.models.speedups.memory import is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
@@ -68,6 +68,7 @@ class PipelinedBackend:
             a value head on its own states.
         progress: called on the first stage as `progress(done_rows, total_rows, done_tokens)`, rows of the pipeline.
         poll: called on every stage before each turn. Only the end of the process may stop a turn.
+        links: to the other stages; None: made in the first call.
     """
 
     model: nn.Module | None = None
@@ -80,8 +81,8 @@ class PipelinedBackend:
     computes_values: bool = False
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
+    links: StageLinks | None = None
     policy_version: int = field(default=0, init=False)
-    _links: StageLinks | None = field(default=None, init=False)
     # Rows of this process that were sampled ahead.
     _ahead: dict[RowKey, StartedRow] = field(default_factory=dict, init=False)
 
@@ -158,9 +159,9 @@ class PipelinedBackend:
             ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
             RuntimeError: no model, logits that are not finite, no memory, or a stage that has gone.
         """
-        if self._links is None or self._links.num_stages != self.num_stages:
-            self._links = StageLinks(self.num_stages)
-        links = self._links
+        if self.links is None or self.links.num_stages != self.num_stages:
+            self.links = StageLinks(self.num_stages)
+        links = self.links
         rows, call = self._joined_call(links, prompt_ids, params, keys, ahead)
         layers, split = decoder_layers(call.model), self.split_of(call.model)
         own = [layers[i] for i in split.layers(links.stage)]
@@ -170,7 +171,9 @@ class PipelinedBackend:
             stack.enter_context(gathered(call.model, own if links.num_stages > 1 else None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
-            stack.enter_context(merged_policy(call.model, own))
+            # The proof of merging runs the whole model, which is collective if the base is sharded.
+            if links.num_stages == 1 or not is_sharded(call.model):
+                stack.enter_context(merged_policy(call.model, own))
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
             run = _StageRun(self, call, rows, stage, links)
