@@ -3,6 +3,7 @@
     python scripts/bench/pipeline.py --stages 4 --stage_ms 50
     python scripts/bench/pipeline.py --stages 2 --stage_ms 50 --clock wall
     python scripts/bench/pipeline.py --stages 2
+    python scripts/bench/pipeline.py --stages 2 --clock wall
 
 It starts the processes itself and prints one JSON line. All schedules sample the same rows with the same result:
 
@@ -11,10 +12,12 @@ It starts the processes itself and prints one JSON line. All schedules sample th
 - `interleaved`: as many whole batches are in flight as there are stages.
 
 With `--stage_ms` the time of a stage is EMULATED: a forward takes so long, whatever the rows, as where reading the
-weights bounds a step. `--clock virtual` counts it: each message carries the time at which it was sent, a stage begins
-when it is free and the message is there, and neither computing nor sending costs anything, so the result does not
-depend on the machine. `--clock wall` sleeps, and needs an idle machine. Without `--stage_ms` the stages compute, each
-process pinned to one core. The bound is the number of stages.
+weights bounds a step. Without, the stages compute. The bound is the number of stages.
+
+`--clock model` counts the work of each stage (emulated forwards, or the processor time of its thread): messages carry
+the time at which they were sent, and a stage goes on when it is free and the message is there. What else the machine
+does hardly matters then; sending costs nothing. `--clock wall` measures, and needs a core for each process; emulated
+forwards sleep.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,43 +76,59 @@ def tiny_head(given: argparse.Namespace) -> nn.Module:
 
 
 class ClockedLinks(StageLinks):
-    """Links whose messages carry the virtual time, in units of a stage's forward, at which they were sent."""
+    """Links whose messages carry the time at which they were sent: a stage goes on when it is free and they are there.
 
-    now = 0
+    Args:
+        num_stages: of the pipeline.
+        spent: returns the nanoseconds that the stage has worked since the last call.
+    """
+
+    def __init__(self, num_stages: int, spent: Callable[[], int]):
+        super().__init__(num_stages)
+        self.spent, self.now = spent, 0
+
+    def _stamp(self) -> Tensor:
+        self.now += self.spent()
+        return torch.tensor([self.now])
+
+    def _arrived(self, sent: Tensor) -> None:
+        self.now = max(self.now + self.spent(), int(sent))
 
     def send_on(self, plan: Tensor, states: Tensor | None = None) -> None:
-        super().send_on(torch.cat([torch.tensor([self.now]), plan]), states)
+        super().send_on(torch.cat([self._stamp(), plan]), states)
 
     def next_plan(self, length: int) -> tuple[Tensor, torch.dtype | None]:
         message, dtype = super().next_plan(length + 1)
-        self.now = max(self.now, int(message[0]))
+        self._arrived(message[0])
         return message[1:], dtype
 
     def send_back(self, tokens: Tensor) -> None:
-        super().send_back(torch.cat([tokens, torch.full((2, 1), self.now)], dim=1))
+        super().send_back(torch.cat([tokens, self._stamp().expand(2, 1)], dim=1))
 
     def next_tokens(self, count: int) -> Tensor:
         message = super().next_tokens(count + 1)
-        self.now = max(self.now, int(message[0, -1]))
+        self._arrived(message[0, -1])
         return message[:, :-1]
 
 
 class Clock:
-    """The time of a stage, in seconds: the machine's, or one that emulated forwards alone advance."""
+    """The work of a stage in nanoseconds: emulated forwards, or the processor time of its thread."""
 
-    def __init__(self, given: argparse.Namespace, links: ClockedLinks):
-        self.is_virtual = bool(given.stage_ms) and given.clock == "virtual"
-        self.seconds, self.links = given.stage_ms / 1000, links
+    def __init__(self, given: argparse.Namespace):
+        self.given = given
+        self._last, self._emulated = 0, 0
 
-    def now(self) -> float:
-        return self.links.now * self.seconds if self.is_virtual else time.perf_counter()
+    def spent(self) -> int:
+        """Return the work since the last call."""
+        total = self._emulated if self.given.stage_ms else time.thread_time_ns()
+        work, self._last = total - self._last, total
+        return work
 
     def forward(self, *_: Any) -> None:
         """Let an emulated forward pass; a hook on the first layer of a stage."""
-        if self.is_virtual:
-            self.links.now += 1
-        else:
-            time.sleep(self.seconds)
+        if self.given.clock == "wall":
+            time.sleep(self.given.stage_ms / 1000)
+        self._emulated += round(self.given.stage_ms * 1e6)
 
 
 def work(rank: int, given: argparse.Namespace, folder: str) -> None:
@@ -119,8 +139,9 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.stages)
     model = tiny_head(given)
-    links = ClockedLinks(given.stages)
-    runs, clock = backends(model, given, links), Clock(given, links)
+    clock = Clock(given)
+    links = ClockedLinks(given.stages, clock.spent)
+    runs = backends(model, given, links)
     if given.stage_ms:
         first = runs["naive"].split_of(model).layers(rank).start
         decoder_layers(model)[first].register_forward_pre_hook(clock.forward)
@@ -135,11 +156,13 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
     for repeat in range(given.repeats + 1):
         for name, backend in runs.items():
             dist.barrier()
-            start = clock.now()
+            clock.spent()
+            start, links.now = time.perf_counter(), 0
             rollout = backend.generate(prompts, params, keys)
+            modelled = links.now / 1e9
             dist.barrier()
             if repeat:  # The first one warms up.
-                seconds[name].append(clock.now() - start)
+                seconds[name].append(time.perf_counter() - start if given.clock == "wall" else modelled)
             results[name] = rollout.completion_ids
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(summary(given, seconds, results)))
@@ -149,11 +172,10 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
 def summary(given: argparse.Namespace, seconds: dict[str, list[float]], results: dict[str, Any]) -> dict[str, Any]:
     """Return the medians, and how many times faster than `naive` each schedule is."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    how = "real compute, one core per process"
-    if given.stage_ms:
-        how = f"emulated, {given.stage_ms:g} ms per forward, {given.clock} clock"
+    how = f"emulated, {given.stage_ms:g} ms per forward" if given.stage_ms else "real compute"
+    clock = "wall clock" if given.clock == "wall" else f"clock of {'forwards' if given.stage_ms else 'processor time'}"
     return {
-        "stage_time": how,
+        "stage_time": f"{how}, {clock}",
         "stages": given.stages,
         "rows_per_batch": given.rows,
         "tokens": sum(map(len, results["naive"])),
@@ -171,7 +193,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--stages", type=int, default=2, help="processes")
     parser.add_argument("--stage_ms", type=float, default=0.0, help="emulated milliseconds of a forward; 0: compute")
-    parser.add_argument("--clock", choices=("virtual", "wall"), default="virtual", help="of emulated forwards")
+    parser.add_argument("--clock", choices=("model", "wall"), default="model", help="see above")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch, a multiple of --stages")
     parser.add_argument("--rounds", type=int, default=1, help="batches of each stage")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model, a multiple of --stages")

@@ -16,7 +16,10 @@ import torch
 torch.set_num_threads(1)
 
 from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
+from onetrunk.models.base import decoder_layers  # noqa: E402
+from onetrunk.rollouts import pipelined  # noqa: E402
 from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
 from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
@@ -66,6 +69,28 @@ def ahead(folder: Path) -> None:
         save_file(trained_weights(resumed.model), folder / f"ahead-{step}-{rank}.safetensors")
 
 
+def whole_layers(folder: Path) -> None:
+    """Write which layers a process holds whole while it samples."""
+    original, seen = pipelined._StageRun._forward, set()
+
+    def forward(run, turn, dtype):
+        for number, layer in enumerate(decoder_layers(run.call.model)):
+            layer = vars(layer).get("stands_for", layer)
+            if not any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+                seen.add(number)
+        return original(run, turn, dtype)
+
+    pipelined._StageRun._forward = forward
+    try:
+        case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_rollouts": 1}
+        trainer = make_trainer(folder / "layers", **case)
+        trainer.train()
+    finally:
+        pipelined._StageRun._forward = original
+    rank = trainer.accelerator.process_index
+    (folder / f"layers-{rank}.json").write_text(json.dumps(sorted(seen)))
+
+
 def learn(folder: Path) -> None:
     """Learn the tasks of tests/learning.py in two stages, and write the objectives that were reached."""
     reached = {}
@@ -87,6 +112,7 @@ def main(folder: Path, what: str = "") -> None:
             two_processes.CASES[name] = {**two_processes.CASES[name], **PIPELINED, **settings}
         two_processes.run(name, folder)
     if not IS_ALONE:
+        whole_layers(folder)
         ahead(folder)
         resume(folder)
 

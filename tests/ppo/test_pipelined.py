@@ -65,6 +65,13 @@ def test_the_same_processes_train_as_replicas_or_shards(place, how):
 
 
 @several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_of_a_sharded_base_a_stage_gathers_its_own_layers(place, how):
+    held = [json.loads((launched(place, how) / f"layers-{rank}.json").read_text()) for rank in (0, 1)]
+    assert held == ([[0], [1]] if how == "fsdp2" else [[0, 1], [0, 1]])
+
+
+@several
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
 def test_two_stages_sample_the_completions_of_one_process(place, how, name):

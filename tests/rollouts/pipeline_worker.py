@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, dict[str, Any], SamplingParams]] = {
     **{f"{name}, greedy": (name, {}, GREEDY) for name in ("llama", "qwen2", "gemma2", "lora")},
     "one batch": ("lora", {"batches": 1}, SEEDED),
     "more batches than stages": ("lora", {"batches": 5}, SEEDED),
+    # Of four processes; two are one pipeline.
+    "pipelines of two": ("lora", {"stages": 2}, SEEDED),
     "refilled": ("lora", {"rows_per_batch": 2}, SEEDED),
     "refilled sliding windows": ("gemma3", {"rows_per_batch": 1, "batches": 3}, SEEDED),
 }
@@ -110,7 +112,7 @@ def compare(name: str, device: torch.device) -> dict[str, Any]:
     alone = LocalBackend(model).generate(prompts, params, keys)
     values = rollout.sampler_values
     return {
-        "own_layers": list(backend.split_of(model).layers(rank)),
+        "own_layers": list(backend.split_of(model).layers(rank % backend.num_stages)),
         "layers_run": [number for number, count in counts.items() if count],
         "turns": max(counts.values()),
         "rows": len(rollout),
