@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from onetrunk.costs import ModelShape, balanced_split, decode_split
+from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, stage_cache_bytes
 from onetrunk.models.pipeline import LayerSplit, StageCache, verify_split
+from onetrunk.ppo.memory import sampling_cache_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from tests.places import GPU, places
+from tests.ppo.support import make_config
 from tests.rollouts import pipeline_worker
 from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
 from tests.rollouts.small import KEYS, PROMPTS, tiny
@@ -154,6 +156,25 @@ def test_the_head_counts_as_work_of_the_last_stage():
     shape = ModelShape(151_936, 896, 24, 4864, 14, 2, 64)
     assert decode_split(shape, 2) == (16, 8) or decode_split(shape, 2) == (17, 7)
     assert sum(decode_split(shape, 4)) == 24 and decode_split(shape, 4)[-1] == 1
+
+
+def test_a_stage_keeps_the_cache_of_its_layers_for_the_rows_of_all_stages():
+    # 10 tokens, 4 layers, 2 heads of 8, float32: 2 * 10 * 4 * 2 * 8 * 4 = 5,120 bytes in one process.
+    shape = ModelShape(64, 32, 4, 64, 4, 2, 8)
+    assert kv_cache_bytes(shape, 10, 4) == 5120
+    # Twice the rows in half of the layers, or in three of four.
+    assert stage_cache_bytes(shape, (2, 2), 10, 4) == 5120
+    assert stage_cache_bytes(shape, (3, 1), 10, 4) == 7680
+
+
+def test_the_forecast_of_a_run_counts_the_largest_stage(tmp_path):
+    shape = ModelShape(64, 32, 4, 64, 4, 2, 8)
+    whole, split = (
+        make_config(tmp_path, **settings)
+        for settings in ({}, {"rollout_backend": "pipelined", "pipeline_split": [1, 3]})
+    )
+    assert sampling_cache_bytes(whole, shape, 10, 4) == 5120
+    assert sampling_cache_bytes(split, shape, 10, 4) == 7680
 
 
 def test_a_split_that_does_not_fit_is_rejected():
