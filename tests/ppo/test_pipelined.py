@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("pipelined_runs.py"))
 CONFIGS = ["pipelined", "fsdp2"]
 LAUNCHES = [(CPU, how) for how in CONFIGS] + [on_gpus(GPU, how) for how in CONFIGS]
-launches = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
+launches = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def several(function):
