@@ -19,7 +19,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
+from onetrunk.costs import (
+    ModelShape,
+    decode_split,
+    host_memory_bytes,
+    kv_cache_bytes,
+    stage_cache_bytes,
+    trunk_states_bytes,
+)
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
@@ -36,6 +43,14 @@ Rows = TypeVar("Rows", Pack, Experience)
 GIB = 2**30
 # The sampler holds the next token's logits, their logprobs and their cumulative probabilities, in float32.
 SAMPLER_COPIES = 3
+
+
+def sampling_cache_bytes(args: PPOConfig, shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """Return the bytes of keys and values of a process that decodes rows of `tokens` padded tokens."""
+    if args.rollout_backend != "pipelined":
+        return kv_cache_bytes(shape, tokens, itemsize)
+    sizes = args.pipeline_split or decode_split(shape, args.pipeline_stages or args.world_size)
+    return stage_cache_bytes(shape, sizes, tokens, itemsize)
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,7 @@ class MemoryCheck(TrainerCallback):
         decoding = min(rows, args.max_rollout_rows or rows)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         has_states = bool(model.cut) and self.states_stay
-        cache = kv_cache_bytes(shape, decoding * width, base.dtype.itemsize)
+        cache = sampling_cache_bytes(args, shape, decoding * width, base.dtype.itemsize)
         logits = decoding * shape.vocab_size * 4 * SAMPLER_COPIES
         return MemoryForecast(
             pack=int(peak_gib() * GIB),
