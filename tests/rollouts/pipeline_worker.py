@@ -24,6 +24,7 @@ from tests.rollouts.small import PROMPTS, mixed_params, tiny
 ROWS = 11
 GREEDY = SamplingParams(max_completion_length=12, temperature=0, stop_token_ids=tuple(range(4, 24)))
 SEEDED = mixed_params(temperature=1.3)
+TRUNCATED = mixed_params(temperature=1.3, top_p=0.7, top_k=9)
 
 
 def rows_of(rank: int, world_size: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
@@ -49,6 +50,7 @@ MODELS: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any], SamplingParams]] = {
     **{f"{name}, seeded": (name, {}, SEEDED) for name in MODELS},
     **{f"{name}, greedy": (name, {}, GREEDY) for name in ("llama", "qwen2", "gemma2", "lora")},
+    "lora, truncated": ("lora", {}, TRUNCATED),
     "one batch": ("lora", {"batches": 1}, SEEDED),
     "more batches than stages": ("lora", {"batches": 5}, SEEDED),
     # Of four processes; two are one pipeline.

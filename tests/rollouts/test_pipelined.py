@@ -20,7 +20,7 @@ from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
 from tests.rollouts.small import KEYS, PROMPTS, tiny
 
 # `make test` runs these in one launch; the others are slow.
-FAST = ("gemma2, seeded", "lora, greedy", "refilled")
+FAST = ("gemma2, seeded", "lora, greedy", "lora, truncated", "refilled")
 several = pytest.mark.multi_process
 
 

@@ -37,7 +37,7 @@ from onetrunk.rollouts.decoding import (
     free_places,
     left_padded,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of
+from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
 from onetrunk.rollouts.producer import StartedRow
 from onetrunk.rollouts.stage_links import StageLinks, first_error
@@ -152,8 +152,8 @@ class PipelinedBackend:
                 other rows start again there.
 
         Returns:
-            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0). `policy_versions`
-            are there if rows were, or may have been, sampled ahead.
+            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and truncation.
+            `policy_versions` are there if rows were, or may have been, sampled ahead.
 
         Raises:
             ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
@@ -517,7 +517,8 @@ class _StageRun:
         """Add a token to every row of the last stage; return tokens and status [2, b] on the CPU."""
         params = self.call.params
         scores = logits / params.temperature if params.temperature > 0 else logits
-        tokens, logprobs = draw(scores, state.next_uniforms() if params.temperature > 0 else None)
+        uniforms = state.next_uniforms() if params.temperature > 0 else None
+        tokens, logprobs = draw(scores, uniforms, truncation(params))
         state.append(tokens, logprobs)
         stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
         drawn = torch.stack([tokens, status_of(tokens, logprobs, logits, stop_ids)]).cpu()
