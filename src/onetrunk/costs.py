@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -147,16 +148,46 @@ def kv_cache_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
     return 2 * tokens * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
 
 
-def stage_cache_bytes(shape: ModelShape, sizes: Sequence[int], tokens: int, itemsize: int) -> int:
-    """Return the bytes of keys and values that the stage of a pipeline with the most layers keeps.
+# A sampler holds the next token's logits, their logprobs and their cumulative probabilities, in float32.
+SAMPLER_COPIES = 3
+
+
+def sampling_bytes(
+    shape: ModelShape,
+    sizes: Sequence[int],
+    rows: float,
+    width: float,
+    itemsize: float,
+    *,
+    batches: int = 1,
+    gathered: float = 0.0,
+) -> list[dict[str, float]]:
+    """Return the bytes that sampling adds in each stage of a pipeline, by part; a process alone is one stage.
 
     Args:
         shape: of the decoder.
         sizes: layers of each stage.
-        tokens: padded tokens of the rows that one process would decode by itself; a pipeline has those of every stage.
-        itemsize: bytes of a number.
+        rows: of the pipeline that decode at once.
+        width: padded tokens of a row at its end.
+        itemsize: bytes of a number in the cache.
+        batches: that are in flight; the last stage draws for one of them at a time.
+        gathered: bytes of a weight of a sharded base, of which a stage holds its own layers and what is outside of
+            all layers; 0: the base is whole on every process already.
+
+    Returns:
+        For each stage: `kv_cache` of its layers, `logits` of the last one, and `transient` where the base is sharded.
     """
-    return kv_cache_bytes(shape, len(sizes) * tokens, itemsize) * max(sizes) // shape.num_layers
+    stages = []
+    for stage, size in enumerate(sizes):
+        logits = rows / batches * shape.vocab_size * 4 * SAMPLER_COPIES if stage == len(sizes) - 1 else 0.0
+        parts = {"kv_cache": kv_cache_bytes(shape, 1, 1) * itemsize * rows * width * size / shape.num_layers}
+        parts["logits"] = logits
+        if gathered:
+            # A layer of another stage is there for a moment, because gathering is collective.
+            layers = size if len(sizes) == 1 else size + 1
+            parts["transient"] = gathered * (layers * shape.layer_parameters + shape.outer_parameters)
+        stages.append(parts)
+    return stages
 
 
 # Hidden states that a layer keeps for the backward, per token, in units of the hidden size: attention with its
@@ -278,9 +309,17 @@ def balanced_split(
     return best[num_layers][2]
 
 
+@functools.cache
 def decode_split(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage that samples: a decoded token reads all weights, and of the embedding a row."""
     return balanced_split([shape.layer_parameters] * shape.num_layers, stages, last=shape.head_parameters)
+
+
+def slowest_stage(shape: ModelShape, sizes: Sequence[int]) -> float:
+    """Return the time of the slowest stage over the mean of all, by the weights that a decoded token reads."""
+    costs = [size * shape.layer_parameters for size in sizes]
+    costs[-1] += shape.head_parameters
+    return max(costs) * len(costs) / sum(costs)
 
 
 def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_share: float) -> float:

@@ -263,6 +263,11 @@ def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
         accelerate.accelerator.model_has_dtensor = original
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights on this process: of a sharded or divided one, its share."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+
+
 @contextlib.contextmanager
 def gathered(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Hold every weight whole on every process inside the block, where forwards are no longer collective.

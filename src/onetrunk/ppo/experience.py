@@ -59,6 +59,7 @@ from onetrunk.ppo.state import (
 from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.rollouts.colocate import ColocatedBackend
+from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 
@@ -215,6 +216,9 @@ class ExperienceStream:
                 "sampling/staleness": staleness.mean().item(),
                 "sampling/staleness_max": staleness.max().item(),
             }
+        if isinstance(self.sampler.backend, PipelinedBackend):
+            stages = enumerate(self.sampler.backend.stage_gib)
+            metrics |= {f"memory/stage_{stage}_gib": gib for stage, gib in stages}
         self._log_rollout(metrics, scores.isfinite())
         if not self.config.whiten_advantages:
             return experiences

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.parallel import gathered, is_divided, is_sharded
 from onetrunk.models.pipeline import LayerSplit, StageModel, verify_split
-from onetrunk.models.speedups.memory import is_out_of_memory
+from onetrunk.models.speedups.memory import is_out_of_memory, used_gib
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.packed import packed_weights
 from onetrunk.models.trunk import TrunkModel
@@ -40,7 +40,7 @@ from onetrunk.rollouts.decoding import (
 from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
 from onetrunk.rollouts.producer import StartedRow
-from onetrunk.rollouts.stage_links import StageLinks, first_error
+from onetrunk.rollouts.stage_links import StageLinks
 from onetrunk.types import Rollout, RowKey
 
 END = -1
@@ -83,6 +83,8 @@ class PipelinedBackend:
     poll: Callable[[], None] | None = None
     links: StageLinks | None = None
     policy_version: int = field(default=0, init=False)
+    # Of each stage: the most memory that its process used after a turn, GiB.
+    stage_gib: list[float] = field(default_factory=list, init=False)
     # Rows of this process that were sampled ahead.
     _ahead: dict[RowKey, StartedRow] = field(default_factory=dict, init=False)
 
@@ -178,9 +180,11 @@ class PipelinedBackend:
             stack.enter_context(stage.running())
             run = _StageRun(self, call, rows, stage, links)
             error = run.until_end()
-        message = first_error(links, error)
-        if message is not None:
-            raise RuntimeError(message)
+        errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
+        self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
+        for message in errors:
+            if message is not None:
+                raise RuntimeError(message)
         shares = [run.finished_rows(stage) for stage in range(links.num_stages)] if links.is_last else None
         return self._own_rows(prompt_ids, keys, links.dealt(shares), is_ahead=ahead is not None)
 
@@ -317,6 +321,7 @@ class _StageRun:
             deque(sorted(part, key=lambda row: (-len(prompts[row]), prompts[row])))
             for part in (range(rows.num_current), range(rows.num_current, num_rows))
         )
+        self.most_gib = 0.0
         self.states: dict[int, DecodeState] = {}
         # Status of the rows of a turn, if the first stage is the last one too.
         self._drawn: dict[int, list[int]] = {}
@@ -486,6 +491,7 @@ class _StageRun:
             if self.has_values:
                 rows = torch.tensor(state.rows, device=self.device)
                 self.values[rows, state.places] = self.call.model.value_head(hidden).float()
+        self.most_gib = max(self.most_gib, used_gib(self.device))
         return result
 
     def _received(self, parts: Sequence[DecodeState], dtype: torch.dtype | None) -> list[Tensor | None]:
@@ -519,6 +525,7 @@ class _StageRun:
         scores = logits / params.temperature if params.temperature > 0 else logits
         uniforms = state.next_uniforms() if params.temperature > 0 else None
         tokens, logprobs = draw(scores, uniforms, truncation(params))
+        self.most_gib = max(self.most_gib, used_gib(self.device))
         state.append(tokens, logprobs)
         stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
         drawn = torch.stack([tokens, status_of(tokens, logprobs, logits, stop_ids)]).cpu()

@@ -173,8 +173,3 @@ class StageLinks:
         except RuntimeError as error:
             peer = "another stage" if stage is None else f"stage {stage} (process {self._process(stage)})"
             raise StageLost(self.stage, self._process(self.stage), peer) from error
-
-
-def first_error(links: StageLinks, error: str | None) -> str | None:
-    """Return the first error message of any stage, on all of them; None if there is none."""
-    return next((message for message in links.shared(error) if message is not None), None)

@@ -24,7 +24,7 @@ from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_co
 from onetrunk.models.base import check_supported, decoder_layers
 from onetrunk.models.sources import adapter_base, load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, plan_batches
-from onetrunk.ppo.memory import GIB, SAMPLER_COPIES, sampling_cache_bytes
+from onetrunk.ppo.memory import GIB, sampled_bytes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.plain_arguments import PPODataArguments, PPOJudgeArguments
@@ -167,9 +167,7 @@ def memory_lines(
     tokens = min(tokens, args.microbatch_tokens or tokens)
     trained_layers = size.num_layers - size.first_layer
     kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
-    sampling = (
-        sampling_cache_bytes(args, shape, decoding * width, compute) + decoding * shape.vocab_size * 4 * SAMPLER_COPIES
-    )
+    sampling = sampled_bytes(args, shape, decoding, width, compute)
     parts = {
         "weights of the base": int(size.base * itemsize),
         "adapters, gradients, optimizer": size.trained
