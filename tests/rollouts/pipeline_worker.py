@@ -6,20 +6,24 @@ import contextlib
 import json
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import BitsAndBytesConfig
 from transformers.cache_utils import DynamicLayer
 
 from onetrunk.models.base import decoder_layers
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Rollout
-from tests.models.branches import a_trunk, move
+from tests.models.branches import a_trunk, lora, move
 from tests.places import CPU, join_group
 from tests.rollouts.small import PROMPTS, mixed_params, tiny
+from tests.tiny import tiny_model
 
 ROWS = 11
 GREEDY = SamplingParams(max_completion_length=12, temperature=0, stop_token_ids=tuple(range(4, 24)))
@@ -37,6 +41,18 @@ def plain(family: str) -> nn.Module:
     return tiny(family)
 
 
+def four_bit() -> nn.Module:
+    """Return a trunk over a base in NF4; its layers have at least 64 columns."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    plain_base = tiny_model("llama", hidden_size=64, eos_token_id=None)
+    with TemporaryDirectory() as folder:
+        plain_base.save_pretrained(folder)
+        base = type(plain_base).from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+    trunk = TrunkModel(base, lora())
+    move(trunk)
+    return trunk
+
+
 MODELS: dict[str, Any] = {
     **{family: partial(plain, family) for family in ("llama", "qwen2", "gemma2", "gemma3", "mistral", "gpt2")},
     "lora": a_trunk,
@@ -44,6 +60,7 @@ MODELS: dict[str, Any] = {
     "lora, soft-capped": partial(a_trunk, "gemma2"),
     "lora, top-2": partial(a_trunk, adapter_layers="top-2", value_head="detached"),
     "lora, value adapter": partial(a_trunk, value_head="adapter"),
+    "lora, 4-bit": four_bit,
     "lora, bfloat16": partial(a_trunk, dtype=torch.bfloat16),
 }
 # name: (model, settings of the backend, settings of the call)

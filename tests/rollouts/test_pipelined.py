@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, stage_cache_bytes
+from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
 from onetrunk.models.pipeline import LayerSplit, StageCache, verify_split
-from onetrunk.ppo.memory import sampling_cache_bytes
+from onetrunk.ppo.memory import sampled_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from tests.places import GPU, places
 from tests.ppo.support import make_config
@@ -158,13 +158,18 @@ def test_the_head_counts_as_work_of_the_last_stage():
     assert sum(decode_split(shape, 4)) == 24 and decode_split(shape, 4)[-1] == 1
 
 
-def test_a_stage_keeps_the_cache_of_its_layers_for_the_rows_of_all_stages():
-    # 10 tokens, 4 layers, 2 heads of 8, float32: 2 * 10 * 4 * 2 * 8 * 4 = 5,120 bytes in one process.
+def test_a_stage_holds_the_cache_of_its_layers_for_the_rows_of_all_stages():
+    # A row of 10 tokens, 4 layers, 2 heads of 8, float32: 2 * 10 * 4 * 2 * 8 * 4 = 5,120 bytes in one process, whose
+    # sampler holds 3 * 64 logits of 4 bytes.
     shape = ModelShape(64, 32, 4, 64, 4, 2, 8)
     assert kv_cache_bytes(shape, 10, 4) == 5120
-    # Twice the rows in half of the layers, or in three of four.
-    assert stage_cache_bytes(shape, (2, 2), 10, 4) == 5120
-    assert stage_cache_bytes(shape, (3, 1), 10, 4) == 7680
+    assert sampling_bytes(shape, (4,), 1, 10, 4) == [{"kv_cache": 5120, "logits": 768}]
+    # Twice the rows in a quarter and three quarters of the layers; two batches take turns on the last stage.
+    small, large = sampling_bytes(shape, (1, 3), 2, 10, 4, batches=2)
+    assert small == {"kv_cache": 2560, "logits": 0} and large == {"kv_cache": 7680, "logits": 768}
+    # Of a sharded base the layers of the stage are gathered, one of the other stage for a moment, and the rest.
+    small, _ = sampling_bytes(shape, (1, 3), 2, 10, 4, gathered=2)
+    assert small["transient"] == 2 * (2 * shape.layer_parameters + shape.outer_parameters)
 
 
 def test_the_forecast_of_a_run_counts_the_largest_stage(tmp_path):
@@ -173,8 +178,8 @@ def test_the_forecast_of_a_run_counts_the_largest_stage(tmp_path):
         make_config(tmp_path, **settings)
         for settings in ({}, {"rollout_backend": "pipelined", "pipeline_split": [1, 3]})
     )
-    assert sampling_cache_bytes(whole, shape, 10, 4) == 5120
-    assert sampling_cache_bytes(split, shape, 10, 4) == 7680
+    assert sampled_bytes(whole, shape, 1, 10, 4) == 5120 + 768
+    assert sampled_bytes(split, shape, 1, 10, 4) == 7680 + 768
 
 
 def test_a_split_that_does_not_fit_is_rejected():
