@@ -228,6 +228,8 @@ def started(folder: Path, script: str = "dying.py", options: str = "") -> list[s
     env = {**launch_environment(CPU, 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
+    # Freed memory leaves the process at once, so that what is resident is what is used.
+    env["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     command = [sys.executable, script, str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options.split()]
     running = []
     for rank in "01":
@@ -267,14 +269,14 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-# 16 layers with 16 heads of 128: a token's keys and values take 256 KiB, so that 64 rows of 60 tokens need 1 GiB.
+# 16 layers with 16 heads of 128: a token's keys and values take 256 KiB, so that 96 rows of 60 tokens need 1.4 GiB.
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 16, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 256}
 PLAIN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @several
-def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path):
+def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path, monkeypatch):
     from onetrunk.plan.calibrate import _imported_gib
     from onetrunk.plan.check import check_run
     from onetrunk.plan.hardware import load_catalog
@@ -288,7 +290,7 @@ def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path):
     rows = [{"prompt": " ".join(["the", noun] * 24)} for noun in NOUNS]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Five layers of sixteen on the first stage: the stages need different memory.
-    finished(folder, "plain.py", "--rollout_batch_size 64 --num_rollouts 2 --max_completion_length 12"
+    finished(folder, "plain.py", "--rollout_batch_size 96 --num_rollouts 2 --max_completion_length 12"
              " --per_device_train_batch_size 4 --pipeline_split 5 11 --max_prompt_length 50")  # fmt: skip
     own = {"is_cpu": True, "rates": {"runtime_gib": round(_imported_gib(), 3)}}
     fields = ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "network_gb_s", "host_gib", "usd_per_hour")
@@ -296,11 +298,12 @@ def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path):
     own |= {name: getattr(cpu, name) for name in fields}
     (tmp_path / "machine.yaml").write_text(json.dumps({"devices": {"THIS-CPU": own}}))
     defaults = {option.name: option.default for option in load_options("ppo")}
+    monkeypatch.chdir(folder)
     checked = check_run(folder / "out", defaults, load_catalog(str(tmp_path / "machine.yaml")))
     stages = [line for line in checked.lines if line.what.startswith("stage")]
     for line in stages:
         print(f"{line.what}: predicted {line.predicted:.3f}, measured {line.measured:.3f} GiB ({line.error:+.0%})")
     assert [line.what for line in stages] == ["stage 0", "stage 1"]
     assert all(abs(line.error) < 0.15 for line in stages)
-    # The second stage has more than twice the layers: 360 MiB more of the cache.
-    assert stages[1].measured - stages[0].measured > 0.2
+    # The second stage has more than twice the layers: 0.5 GiB more of the cache.
+    assert stages[1].measured - stages[0].measured > 0.3

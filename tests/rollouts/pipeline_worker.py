@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.cache_utils import DynamicLayer
@@ -46,7 +47,9 @@ def four_bit() -> nn.Module:
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     plain_base = tiny_model("llama", hidden_size=64, eos_token_id=None)
     with TemporaryDirectory() as folder:
-        plain_base.save_pretrained(folder)
+        # Not save_pretrained: in a group it writes on the first process only.
+        plain_base.config.save_pretrained(folder)
+        save_file(dict(plain_base.state_dict()), f"{folder}/model.safetensors", {"format": "pt"})
         base = type(plain_base).from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
     trunk = TrunkModel(base, lora())
     move(trunk)
