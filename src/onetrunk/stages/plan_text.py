@@ -12,7 +12,7 @@ from onetrunk.plan.hardware import GIB, Pool
 from onetrunk.plan.job import Job
 from onetrunk.plan.memory import role_layouts
 from onetrunk.plan.search import MANY_ROWS, Ranked
-from onetrunk.plan.timing import PIPELINED, PhaseTime, TrainLayout, band
+from onetrunk.plan.timing import PIPELINED, PhaseTime, TrainLayout, band, most_rows_of
 
 # Order of the parts in the memory table.
 PARTS = (
@@ -91,13 +91,13 @@ def best_lines(job: Job, plan: Plan) -> list[str]:
     sample, (low, high) = plan.sample, band(plan.train.device)
     where = {
         "local": "in the trainer's processes",
-        "pipelined": f"by {sample.replicas} pipelines of {sample.stages} trainer processes",
+        "pipelined": f"in the trainer's processes, {sample.replicas} x {sample.stages} stages of a pipeline",
         "colocate": "by a vLLM engine in each trainer process, which sleeps meanwhile",
         "server": f"by {sample.replicas} vLLM servers of {sample.tensor} x {sample.stages} {sample.device.name}",
     }[sample.engine]
     lines = [
         f"schedule {plan.schedule}; trainer {plan.train.count} x {plan.train.device.name}: {layout_text(plan.train)}",
-        f"sampling {where}, at most {min(sample.rows, job.rows)} rows at once"
+        f"sampling {where}, at most {min(most_rows_of(job, sample), job.rows)} rows at once"
         + (f", {sample.in_flight} batches in flight" if sample.stages > 1 else ""),
     ]
     if sample.engine == PIPELINED:
