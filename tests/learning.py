@@ -239,10 +239,15 @@ def make_trainer(
     seed: int,
     folder: str | Path,
     lora: dict[str, Any] | None = None,
-    rollout_backend: RolloutBackend | None = None,
+    rollout_backend: RolloutBackend | str | None = None,
     **settings: Any,
 ) -> PPOTrainer:
-    """Return a trainer of the task; `lora` and `settings` replace entries of LORA and SETTINGS."""
+    """Return a trainer of the task; `lora` and `settings` replace entries of LORA and SETTINGS.
+
+    `rollout_backend` is a backend, or the setting of that name.
+    """
+    if isinstance(rollout_backend, str):
+        settings["rollout_backend"], rollout_backend = rollout_backend, None
     chosen = {**SETTINGS, "beta": task.beta, **settings}
     config = PPOConfig(
         output_dir=str(folder),

@@ -176,3 +176,21 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     least = least_seconds(branches, Ceilings(flops=1.0, bandwidth=1.0))
     assert least["score"] == 2 * layer + 2 * branch
     assert least["update"] == 4 * 2 * (branch + layer)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
+    options = "--stages 2 --stage_ms 60 --rows 2 --layers 2 --prompt 2 --completion 40 --repeats 1".split()
+    done = run("bench/pipeline.py", *options, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["same_tokens"] and found["tokens"] == 2 * 2 * 40 and found["bound"] == 2
+    assert found["stage_time"] == "emulated, 60 ms per forward, clock of forwards"
+    # One after the other: 2 batches of 40 turns through 2 stages of 60 ms. In flight together: the second batch starts
+    # one stage later, and each then has a turn every 2 stages: 2 * 40 + 1 stages.
+    assert found["seconds"]["naive"] == pytest.approx(2 * 40 * 2 * 0.06)
+    assert found["seconds"]["interleaved"] == pytest.approx(81 * 0.06)
+    # A batch cut into two parts gains nothing: both of its parts pass a stage for every token.
+    assert found["seconds"]["microbatched"] == pytest.approx((2 * 40 * 2 + 1) * 0.06)
+    assert found["speedup"]["interleaved"] >= 1.75

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +148,48 @@ def kv_cache_bytes(shape: ModelShape, tokens: int, itemsize: int) -> int:
     return 2 * tokens * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
 
 
+# A sampler holds the next token's logits, their logprobs and their cumulative probabilities, in float32.
+SAMPLER_COPIES = 3
+
+
+def sampling_bytes(
+    shape: ModelShape,
+    sizes: Sequence[int],
+    rows: float,
+    width: float,
+    itemsize: float,
+    *,
+    batches: int = 1,
+    gathered: float = 0.0,
+) -> list[dict[str, float]]:
+    """Return the bytes that sampling adds in each stage of a pipeline, by part; a process alone is one stage.
+
+    Args:
+        shape: of the decoder.
+        sizes: layers of each stage.
+        rows: of the pipeline that decode at once.
+        width: padded tokens of a row at its end.
+        itemsize: bytes of a number in the cache.
+        batches: that are in flight; the last stage draws for one of them at a time.
+        gathered: bytes of a weight of a sharded base, of which a stage holds its own layers and what is outside of
+            all layers; 0: the base is whole on every process already.
+
+    Returns:
+        For each stage: `kv_cache` of its layers, `logits` of the last one, and `transient` where the base is sharded.
+    """
+    stages = []
+    for stage, size in enumerate(sizes):
+        logits = rows / batches * shape.vocab_size * 4 * SAMPLER_COPIES if stage == len(sizes) - 1 else 0.0
+        parts = {"kv_cache": kv_cache_bytes(shape, 1, 1) * itemsize * rows * width * size / shape.num_layers}
+        parts["logits"] = logits
+        if gathered:
+            # A layer of another stage is there for a moment, because gathering is collective.
+            layers = size if len(sizes) == 1 else size + 1
+            parts["transient"] = gathered * (layers * shape.layer_parameters + shape.outer_parameters)
+        stages.append(parts)
+    return stages
+
+
 # Hidden states that a layer keeps for the backward, per token, in units of the hidden size: attention with its
 # projections, norms and residuals about 10; the feed-forward block has its own width, three times if gated.
 KEPT_PER_TOKEN = 10
@@ -229,6 +274,52 @@ def forward_flops(shape: ModelShape, tokens: int, layers: int, context: float = 
 def head_flops(shape: ModelShape, tokens: int) -> float:
     """Return the FLOPs of the output head for `tokens` tokens."""
     return 2.0 * tokens * shape.head_parameters
+
+
+def balanced_split(
+    layer_costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Return the number of layers of each stage of a pipeline, such that the slowest stage is as fast as possible.
+
+    Among equally fast splits it takes the one whose stages are most even.
+
+    Args:
+        layer_costs: of each layer, measured or modelled, in any unit.
+        stages: at least 1 and at most the number of layers; each stage has a layer.
+        first, last: what the first stage (embedding) and the last one (output head) do besides, in the same unit.
+
+    Raises:
+        ValueError: more stages than layers, or none.
+    """
+    num_layers = len(layer_costs)
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{stages} pipeline stages for {num_layers} layers; set it to 1 to {num_layers}")
+    sums = [0.0, *itertools.accumulate(layer_costs)]
+    # (the slowest stage, sum of squares, sizes) of the best split of the first n layers into the stages so far.
+    best = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (slowest, squares, sizes) in best.items():
+            for end in range(start + 1, num_layers - (stages - 1 - stage) + 1):
+                cost = sums[end] - sums[start] + extra
+                split = (max(slowest, cost), squares + cost**2, (*sizes, end - start))
+                found[end] = min(found.get(end, split), split)
+        best = found
+    return best[num_layers][2]
+
+
+@functools.cache
+def decode_split(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage that samples: a decoded token reads all weights, and of the embedding a row."""
+    return balanced_split([shape.layer_parameters] * shape.num_layers, stages, last=shape.head_parameters)
+
+
+def slowest_stage(shape: ModelShape, sizes: Sequence[int]) -> float:
+    """Return the time of the slowest stage over the mean of all, by the weights that a decoded token reads."""
+    costs = [size * shape.layer_parameters for size in sizes]
+    costs[-1] += shape.head_parameters
+    return max(costs) * len(costs) / sum(costs)
 
 
 def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_share: float) -> float:

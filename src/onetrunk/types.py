@@ -64,6 +64,8 @@ class Rollout:
         states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
             at the last token, which is not always needed; None if the sampler keeps no states.
         policy_versions: the policy version of each row if they may differ, else None.
+        sampler_values: n float32 tensors [len(completion)]: value of the state that predicts each token, if the
+            sampler computes values, else None.
     """
 
     prompt_ids: Sequence[list[int]]
@@ -73,6 +75,7 @@ class Rollout:
     policy_version: int = 0
     states: Tensor | None = None
     policy_versions: Sequence[int] | None = None
+    sampler_values: Sequence[Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)

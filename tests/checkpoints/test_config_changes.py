@@ -38,6 +38,8 @@ OTHERS: dict[str, Any] = {
     "log_format": "lines",
     "vllm_importance_sampling_clip_min": 0.5, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
     "vllm_max_model_length": 64, "top_p": 0.5, "top_k": 3, "eval_top_p": 0.5, "eval_top_k": 3,
+    "rollout_backend": "pipelined", "pipeline_stages": 3, "pipeline_batches": 4,
+    "pipeline_split": [1, 1],
 }  # fmt: skip
 # What a value needs beside it, before and after the change; and what has to change with it.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -53,6 +55,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "vllm_gpu_memory_utilization": {"use_vllm": True, "vllm_mode": "colocate"},
     "vllm_max_model_length": {"use_vllm": True, "vllm_mode": "colocate"},
     "vllm_enable_sleep_mode": {"use_vllm": True, "vllm_mode": "colocate"},
+    "pipeline_stages": {"rollout_backend": "pipelined"},
+    "pipeline_batches": {"rollout_backend": "pipelined"},
+    "pipeline_split": {"rollout_backend": "pipelined"},
+    "pipeline_ahead": {"rollout_backend": "pipelined"},
 }
 ALONG: dict[str, dict[str, Any]] = {
     "kl_in_loss": {"kl_estimator": "k2"},
@@ -76,7 +82,7 @@ STEERING = {
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
     "optim_target_modules", "fsdp_config", "schedule", "max_staleness", "use_vllm",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "vllm_mode",
+    "vllm_importance_sampling_clip_min", "vllm_mode", "pipeline_ahead",
 }  # fmt: skip
 
 

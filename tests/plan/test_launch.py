@@ -6,10 +6,11 @@ import subprocess
 import pytest
 import yaml
 
+from onetrunk.costs import decode_split
 from onetrunk.plan.evaluate import evaluate
 from onetrunk.plan.hardware import load_catalog
 from onetrunk.plan.launch import PORT, Launch, launch_files, write_files
-from onetrunk.plan.timing import COLOCATED, LOCAL, SERVER, SampleLayout, TrainLayout
+from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.serve import parse_serve
 from tests.plan.support import SMALL, job_7b
@@ -30,6 +31,7 @@ PLANS = {
     "servers": (TrainLayout(DEVICE, 4, rows=512), SampleLayout(DEVICE, SERVER, 2, 2), "one_step", False),
     "reward": (TrainLayout(DEVICE, 4), SampleLayout(DEVICE, LOCAL, 4), "sync", True),
     "apart": (TrainLayout(DEVICE, 8), SampleLayout(DEVICE, SERVER, 8), "async", True),
+    "stages": (TrainLayout(DEVICE, 4, shards=4), SampleLayout(DEVICE, PIPELINED, 2, 1, 2, 2, 16), "sync", False),
     "pipeline": (TrainLayout(DEVICE, 4), SampleLayout(DEVICE, SERVER, 1, 2, 2, 2), "one_step", False),
 }
 
@@ -64,7 +66,12 @@ def settings_in(words: list[str]):
 def check_settings(launch: Launch, words: list[str]) -> None:
     settings, plan = settings_in(words), launch.plan
     assert settings.schedule == plan.schedule and settings.resume_from_checkpoint == "auto"
-    assert settings.use_vllm is (plan.sample.engine != LOCAL)
+    assert settings.use_vllm is (plan.sample.engine not in (LOCAL, PIPELINED))
+    assert (settings.rollout_backend == "pipelined") is (plan.sample.engine == PIPELINED)
+    if plan.sample.engine == PIPELINED:
+        # 16 rows of two stages, so 8 per process; the split is the one that a run would choose, 28 layers in all.
+        assert (settings.pipeline_stages, settings.pipeline_batches, settings.max_rollout_rows) == (2, 2, 8)
+        assert settings.pipeline_split == list(decode_split(launch.job.shape, 2)) == [15, 13]
     if plan.sample.engine == SERVER:
         assert len(settings.vllm_server_base_url) == plan.sample.replicas
     if plan.train.rows == 512:

@@ -21,7 +21,7 @@ from onetrunk.plan.search import (
     train_layouts,
     value_of,
 )
-from onetrunk.plan.timing import COLOCATED, LOCAL, SERVER
+from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER
 from tests.plan.support import SMALL, device, job, job_7b, pool
 
 FEW = Space(tokens=(2048, 8192))
@@ -39,7 +39,7 @@ def everything(one_job, pools, space):
                 used = train.count + served
                 if used > own.count:
                     continue
-                inner = [s for engine in (LOCAL, COLOCATED) if engine in space.engines
+                inner = [s for engine in (LOCAL, PIPELINED, COLOCATED) if engine in space.engines
                          for s in inner_layouts(one_job, train, engine, own)]  # fmt: skip
                 pairs = [("sync", sample) for sample in inner if "sync" in space.schedules]
                 if SERVER in space.engines:
@@ -48,7 +48,11 @@ def everything(one_job, pools, space):
                             if other is not own or used + sample.count <= own.count:
                                 pairs += [(schedule, sample) for schedule in space.schedules]
                 for schedule, sample in pairs:
-                    same = replace(one_job, base_bytes=train.base_bytes) if sample.engine == LOCAL else one_job
+                    same = (
+                        replace(one_job, base_bytes=train.base_bytes)
+                        if sample.engine in (LOCAL, PIPELINED)
+                        else one_job
+                    )
                     plan = evaluate(same, train, sample, schedule, served)
                     if plan.shortage() is None:
                         yield plan
@@ -67,7 +71,7 @@ SPACES = given(
     objective=st.sampled_from(OBJECTIVES),
     second=st.booleans(),
     has_reward=st.booleans(),
-    engines=st.sampled_from([(LOCAL, COLOCATED, SERVER), (LOCAL,), (SERVER,)]),
+    engines=st.sampled_from([(LOCAL, PIPELINED, COLOCATED, SERVER), (LOCAL,), (PIPELINED,), (SERVER,)]),
 )
 
 
@@ -87,7 +91,9 @@ def test_the_search_equals_trying_everything_on_many_spaces(**space):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_search_equals_trying_everything_where_all_kinds_of_plans_fit(objective):
-    plans = check_equal_to_everything(4, 40.0, 1.0, 8, 0.9, objective, True, True, (LOCAL, COLOCATED, SERVER))
+    plans = check_equal_to_everything(
+        4, 40.0, 1.0, 8, 0.9, objective, True, True, (LOCAL, PIPELINED, COLOCATED, SERVER)
+    )
     assert plans > 1000
 
 
@@ -134,6 +140,19 @@ def test_more_memory_or_devices_never_make_the_best_plan_worse(count, more, memo
 def test_a_front_keeps_what_nothing_else_beats():
     points = [(3, 1), (1, 3), (2, 2), (2, 3), (3, 3), (1, 3)]
     assert front(points, lambda p: p) == [(1, 3), (2, 2), (3, 1)]
+
+
+def test_a_pipeline_of_the_trainers_processes_wins_where_the_gathered_base_does_not_fit():
+    # 15.2 GB of weights on four devices of 12 GiB: sharded they fit, gathered for sampling they do not.
+    one, four = job_7b(), [pool(4, memory_gib=12.0)]
+    engines = {engine: Space(tokens=(2048,), engines=(engine,)) for engine in (LOCAL, PIPELINED)}
+    assert all(entry.plan.train.tensor > 1 for entry in search(one, four, engines[LOCAL]))
+    best = search(one, four, engines[PIPELINED])[0].plan
+    assert (best.sample.stages, best.sample.replicas, best.train.shards) == (4, 1, 4)
+    # Three stages do not divide four processes. With room for the base, replicas are faster.
+    assert not search(one, four, replace(engines[PIPELINED], stages=3))
+    both = Space(tokens=(2048,), engines=(LOCAL, PIPELINED))
+    assert search(one, [pool(4)], both)[0].plan.sample.engine == LOCAL
 
 
 def test_the_objectives_choose_differently():

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from onetrunk.costs import forward_flops, gathers, head_flops
+from onetrunk.costs import forward_flops, gathers, head_flops, slowest_stage
 from onetrunk.plan import errors
 from onetrunk.plan.job import Lengths
 from onetrunk.plan.rates import Rates
 from onetrunk.plan.timing import (
     LOCAL,
+    PIPELINED,
     SERVER,
     UNMERGED,
     PhaseTime,
@@ -92,6 +93,21 @@ def test_a_pipeline_is_filled_by_as_many_batches_as_it_has_stages():
     assert tokens_per_s(4) / tokens_per_s(1) == pytest.approx(4, rel=1e-3)
     assert tokens_per_s(8) / tokens_per_s(4) == pytest.approx(1, rel=1e-3)
     assert rows
+
+
+def test_a_pipeline_of_the_trainers_processes_is_as_fast_as_replicas_but_for_its_slowest_stage():
+    own = device(rates=IDEAL, link_gb_s=1e9)
+    replicas, stages = (
+        generate_time(job(lengths=EVEN), layout).parts
+        for layout in (SampleLayout(own, LOCAL, 4), SampleLayout(own, PIPELINED, 1, stages=4, in_flight=4))
+    )
+    # Each of 4 batches has the rows of a replica. Stages of a layer each, and the last one also has the head.
+    slowest = (
+        (SMALL.layer_parameters + SMALL.head_parameters) * 4 / (4 * SMALL.layer_parameters + SMALL.head_parameters)
+    )
+    assert slowest_stage(SMALL, (1, 1, 1, 1)) == pytest.approx(slowest) and slowest > 1.5
+    for name in ("bandwidth", "compute"):
+        assert stages[name] == pytest.approx(slowest * replicas[name])
 
 
 def test_an_update_is_two_forwards_and_with_checkpointing_three():

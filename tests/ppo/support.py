@@ -89,7 +89,12 @@ def make_trainer(
     tokenizer: Any = None,
     **settings: Any,
 ) -> PPOTrainer:
-    """Return a trainer; `model` is a family's name or a model, `settings` are those of PPOConfig."""
+    """Return a trainer; `model` is a family's name or a model, `settings` are those of PPOConfig.
+
+    `rollout_backend` is a backend, or the setting of that name.
+    """
+    if isinstance(rollout_backend, str):
+        settings["rollout_backend"], rollout_backend = rollout_backend, None
     fresh = isinstance(model, str)
     return trainer_class(
         base_model(model) if fresh else model,

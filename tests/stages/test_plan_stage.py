@@ -118,6 +118,7 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--hardware", "H100"], 2, ["--config nor --model"]),
         (MODEL, 2, ["--hardware is missing"]),
         (["--hardware", "H100", *MODEL, "--pipeline_stages", "1"], 2, ["from 2 on"]),
+        (["--hardware", "H100", *MODEL, "--rollout_backend", "pipelined"], 2, ["two or more devices"]),
         (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes is 0"]),
         (["--hardware", "H100", *MODEL, "--length_spread", "9"], 2, ["--length_spread is 9"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
@@ -188,6 +189,20 @@ def test_pipelined_generation_is_tried_where_it_is_asked_for(capsys):
     kinds = json.loads(capsys.readouterr().out)["ranking"]
     assert plan(*words) == 0
     assert len(kinds) > len(json.loads(capsys.readouterr().out)["ranking"])
+
+
+def test_a_plan_shows_and_writes_a_pipeline_of_the_trainers_processes(tmp_path, capsys):
+    words = ["--model", "Qwen/Qwen2.5-14B", "--hardware", "4xRTX4090", "--engines", "local", "pipelined"]
+    assert plan(*words, "--max_rollout_rows", 8, "--write", tmp_path / "plan") == 0
+    out = capsys.readouterr().out
+    assert "1 x 4 stages of a pipeline, at most 32 rows at once" in out and "stages of 12 + 13 + 13 + 10 layers" in out
+    script = (tmp_path / "plan" / "launch.sh").read_text()
+    assert "--rollout_backend pipelined --pipeline_stages 4 --pipeline_split 12 13 13 10" in script
+    # A recipe that says so samples so in every plan, with its own stages.
+    recipe = ["--rollout_backend", "pipelined", "--pipeline_stages", "2"]
+    assert plan(*MODEL, "--hardware", "4xH100", *recipe, "--json") == 0
+    ranking = json.loads(capsys.readouterr().out)["ranking"]
+    assert ranking and {entry["engine"] for entry in ranking} == {"pipelined"}
 
 
 def test_the_answer_imports_neither_torch_nor_transformers():

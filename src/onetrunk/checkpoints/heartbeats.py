@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from onetrunk.rollouts.stage_links import StageLost
 from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -232,6 +233,8 @@ class Heartbeat:
         self.phase = FAILED
         self._write(error="" if is_broken else redact(f"{type(error).__name__}: {error}")[:500])
         if is_broken:
+            if isinstance(error, StageLost):
+                place += f", where it waited for {error.peer} of the pipeline"
             lost = find_lost(self.path.parent, self.rank, world_size)
             raise LostRanks(lost_message(lost, self.rank, place, error)) from error
 

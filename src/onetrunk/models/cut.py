@@ -66,6 +66,40 @@ def only_above(layers: nn.ModuleList, cut: int, states: Tensor) -> Iterator[None
         yield
 
 
+class StageRun:
+    """What a stage of a pipeline gets and gives in one forward: `received` states go in, `computed` ones come out."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.computed: Tensor | None = None
+
+    def hand_in(self, _states: Tensor) -> Tensor:
+        """Return the states that the stage before has computed."""
+        return self.received
+
+    def keep(self, states: Tensor) -> Tensor:
+        """Keep the states after the last layer of this stage."""
+        self.computed = states
+        return states
+
+
+@contextlib.contextmanager
+def only_between(layers: nn.ModuleList, first: int, end: int) -> Iterator[StageRun]:
+    """Inside the block forwards run only layers first..end-1, from `received` states unless they begin at layer 0.
+
+    `computed` has the states after them, before the norm that follows the last layer; not set if that layer runs.
+    """
+    run = StageRun()
+    before: dict[int, nn.Module] = {i: _StandIn(layers[i]) for i in range(first - 1)}
+    if first:
+        before[first - 1] = _StandIn(layers[first - 1], run.hand_in)
+    after: dict[int, nn.Module] = {i: _StandIn(layers[i]) for i in range(end + 1, len(layers))}
+    if end < len(layers):
+        after[end] = _StandIn(layers[end], run.keep)
+    with _replaced(layers, before | after):
+        yield run
+
+
 @torch.no_grad()
 def verify_cut(model: nn.Module, cut: int) -> None:
     """Prove with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does.

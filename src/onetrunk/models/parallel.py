@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -263,19 +263,32 @@ def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
         accelerate.accelerator.model_has_dtensor = original
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights on this process: of a sharded or divided one, its share."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+
+
 @contextlib.contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
+def gathered(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Hold every weight whole on every process inside the block, where forwards are no longer collective.
 
     Entering the outermost block is collective. A model that is not sharded is left as it is.
+
+    Args:
+        model: wrapped by `shard_frozen` or not.
+        layers: hold only these decoder layers, and what is outside of all layers. Every layer is still gathered once,
+            because that is collective, and then freed. The others must not run inside the block.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units or getattr(units[0], GATHERED, False):
         yield
         return
+    kept = None if layers is None else {units[0], *layers}
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
+        if kept is not None and unit not in kept:
+            unit.reshard()
     setattr(units[0], GATHERED, True)
     try:
         yield

@@ -169,6 +169,11 @@ class TrunkModel(PeftModelForCausalLM):
             )
         self.padding_free = is_on
 
+    @property
+    def is_policy_active(self) -> bool:
+        """Whether forwards without a pack are those of the policy."""
+        return self._role == POLICY
+
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
         """Play a role ("policy", "value", "reference", "reward") in the block, also for forwards without a pack."""
@@ -196,6 +201,7 @@ class TrunkModel(PeftModelForCausalLM):
         states: Tensor | None = None,
         temperature: float = 1.0,
         entropy_grad: bool = False,
+        body_only: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Return the PackOutput of `roles` over `pack`; without a pack, the output of the plain PEFT model.
@@ -207,7 +213,10 @@ class TrunkModel(PeftModelForCausalLM):
             states: [N, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
             temperature: divides the logits of policy and reference.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
+            body_only: without a pack, return the output of the decoder, whose head does not run.
         """
+        if body_only:
+            return backbone(self.get_base_model())(*args, **kwargs)
         if pack is None:
             return super().forward(*args, **kwargs)
         unknown = set(roles) - set(ROLES)

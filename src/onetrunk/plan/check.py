@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onetrunk.plan.evaluate import Plan, evaluate
+from onetrunk.plan.evaluate import Plan, evaluate, stage_parts
 from onetrunk.plan.hardware import GIB, Catalog, Device, find_device, parse_pools
 from onetrunk.plan.job import Job, job_of
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
-from onetrunk.plan.timing import LOCAL, SERVER, SampleLayout, TrainLayout
+from onetrunk.plan.timing import LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 
 RECORD, LOG = "_report/run.json", "_report/log.jsonl"
 PHASES = ("generate", "score", "update")
@@ -95,8 +95,9 @@ def check_run(
         is_continued=(Path(str(settings["model_name_or_path"])) / ADAPTER_CONFIG).is_file(),
         on_cpu=device.is_cpu,
     )
-    plan = _plan_of_run(job, device, processes)
-    return Checked(folder, job, plan, rollouts, tuple(_lines(plan, timed, rollouts)), (*job.assumed, *notes))
+    plan = _plan_of_run(job, device, processes, settings)
+    lines = (*_lines(plan, timed, rollouts), *_stage_lines(job, plan, timed))
+    return Checked(folder, job, plan, rollouts, lines, (*job.assumed, *notes))
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -185,12 +186,18 @@ def _prompt_tokens(folder: Path, settings: Mapping[str, Any], notes: list[str]) 
     return statistics.fmean(counts)
 
 
-def _plan_of_run(job: Job, device: Device, processes: int) -> Plan:
+def _plan_of_run(job: Job, device: Device, processes: int, settings: Mapping[str, Any]) -> Plan:
     train = TrainLayout(
         device, processes, 1, 1, max(1, processes), job.base_bytes, job.microbatch_rows,
         job.microbatch_tokens or 2**31,
         job.is_checkpointed, job.is_offloaded,
     )  # fmt: skip
+    if settings.get("rollout_backend") == PIPELINED:
+        split = tuple(settings["pipeline_split"] or ())
+        stages = settings["pipeline_stages"] or len(split) or processes
+        batches = settings["pipeline_batches"] or stages
+        own = (device, PIPELINED, max(1, processes // stages), 1, stages, batches)
+        return evaluate(job, train, SampleLayout(*own, split=split), job.schedule)
     engine = SERVER if job.uses_server else LOCAL
     return evaluate(job, train, SampleLayout(device, engine, processes), job.schedule)
 
@@ -205,6 +212,20 @@ def _lines(plan: Plan, timed: Sequence[Mapping[str, Any]], rollouts: int) -> lis
     if peaks:
         of_trainer = [value for phase, value in plan.peaks().items() if phase != "server"]
         lines.append(Line("peak memory", "GiB", max(of_trainer) / GIB, max(peaks)))
+    return lines
+
+
+def _stage_lines(job: Job, plan: Plan, timed: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return the memory of each stage of a pipeline while it samples."""
+    if plan.sample.engine != PIPELINED:
+        return []
+    lines, stages = [], stage_parts(job, plan.train, plan.sample)
+    # What every process holds besides what a stage adds.
+    held = plan.peaks()["generate"] - max(sum(parts.values()) for parts in stages)
+    for stage, parts in enumerate(stages):
+        measured = [float(entry[name]) for entry in timed if (name := f"memory/stage_{stage}_gib") in entry]
+        if measured:
+            lines.append(Line(f"stage {stage}", "GiB", (held + sum(parts.values())) / GIB, max(measured)))
     return lines
 
 

@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onetrunk.costs import trunk_states_bytes
+from onetrunk.costs import sampling_bytes, trunk_states_bytes
 from onetrunk.plan.hardware import GIB, Device
 from onetrunk.plan.job import Job
 from onetrunk.plan.memory import FP32, Training, decode_parts, server_parts, training_parts
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
+    OWN_LOOP,
     PADDING,
+    PIPELINED,
     SERVER,
     PhaseTime,
     SampleLayout,
     TrainLayout,
     generate_time,
+    most_rows_of,
     packs_of,
     product_seconds,
     publish_seconds,
@@ -150,16 +153,20 @@ def sample_memory(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a device while it samples; "server" where the sampler has devices of its own.
 
+    Of a pipeline of the trainer's processes it is the stage that needs most.
+
     Args:
         trainer: bytes by part in scoring, of which weights and what belongs to them stay.
     """
     mine = -(-job.rows // sample.replicas)
-    rows = min(mine, sample.rows)
-    width = job.lengths.row if sample.engine != LOCAL else job.lengths.width
+    rows = min(mine, most_rows_of(job, sample))
+    width = job.lengths.width if sample.engine in OWN_LOOP else job.lengths.row
     kept = ("weights", "adapters", "gradients", "optimizer", "states", "reward", "runtime")
+    if sample.engine == PIPELINED:
+        parts = {name: trainer[name] for name in kept if name in trainer}
+        return {"generate": parts | max(stage_parts(job, train, sample), key=lambda stage: sum(stage.values()))}
     if sample.engine == LOCAL:
         parts = {name: trainer[name] for name in kept if name in trainer}
-        rows = min(rows, job.max_rollout_rows or rows)
         added = decode_parts(job.shape, rows, width, job.itemsize, sample.tensor)
         if train.shards > 1:
             added["transient"] = job.shape.parameters * train.base_bytes / train.tensor
@@ -172,6 +179,20 @@ def sample_memory(
     for name, value in served.items():
         parts[name] = parts.get(name, 0.0) + value
     return {"generate": parts}
+
+
+def stage_parts(job: Job, train: TrainLayout, sample: SampleLayout) -> list[dict[str, float]]:
+    """Return the bytes that sampling adds in each stage of a PIPELINED sampler, by part."""
+    rows = min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
+    return sampling_bytes(
+        job.shape,
+        sample.sizes(job.shape),
+        rows,
+        job.lengths.width,
+        job.itemsize,
+        batches=sample.in_flight,
+        gathered=train.base_bytes if train.shards > 1 else 0.0,
+    )
 
 
 def reward_seconds(job: Job, train: TrainLayout) -> float:

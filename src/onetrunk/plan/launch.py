@@ -13,7 +13,7 @@ from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, host_g
 from onetrunk.plan.hardware import Catalog
 from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
 from onetrunk.plan.search import MANY_ROWS
-from onetrunk.plan.timing import COLOCATED, SERVER
+from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
 from onetrunk.utils.files import atomic_write_text
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -127,6 +127,8 @@ def settings_of(launch: Launch) -> list[str]:
         words += ["--vllm_gpu_memory_utilization", f"{min(0.95, max(0.1, share)):.2f}"]
     elif plan.sample.engine == SERVER:
         words += ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *_urls(launch)]
+    elif plan.sample.engine == PIPELINED:
+        words += pipeline_settings(job, plan)
     elif plan.sample.rows < job.rows // train.data:
         words += ["--max_rollout_rows", str(plan.sample.rows)]
     if plan.has_reward_server:
@@ -137,6 +139,18 @@ def settings_of(launch: Launch) -> list[str]:
     if train.device.is_cpu:
         words += ["--use_cpu", "true"]
     return words
+
+
+def pipeline_settings(job: Job, plan: Plan) -> list[str]:
+    """Return the options with which the trainer's processes sample as a pipeline."""
+    sample = plan.sample
+    words = ["--rollout_backend", "pipelined", "--pipeline_stages", str(sample.stages)]
+    words += ["--pipeline_split", *map(str, sample.sizes(job.shape)), "--pipeline_batches", str(sample.in_flight)]
+    if sample.rows // sample.stages < job.rows // plan.train.data:
+        words += ["--max_rollout_rows", str(sample.rows // sample.stages)]
+    # Settings of the recipe that belong to another sampler.
+    words += ["--use_vllm", "false"] if job.uses_server else []
+    return words + (["--compile_decoding", "false"] if job.compiles else [])
 
 
 def _host(launch: Launch) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onetrunk.costs import ModelShape, kept_activations_bytes, kv_cache_bytes
+from onetrunk.costs import SAMPLER_COPIES, ModelShape, kept_activations_bytes, kv_cache_bytes
 from onetrunk.plan.hardware import GIB
 from onetrunk.plan.rates import non_negative_fit
 from onetrunk.plan.shapes import read_model
@@ -25,8 +25,6 @@ ADAM_BYTES, ADAM_8BIT_BYTES = 8, 2
 FP32 = 4
 # Captured graphs and buffers of a vLLM server.
 SERVER_GIB = 2.0
-# Logits of the next token, their logprobs and their sums, as the sampler of this process holds them.
-SAMPLER_COPIES = 3
 # Tokens and columns of a tile of logits, and the bytes of its float32 buffers per entry.
 TILE, TILE_BYTES = (1024, 8192), 12
 

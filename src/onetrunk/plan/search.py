@@ -28,6 +28,7 @@ from onetrunk.plan.job import Job
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
+    PIPELINED,
     SERVER,
     PhaseTime,
     SampleLayout,
@@ -44,6 +45,8 @@ TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)
 MANY_ROWS = 512
 # Rows of a server that decode at once; it keeps a queue for the rest.
 SERVED_ROWS = (8, 32, 64, 128, 256, 512)
+# Stages of a pipeline of the trainer's processes that are tried at most; each must have a layer.
+MOST_STAGES = 16
 # Counts of a device that are tried for the smallest hardware that fits.
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -54,19 +57,21 @@ class Space:
 
     Args:
         schedules: of SCHEDULES; all but sync need a server.
-        engines: of LOCAL, COLOCATED and SERVER.
+        engines: of LOCAL, PIPELINED, COLOCATED and SERVER.
         base_bytes: bytes of a weight of the base that may be chosen; empty: the recipe's.
         keeps_settings: microbatch, checkpointing and offloading stay as the recipe has them.
         pipelines: stages of a server's pipeline that are tried.
+        stages: of a pipeline of the trainer's processes; None: all that divide them.
         tokens: of a forward that are tried.
         serves_reward: the reward model may have a device of its own.
     """
 
     schedules: Sequence[str] = ("sync", "one_step", "async")
-    engines: Sequence[str] = (LOCAL, COLOCATED, SERVER)
+    engines: Sequence[str] = (LOCAL, PIPELINED, COLOCATED, SERVER)
     base_bytes: Sequence[float] = ()
     keeps_settings: bool = False
     pipelines: Sequence[int] = (1,)
+    stages: int | None = None
     tokens: Sequence[int] = TOKENS
     serves_reward: bool = True
 
@@ -165,16 +170,31 @@ def server_layouts(job: Job, pool: Pool, space: Space) -> Iterator[SampleLayout]
                     yield SampleLayout(pool.device, SERVER, replicas, tensor, stages, stages, rows)
 
 
-def inner_layouts(job: Job, train: TrainLayout, engine: str, pool: Pool) -> Iterator[SampleLayout]:
-    """Yield the layouts of a sampler that shares the trainer's devices."""
+def inner_layouts(
+    job: Job, train: TrainLayout, engine: str, pool: Pool, stages: int | None = None
+) -> Iterator[SampleLayout]:
+    """Yield the layouts of a sampler that shares the trainer's devices; `stages` as in Space."""
     rows = -(-job.rows // train.data)
+    caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
     if engine == LOCAL:
-        caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
         yield from (SampleLayout(train.device, LOCAL, train.data, train.tensor, rows=cap) for cap in caps)
+        return
+    if engine == PIPELINED:
+        for count in _stage_counts(job, train, stages):
+            # As many rows per process as without a pipeline.
+            replicas, own = train.data // count, (train.device, PIPELINED)
+            yield from (SampleLayout(*own, replicas, 1, count, count, cap * count) for cap in caps)
         return
     # The colocated engine belongs to one process, and reads a whole base.
     if train.tensor == 1 and train.shards == 1 and not pool.device.is_cpu:
         yield from (SampleLayout(train.device, COLOCATED, train.data, rows=cap) for cap in SERVED_ROWS)
+
+
+def _stage_counts(job: Job, train: TrainLayout, stages: int | None) -> list[int]:
+    """Return the stages of a pipeline of the trainer's processes that are tried; tensor parallelism excludes it."""
+    most = min(train.data, job.shape.num_layers, MOST_STAGES) if train.tensor == 1 else 1
+    counts = range(2, most + 1) if stages is None else [stages] if 2 <= stages <= most else []
+    return [count for count in counts if train.data % count == 0]
 
 
 def reward_places(job: Job, pool: Pool, space: Space) -> tuple[bool, ...]:
@@ -287,9 +307,9 @@ def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candid
     fitting = [o for o in train_options(job, pools, space) if o.peak <= usable_bytes(o.layout.device)]
     inner: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]] = {}
     for train in _for_sharing(fitting):
-        for engine in (LOCAL, COLOCATED):
+        for engine in (LOCAL, PIPELINED, COLOCATED):
             if engine in space.engines and "sync" in space.schedules:
-                yield from _inner_candidates(job, train, engine, inner)
+                yield from _inner_candidates(job, train, engine, inner, space.stages)
     if SERVER not in space.engines or not fitting:
         return
     servers = _server_front(job, pools, space, fitting[0].layout)
@@ -305,7 +325,11 @@ def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candid
 
 
 def _inner_candidates(
-    job: Job, train: TrainOption, engine: str, known: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]]
+    job: Job,
+    train: TrainOption,
+    engine: str,
+    known: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]],
+    stages: int | None,
 ) -> Iterator[Candidate]:
     """Yield the fastest sampler on the trainer's own devices that fits; fewer rows at once take less memory."""
     layout = train.layout
@@ -313,9 +337,10 @@ def _inner_candidates(
     if key not in known:
         own = replace(job, base_bytes=layout.base_bytes)
         known[key] = []
-        for sample in inner_layouts(job, layout, engine, train.pool):
+        for sample in inner_layouts(job, layout, engine, train.pool, stages):
             parts = sample_memory(job, layout, sample, {})["generate"]
-            known[key].append((sample, generate_time(own if engine == LOCAL else job, sample), sum(parts.values())))
+            time = generate_time(job if engine == COLOCATED else own, sample)
+            known[key].append((sample, time, sum(parts.values())))
         known[key].sort(key=lambda entry: entry[1].seconds)
     room = usable_bytes(layout.device) - train.kept
     for sample, time, size in known[key]:
@@ -409,7 +434,9 @@ def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
             f"sharded over {layout.shards}" if layout.shards > 1 else "whole base on each device"
         )  # fmt: skip
         room = usable_bytes(layout.device)
-        for sample in inner_layouts(job, layout, LOCAL, option.pool):
+        own = [engine for engine in (LOCAL, PIPELINED) if engine in space.engines] or [LOCAL]
+        samples = [s for engine in own for s in inner_layouts(job, layout, engine, option.pool, space.stages)]
+        for sample in samples:
             memory = option.memory | sample_memory(job, layout, sample, option.memory["score"])
             peaks = {phase: sum(parts.values()) for phase, parts in memory.items()}
             phase = max(peaks, key=peaks.__getitem__)
@@ -435,7 +462,7 @@ def smallest_hardware(job: Job, catalog: Catalog, space: Space, market: str) -> 
             if found and price >= min(found)[0]:
                 break
             pool = Pool(device, count, min(count, 8))
-            one = replace(space, tokens=(), schedules=("sync",), engines=(LOCAL,), base_bytes=space.base_bytes)
+            one = replace(space, tokens=(), schedules=("sync",), engines=(LOCAL, PIPELINED))
             if next(candidates(_smallest_forward(job), (pool,), one), None) is not None:
                 found.append((price, count, pool))
                 break

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from onetrunk.plan.evaluate import ASYNC_STALENESS, Plan
 from onetrunk.plan.job import Job, Lengths
-from onetrunk.plan.timing import LOCAL, SERVER, period_factor, step_parts
+from onetrunk.plan.timing import SERVER, most_rows_of, period_of, step_parts
 from onetrunk.utils.files import atomic_path
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ class Simulation:
         self.done_at: dict[int, float] = {}
         mine = math.ceil(job.rows / plan.sample.replicas)
         self.prompt_s = plan.phases["generate"].parts.get("prompts", 0.0) / mine
-        most = plan.sample.rows
-        if plan.sample.engine == LOCAL and job.max_rollout_rows:
-            most = min(most, job.max_rollout_rows)
-        self.most = max(1, most)
+        self.most = max(1, most_rows_of(job, plan.sample))
 
     def run(self) -> Timeline:
         """Return the whole run."""
@@ -135,7 +132,7 @@ class Simulation:
         sample, lengths = self.plan.sample, self.job.lengths
         batches = sample.in_flight
         parts = step_parts(self.job, sample, rows / batches, lengths.prompt + lengths.completion / 2)
-        return sum(parts.values()) * period_factor(sample.stages, batches)
+        return sum(parts.values()) * period_of(self.job, sample)
 
     def _advance(self, number: int, now: float) -> None:
         """Move a replica to `now`: rows that are done leave, waiting ones join, and the next end is an event."""

@@ -11,12 +11,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from onetrunk.costs import ModelShape, forward_flops, gathers, head_flops, kv_cache_bytes
+from onetrunk.costs import (
+    ModelShape,
+    decode_split,
+    forward_flops,
+    gathers,
+    head_flops,
+    kv_cache_bytes,
+    slowest_stage,
+)
 from onetrunk.plan.hardware import Device
 from onetrunk.plan.job import INT8_BYTES, Job, Lengths
 
-# Engines that sample: the trainer's own loop, a vLLM engine in its processes, vLLM servers on devices of their own.
-LOCAL, COLOCATED, SERVER = "local", "colocate", "server"
+# Engines that sample: the trainer's own loop, the same with the layers divided over its processes, a vLLM engine in
+# them, vLLM servers on devices of their own.
+LOCAL, PIPELINED, COLOCATED, SERVER = "local", "pipelined", "colocate", "server"
+OWN_LOOP = (LOCAL, PIPELINED)
 # Tokens of a pack over those of its rows, which are sorted by length.
 PADDING = 1.1
 # A served adapter that is not merged costs 1.33 to 1.39 times as much per token (measured by vLLM's users).
@@ -75,11 +85,12 @@ class SampleLayout:
 
     Args:
         device: of the samplers.
-        engine: LOCAL, COLOCATED or SERVER.
+        engine: LOCAL, PIPELINED, COLOCATED or SERVER.
         replicas: samplers with different rows.
         tensor, stages: devices that divide every matrix of a sampler, and stages of its pipeline.
         in_flight: independent batches in the pipeline.
         rows: most rows of a replica that decode at once.
+        split: layers of each stage of a PIPELINED sampler; empty: those that the run chooses by itself.
     """
 
     device: Device
@@ -89,11 +100,16 @@ class SampleLayout:
     stages: int = 1
     in_flight: int = 1
     rows: int = 1_000_000
+    split: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
         """Devices in all."""
         return self.replicas * self.tensor * self.stages
+
+    def sizes(self, shape: ModelShape) -> tuple[int, ...]:
+        """Return the layers of each stage of a PIPELINED sampler."""
+        return self.split or decode_split(shape, self.stages)
 
 
 @dataclass(frozen=True)
@@ -161,7 +177,7 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
         context: mean tokens that each of them has.
     """
     shape, device, rates = job.shape, layout.device, layout.device.rates
-    local, divided = layout.engine == LOCAL, layout.tensor
+    local, divided = layout.engine in OWN_LOOP, layout.tensor
     base_bytes = job.base_bytes if local else min(2.0, job.base_bytes)
     itemsize = job.itemsize if local else 2.0
     active = shape.num_layers * _touched_weights(shape, rows) + shape.head_parameters
@@ -176,8 +192,10 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
         parts = {name: value * UNMERGED for name, value in parts.items()}
         parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s + rows * rates.served_row_s
     else:
-        compiled = rates.served_layer_s if job.compiles else rates.decode_layer_s
-        parts["launches"] = shape.num_layers * compiled + rates.decode_step_s + rows * rates.row_s
+        is_compiled = job.compiles and layout.engine == LOCAL
+        layer_s = rates.served_layer_s if is_compiled else rates.decode_layer_s
+        # Every stage has the overhead of a step.
+        parts["launches"] = shape.num_layers * layer_s + layout.stages * rates.decode_step_s + rows * rates.row_s
         if base_bytes <= INT8_BYTES:
             parts["compute"] += bandwidth * (UNPACKING[True] - 1)
     if divided > 1:
@@ -185,6 +203,9 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
         parts["link"] = 2 * shape.num_layers * (wire / (device.link_gb_s * 1e9 * rates.link) + LATENCY_S)
     if layout.stages > 1:
         parts["link"] = parts.get("link", 0.0) + layout.stages * LATENCY_S
+    if layout.engine == PIPELINED:
+        wire = (layout.stages - 1) * rows * shape.hidden_size * itemsize
+        parts["link"] += wire / (device.link_gb_s * 1e9 * rates.link)
     return parts
 
 
@@ -204,6 +225,19 @@ def period_factor(stages: int, in_flight: int) -> float:
     as stages, each advances by a token per round: period = max(stages, in_flight) steps of one stage.
     """
     return max(stages, in_flight) / stages
+
+
+def period_of(job: Job, layout: SampleLayout) -> float:
+    """Return the `period_factor` of a layout; stages of whole layers are not quite equally fast."""
+    factor = period_factor(layout.stages, layout.in_flight)
+    return factor * slowest_stage(job.shape, layout.sizes(job.shape)) if layout.engine == PIPELINED else factor
+
+
+def most_rows_of(job: Job, layout: SampleLayout) -> int:
+    """Return the most rows of a replica that decode at once; `max_rollout_rows` bounds those of each process."""
+    if layout.engine not in OWN_LOOP or not job.max_rollout_rows:
+        return layout.rows
+    return min(layout.rows, job.max_rollout_rows * (layout.stages if layout.engine == PIPELINED else 1))
 
 
 def decode_seconds(
@@ -263,10 +297,8 @@ def generate_time(job: Job, layout: SampleLayout, rows: int | None = None) -> Ph
     """
     total = job.rows if rows is None else rows
     mine = math.ceil(total / layout.replicas)
-    factor, per_batch = period_factor(layout.stages, layout.in_flight), mine / layout.in_flight
-    most = layout.rows / layout.in_flight
-    if layout.engine == LOCAL and job.max_rollout_rows:
-        most = min(most, job.max_rollout_rows)
+    factor, per_batch = period_of(job, layout), mine / layout.in_flight
+    most = most_rows_of(job, layout) / layout.in_flight
 
     def step(alive: float, context: float) -> dict[str, float]:
         parts = step_parts(job, layout, alive, context)
@@ -275,7 +307,7 @@ def generate_time(job: Job, layout: SampleLayout, rows: int | None = None) -> Ph
     decoding = decode_seconds(step, per_batch, max(1.0, most), job.lengths)
     shape, device = job.shape, layout.device
     # A prompt with several completions runs once in this process.
-    prompts = mine / (job.num_generations if layout.engine == LOCAL else 1) * job.lengths.prompt
+    prompts = mine / (job.num_generations if layout.engine in OWN_LOOP else 1) * job.lengths.prompt
     prefill = product_seconds(
         shape,
         device,
@@ -432,7 +464,7 @@ def _reduce_seconds(job: Job, layout: TrainLayout) -> float:
 
 def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float:
     """Return the seconds between an update and the next rollout: adapters to servers, weights that are reloaded."""
-    if sample.engine == LOCAL:
+    if sample.engine in OWN_LOOP:
         if train.shards == 1:
             return 0.0
         whole = job.shape.parameters * train.base_bytes / train.tensor

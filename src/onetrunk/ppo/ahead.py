@@ -112,10 +112,6 @@ class RolloutsAhead:
         """Start nothing more."""
         self.producer.close()
 
-    def staleness(self, iteration: int, rollout: Rollout) -> Tensor:
-        """Return [n] how many rollouts the policy was trained on between sampling and use of each row."""
-        return iteration - torch.tensor(rollout.policy_versions) / self.config.slots_per_rollout
-
     def _arrived(self, iteration: int, keys: Sequence[RowKey], rows: Sequence[StartedRow]) -> None:
         batch, places = self._batches.get(iteration), self._places.get(iteration)
         if self.early is None or batch is None or places is None:  # It may be used before this thread comes here.
@@ -149,9 +145,7 @@ class RolloutsAhead:
             is_main: whether it writes the adapters.
             first: the first rollout that is not in use.
         """
-        rows = self.producer.started()
-        if rows:
-            save_tensors(Path(folder) / ROWS_FILE.format(rank=rank), _as_tensors(rows))
+        save_rows(folder, rank, self.producer.started())
         scores = None if self.early is None else self.early.state()
         if scores is not None:
             atomic_write_json(Path(folder) / SCORES_FILE.format(rank=rank), scores)
@@ -176,8 +170,7 @@ class RolloutsAhead:
             if int(number) >= first - self.max_staleness:
                 self._published.setdefault(int(number), {})[parameter] = tensor
         for rank in range(num_writers):
-            path = Path(folder) / ROWS_FILE.format(rank=rank)
-            rows = _as_rows(load_tensors(path)) if path.is_file() else {}
+            rows = load_rows(folder, rank)
             slots = self.config.slots_per_rollout
             fresh = {key: row for key, row in rows.items() if key[1] - row.version // slots <= self.max_staleness}
             self.producer.remember(fresh)
@@ -201,6 +194,23 @@ class RolloutsAhead:
         for name, tensor in current.items():
             trained[name].copy_(tensor)
         self._offer(first, max(self._published) + self.max_staleness)
+
+
+def rollouts_since(versions: Sequence[int], iteration: int, config: PPOConfig) -> Tensor:
+    """Return [n] how many rollouts the policy was trained on between the sampling of rows and their use."""
+    return iteration - torch.tensor(versions) / config.slots_per_rollout
+
+
+def save_rows(folder: str | Path, rank: int, rows: Mapping[RowKey, StartedRow]) -> None:
+    """Write the rows of a process that were sampled ahead into a checkpoint; no file if there are none."""
+    if rows:
+        save_tensors(Path(folder) / ROWS_FILE.format(rank=rank), _as_tensors(rows))
+
+
+def load_rows(folder: str | Path, rank: int) -> dict[RowKey, StartedRow]:
+    """Return the rows that `save_rows` wrote."""
+    path = Path(folder) / ROWS_FILE.format(rank=rank)
+    return _as_rows(load_tensors(path)) if path.is_file() else {}
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -76,6 +76,26 @@ def check_launch(args: PPOConfig) -> None:
         )
     launch_layout()
     plan_batches(args, args.world_size)
+    check_pipeline(args)
+
+
+def check_pipeline(args: PPOConfig) -> None:
+    """Check that the processes of a launch form pipelines, if the config asks for pipelined sampling."""
+    if args.rollout_backend != "pipelined":
+        return
+    stages, processes = args.pipeline_stages or args.world_size, args.world_size
+    if processes == 1 or processes % stages:
+        raise ValueError(
+            f"rollout_backend 'pipelined' forms pipelines of {max(2, stages)} processes and {processes} run; launch a"
+            f" multiple of that number: accelerate launch --config_file accelerate_configs/pipelined.yaml"
+            f" --num_processes {max(2, stages)} scripts/ppo.py ..., or set rollout_backend to 'local'"
+        )
+    layout = launch_layout()
+    if layout is not None and layout.tensor > 1:
+        raise ValueError(
+            "rollout_backend 'pipelined' is not supported with tensor parallelism, which divides every layer; set it"
+            " to 'local', or launch with accelerate_configs/pipelined.yaml or fsdp2.yaml"
+        )
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
@@ -99,6 +119,11 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
     if rollout_backend is not None and args.use_vllm:
         raise ValueError(
             f"use_vllm is set and rollout_backend is a {type(rollout_backend).__name__}; give one of them"
+        )
+    if rollout_backend is not None and args.rollout_backend != "local":
+        raise ValueError(
+            f"rollout_backend is {args.rollout_backend!r} in the config and a {type(rollout_backend).__name__} was"
+            " passed; give one of them"
         )
     if rollout_backend is not None and args.compile_decoding:
         raise ValueError(

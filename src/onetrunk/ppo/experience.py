@@ -32,7 +32,7 @@ from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, len
 from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
-from onetrunk.ppo.ahead import RolloutsAhead
+from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory import PackSize, join_rows, split_states
@@ -59,6 +59,7 @@ from onetrunk.ppo.state import (
 from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.rollouts.colocate import ColocatedBackend
+from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 
@@ -125,8 +126,10 @@ class ExperienceStream:
         corrects = config.vllm_importance_sampling_correction
         # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones; and a
         # truncated one draws from another distribution.
-        has_own_weights = sampler.is_versioned or isinstance(sampler.backend, ColocatedBackend)
-        self.corrects_sampler = has_own_weights or config.truncates if corrects is None else corrects
+        has_other_weights = (
+            sampler.is_versioned or isinstance(sampler.backend, ColocatedBackend) or config.pipeline_ahead
+        )
+        self.corrects_sampler = has_other_weights or config.truncates if corrects is None else corrects
         self.score_moments = RunningMoments()
         self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
         self.state = StreamState()
@@ -135,8 +138,8 @@ class ExperienceStream:
         self.stop_signals = StopSignals() if stop_signals is None else stop_signals
         self.watch = Watch(config, accelerator) if watch is None else watch
         self.ahead: RolloutsAhead | None = None
+        self.num_rollouts = most = sys.maxsize if num_rollouts is None else num_rollouts
         if config.schedule != "sync":
-            most = sys.maxsize if num_rollouts is None else num_rollouts
             of_rewards = ("reward_funcs", "reward_columns", "row_contents")
             basis = {name: value for name, value in self.settings["told"].items() if name.startswith(of_rewards)}
             self.ahead = RolloutsAhead(config, sampler, model, self.prompts, self.plan.rows_per_rank, most, basis)
@@ -187,8 +190,11 @@ class ExperienceStream:
             return batch, rollout
         batch, version = self.prompts(iteration), iteration * self.config.slots_per_rollout
         self.sampler.backend.sync(self.model(), version)
-        with self.stop_signals.giving_up(self.accelerator, alone=self.is_divided), self.watch.phase("generate"):
-            keywords = {"trains": True, "captures_last": self.reads_next_values}
+        alone = self.sampler.samples_together
+        with self.stop_signals.giving_up(self.accelerator, alone=alone), self.watch.phase("generate"):
+            keywords: dict[str, Any] = {"trains": True, "captures_last": self.reads_next_values}
+            if self.config.pipeline_ahead and iteration + 1 < self.num_rollouts:
+                keywords["ahead"] = self.prompts(iteration + 1)
             rollout = self.sampler.generate(batch, version=version, **keywords)
         return batch, rollout
 
@@ -202,13 +208,17 @@ class ExperienceStream:
         metrics = rollout_metrics(scored, packs, self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
-        if self.ahead is not None:
-            staleness = self.ahead.staleness(self.state.iteration, scored.rollout).to(self.accelerator.device)
+        if self.ahead is not None or self.config.pipeline_ahead:
+            versions = scored.rollout.policy_versions or [scored.rollout.policy_version] * len(scored.rollout)
+            staleness = rollouts_since(versions, self.state.iteration, self.config).to(self.accelerator.device)
             staleness = self.data_parallel.gather(staleness)
             metrics |= {
                 "sampling/staleness": staleness.mean().item(),
                 "sampling/staleness_max": staleness.max().item(),
             }
+        if isinstance(self.sampler.backend, PipelinedBackend):
+            stages = enumerate(self.sampler.backend.stage_gib)
+            metrics |= {f"memory/stage_{stage}_gib": gib for stage, gib in stages}
         self._log_rollout(metrics, scores.isfinite())
         if not self.config.whiten_advantages:
             return experiences
@@ -439,6 +449,10 @@ class ExperienceStream:
             save_buffer(folder, buffer, self.data_parallel.process_index)
         if self.ahead is not None:
             self.ahead.save(folder, self.data_parallel.process_index, self.accelerator.is_main_process, self._next)
+        if self.config.pipeline_ahead:
+            # Not those of a rollout that was given up: the resumed run makes it again, and starts them there.
+            rows = {key: row for key, row in self.sampler.backend.started().items() if key[1] == self._next}
+            save_rows(folder, self.data_parallel.process_index, rows)
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
@@ -450,6 +464,9 @@ class ExperienceStream:
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
         if self.ahead is not None:
             self.ahead.load(folder, num_writers(folder), self._next)
+        if self.config.pipeline_ahead:
+            for rank in range(num_writers(folder)):
+                self.sampler.backend.remember(load_rows(folder, rank))
 
     @property
     def _next(self) -> int:

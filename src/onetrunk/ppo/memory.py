@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.costs import ModelShape, host_memory_bytes, kv_cache_bytes, trunk_states_bytes
+from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling_bytes, trunk_states_bytes
+from onetrunk.models.parallel import held_bytes, is_sharded
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
@@ -34,8 +35,33 @@ T = TypeVar("T")
 Rows = TypeVar("Rows", Pack, Experience)
 
 GIB = 2**30
-# The sampler holds the next token's logits, their logprobs and their cumulative probabilities, in float32.
-SAMPLER_COPIES = 3
+
+
+def sampled_bytes(
+    args: PPOConfig, shape: ModelShape, rows: int, width: int, itemsize: float, gathered: float = 0.0
+) -> int:
+    """Return the bytes that sampling adds to a process: cache, logits, and the gathered share of a sharded base.
+
+    Args:
+        args: of the run. Of a pipeline it is the stage that needs most.
+        shape: of the decoder.
+        rows: that decode at once, per process.
+        width: padded tokens of a row at its end.
+        itemsize: bytes of a number in the cache.
+        gathered: bytes of a gathered weight; 0: the base is whole on every process already.
+    """
+    is_pipeline = args.rollout_backend == "pipelined"
+    stages = (args.pipeline_stages or args.world_size) if is_pipeline else 1
+    parts = sampling_bytes(
+        shape,
+        args.pipeline_split or decode_split(shape, stages),
+        rows * stages,
+        width,
+        itemsize,
+        batches=(args.pipeline_batches or stages) if is_pipeline else 1,
+        gathered=gathered,
+    )
+    return int(max(sum(stage.values()) for stage in parts))
 
 
 @dataclass(frozen=True)
@@ -134,13 +160,14 @@ class MemoryCheck(TrainerCallback):
         decoding = min(rows, args.max_rollout_rows or rows)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         has_states = bool(model.cut) and self.states_stay
-        cache = kv_cache_bytes(shape, decoding * width, base.dtype.itemsize)
-        logits = decoding * shape.vocab_size * 4 * SAMPLER_COPIES
+        # A sharded base is gathered while it samples.
+        gathered = base.dtype.itemsize if is_sharded(model) else 0
+        sampled = sampled_bytes(args, shape, decoding, width, base.dtype.itemsize, gathered)
         return MemoryForecast(
             pack=int(peak_gib() * GIB),
             optimizer=trained * (2 if "8bit" in str(args.optim) else 8),
             states=trunk_states_bytes(shape, rows * width, base.dtype.itemsize) if has_states else 0,
-            sampling=base.get_memory_footprint() + cache + logits,
+            sampling=held_bytes(base) + sampled,
         )
 
 

@@ -36,6 +36,7 @@ from onetrunk.rollouts.base import (
     StreamingBackend,
     VersionedBackend,
 )
+from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.rollouts.producer import StartedRow
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
@@ -299,6 +300,11 @@ class Sampler:
         """Whether the backend has weights of its own and samples from any version that it holds."""
         return isinstance(self.backend, VersionedBackend)
 
+    @property
+    def samples_together(self) -> bool:
+        """Whether no process can give up sampling alone, because others work on the same rows."""
+        return self.is_divided or isinstance(self.backend, PipelinedBackend)
+
     def generate(
         self,
         batch: PromptBatch,
@@ -307,6 +313,7 @@ class Sampler:
         version: int = 0,
         trains: bool = False,
         captures_last: bool = False,
+        ahead: PromptBatch | None = None,
     ) -> Rollout:
         """Return one completion per row; RuntimeError if the backend breaks its contract.
 
@@ -315,12 +322,13 @@ class Sampler:
             role, version: what a versioned backend samples from; any other samples from what it was last synced with.
             trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
             captures_last: capture the state of a row's last token too, whatever the sampler is set to.
+            ahead: prompts of the next call, with which a pipeline fills places that are free.
         """
         if self.is_versioned:
             return self.generate_as(role, version, batch.prompt_ids, batch.keys)
-        keywords = {}
+        keywords: dict[str, Any] = {} if ahead is None else {"ahead": (ahead.prompt_ids, ahead.keys)}
         if trains and self.captures_states:
-            keywords = {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
+            keywords |= {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
         rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)
         self._require_contract(rollout, len(batch.prompt_ids))
         return rollout

@@ -24,6 +24,8 @@ OVERLONG = ("error", "drop", "truncate")
 MONITOR_ACTIONS = ("warn", "stop")
 LOG_FORMATS = ("auto", "bar", "lines", "json")
 SCHEDULES = ("sync", "one_step", "async")
+ROLLOUT_BACKENDS = ("local", "pipelined")
+PIPELINE_SETTINGS = ("pipeline_stages", "pipeline_batches", "pipeline_split", "pipeline_ahead")
 
 # Fields of TrainingArguments that must keep their default, by the reason.
 _WITHOUT_MEANING = {
@@ -107,6 +109,32 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         "Sample with a compiled step (torch.compile, a static cache, CUDA graphs): for a GPU, where launching kernels"
         " bounds an eager step (not yet run on hardware). Each of four sizes of the batch is compiled when it is first"
         " needed. Models that it cannot serve sample eagerly, and the log says why.",
+    )
+    rollout_backend: str = option(
+        "local",
+        "What samples without use_vllm. 'local': each process its own rows, with all layers. 'pipelined': the layers"
+        " are divided over consecutive processes, each of which runs its share for the rows of all of them, with"
+        " several batches in flight. A process then keeps the cache, and of a sharded base the gathered weights, of"
+        " its own layers only (not yet run on hardware).",
+    )
+    pipeline_stages: int | None = option(
+        None, "With rollout_backend pipelined: processes that form a pipeline, 2 or more; None: all processes."
+    )
+    pipeline_batches: int | None = option(
+        None,
+        "With rollout_backend pipelined: batches in flight at once, 1 or more. Fewer than pipeline_stages leave"
+        " processes idle; more hide uneven stages, with fewer rows in each batch. None: one per stage.",
+    )
+    pipeline_split: list[int] | None = option(
+        None,
+        "With rollout_backend pipelined: number of layers of each stage, 1 or more; their sum is the model's layers."
+        " None: stages that should be equally fast, the output head included.",
+    )
+    pipeline_ahead: bool = option(
+        False,
+        "With rollout_backend pipelined: let rows of the next rollout start where places are free while the last rows"
+        " of a rollout decode. Those that are finished with it are used in the next one, one rollout old, and"
+        " corrected by vllm_importance_sampling_correction as rollouts of schedule one_step are.",
     )
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
@@ -239,6 +267,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         self._check_inherited()
         self._check_ranges()
         self._check_rollout()
+        self._check_pipeline()
         self._check_objective()
         self._check_truncation()
         self._check_schedule()
@@ -312,7 +341,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         require_seed("data_seed", self.data_seed)
         whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
         whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
-        whole += " per_device_train_batch_size per_device_eval_batch_size alarm_patience"
+        whole += " per_device_train_batch_size per_device_eval_batch_size alarm_patience pipeline_batches"
         for name in whole.split():
             _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
         positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
@@ -327,7 +356,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
-        for name in ("padding_free", "score_early", "compile_decoding"):
+        for name in ("padding_free", "score_early", "compile_decoding", "pipeline_ahead"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
@@ -344,6 +373,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             ("trunk_cache", TRUNK_CACHES),
             ("schedule", SCHEDULES),
             ("log_format", LOG_FORMATS),
+            ("rollout_backend", ROLLOUT_BACKENDS),
         ):
             _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
         for name, rule in RULES.items():
@@ -373,6 +403,35 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             raise ValueError(
                 f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
                 f" {self.missing_eos_penalty} contradict each other: 'penalize' needs a penalty, the others none"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.rollout_backend != "pipelined":
+            name = next((name for name in PIPELINE_SETTINGS if getattr(self, name)), None)
+            if name is not None:
+                raise ValueError(f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out")
+            return
+        for name, why in (
+            ("use_vllm", "samples on a server"),
+            ("compile_decoding", "compiles a step of the whole model"),
+        ):
+            if getattr(self, name):
+                raise ValueError(f"rollout_backend is 'pipelined' and {name} {why}; leave one of them out")
+        if self.schedule != "sync":
+            raise ValueError(
+                f"schedule {self.schedule!r} samples during the update, and the processes of rollout_backend"
+                " 'pipelined' train then; set schedule to sync"
+            )
+        _require(self, "pipeline_stages", lambda v: _is_whole(v) and v > 1, "a whole number above 1")
+        split = self.pipeline_split
+        if split is not None and not (isinstance(split, list) and all(_is_whole(n) and n > 0 for n in split)):
+            raise ValueError(f"pipeline_split is {split!r}; it must be a list of whole numbers above 0")
+        if split is not None and self.pipeline_stages is None:
+            self.pipeline_stages = len(split)
+        if split is not None and len(split) != self.pipeline_stages:
+            raise ValueError(
+                f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one"
+                " number of layers for each stage"
             )
 
     def _check_schedule(self) -> None:

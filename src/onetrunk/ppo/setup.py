@@ -51,6 +51,8 @@ from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pipelined import PipelinedBackend
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -110,7 +112,9 @@ def prepare_run(
     if isinstance(backend, VLLM_BACKENDS):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
-    plan = plan_trunk(parts.model, args, longest_prompt, samples_here=rollout_backend is None and not args.use_vllm)
+    # A pipeline has the states at the cut on one of its stages only.
+    samples_here = rollout_backend is None and isinstance(backend, LocalBackend)
+    plan = plan_trunk(parts.model, args, longest_prompt, samples_here)
     states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
@@ -155,9 +159,14 @@ def load_sampled_model(
         init_value_head(trunk, args.value_head_init)
     trunk.use_padding_free(args.padding_free)
     repair_padding(tokenizer, trunk.get_base_model().config)
-    sharding = distribute_frozen(trunk, launch_layout(), args.device)
-    if sharding is not None and args.should_log:
-        tqdm.write(sharding, file=sys.stderr)
+    lines = []
+    if isinstance(backend, PipelinedBackend):
+        backend.check_policy(trunk)
+        lines.append(backend.report(trunk))
+    lines.append(distribute_frozen(trunk, launch_layout(), args.device))
+    for line in lines:
+        if line is not None and args.should_log:
+            tqdm.write(line, file=sys.stderr)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
     params = SamplingParams(
         max_completion_length=args.max_completion_length,
@@ -289,7 +298,7 @@ class TrunkPlan:
 
 
 def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool) -> TrunkPlan:
-    """Return the TrunkPlan of a run; `samples_here` is False with a rollout backend of the user's."""
+    """Return the TrunkPlan of a run; `samples_here`: whether LocalBackend samples, by the settings."""
     base = trunk.get_base_model()
     num_layers = len(decoder_layers(base))
     captures = _captures_states(trunk, args, samples_here)

@@ -418,6 +418,8 @@ class PPOTrainer(ResumableTrainer):
         if self.trunk_plan.captures_states:
             hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
             per_row += 4 * width * hidden_size
+        if args.pipeline_ahead:
+            per_row += (8 + 4) * args.max_completion_length
         if args.schedule == "sync":
             return rows * per_row
         per_row += (args.max_staleness + 1) * (8 + 4) * args.max_completion_length

@@ -4,12 +4,14 @@ from onetrunk.rollouts.base import RolloutBackend, SamplingParams, StreamingBack
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 
 __all__ = [
     "ColocatedBackend",
     "LocalBackend",
+    "PipelinedBackend",
     "RolloutBackend",
     "SamplingParams",
     "ServerPolicy",

@@ -6,7 +6,7 @@ longer prompts have joined; positions come from the mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,7 @@ class SamplingCall:
         capture: takes the states at the cut, or None.
         last_only: keywords that limit the model's logits to the last column.
         refill_share: rows that wait join when one in so many places is free, so that several prompts run together.
+        new_cache: makes the cache of rows that begin; None: one of all layers.
     """
 
     model: nn.Module
@@ -74,6 +75,7 @@ class SamplingCall:
     capture: StateCapture | None
     last_only: dict[str, int]
     refill_share: int = REFILL_SHARE
+    new_cache: Callable[[], DynamicCache] | None = None
 
     @property
     def keeps_last(self) -> bool:
@@ -150,10 +152,10 @@ class DecodeState:
     def kept(self, staying: list[int]) -> DecodeState | None:
         """Return this state without the rows that are not at the indices `staying`; None if no row is left."""
         if staying and len(staying) < len(self.rows):
-            self._select(staying)
+            self.select(staying)
         return self if staying else None
 
-    def _select(self, indices: list[int]) -> None:
+    def select(self, indices: list[int]) -> None:
         """Replace the rows by those at `indices`, in their order; one may come several times."""
         index = torch.tensor(indices, device=self.token_ids.device)
         self.rows, self.counts = ([old[i] for i in indices] for old in (self.rows, self.counts))
@@ -232,18 +234,32 @@ def prefill(call: SamplingCall, rows: Sequence[int]) -> tuple[DecodeState, Tenso
 
     Rows with the same prompt run once, and share what it computed.
     """
-    places: dict[tuple[int, ...], int] = {}
-    copies = [places.setdefault(tuple(call.prompt_ids[row]), len(places)) for row in rows]
-    first = [rows[copies.index(place)] for place in range(len(places))]
+    first, copies = distinct_prompts(call, rows)
     state = left_padded(first, call)
     logits = next_logits(call, state)
     if len(first) < len(rows):
-        state._select(copies)
+        state.select(copies)
         logits = logits.index_select(0, torch.tensor(copies, device=logits.device))
         if call.capture is not None:
             call.capture.copy([first[place] for place in copies], rows)
     state.rows, state.uniforms = list(rows), call.uniforms(rows).to(state.token_ids.device)
     return state, logits
+
+
+def distinct_prompts(call: SamplingCall, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the first rows of `rows` with their prompts, and for each of `rows` the place of its prompt in them."""
+    places: dict[tuple[int, ...], int] = {}
+    copies = [places.setdefault(tuple(call.prompt_ids[row]), len(places)) for row in rows]
+    return [rows[copies.index(place)] for place in range(len(places))], copies
+
+
+def free_places(state: DecodeState, num_rows: int, most: int, share: int) -> int:
+    """Return how many rows may join a state that keeps `num_rows` rows.
+
+    None until a share of the `most` places is free, so that prompts run together.
+    """
+    free = most - num_rows
+    return free if free * share >= most and state.can_be_joined else 0
 
 
 def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:
@@ -267,7 +283,7 @@ def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:
         uniforms=torch.zeros(len(rows), 0, dtype=torch.float64, device=device),
         logprobs=torch.zeros(len(rows), count, device=device),
         places=torch.zeros(len(rows), dtype=torch.int64, device=device),
-        cache=DynamicCache(config=call.model.config),
+        cache=DynamicCache(config=call.model.config) if call.new_cache is None else call.new_cache(),
         seen=0,
         width=prompt_width,
     )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 
@@ -33,6 +34,10 @@ class BackendSettings(ServerSettings, Protocol):
 
     max_rollout_rows: int | None
     compile_decoding: bool
+    rollout_backend: str
+    pipeline_stages: int | None
+    pipeline_batches: int | None
+    pipeline_split: list[int] | None
     use_vllm: bool
     vllm_gpu_memory_utilization: float
     vllm_max_model_length: int | None
@@ -56,13 +61,21 @@ def load_servers(config: ServerSettings, **settings: Any) -> VLLMBackend:
 
 
 def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> RolloutBackend:
-    """Return the backend that samples the rollouts of a run: by vLLM with `use_vllm`, else in this process.
+    """Return the backend that samples the rollouts of a run: by vLLM, in a pipeline of processes, or in this process.
 
     Args:
         config: of the run.
-        **hooks: `progress` and `poll` of LocalBackend. vLLM is checked before the trainer that they belong to is
+        **hooks: `progress` and `poll` of the backend. vLLM is checked before the trainer that they belong to is
             built, and gets them then.
     """
+    if config.rollout_backend == "pipelined":
+        return PipelinedBackend(
+            stages=config.pipeline_stages,
+            batches=config.pipeline_batches,
+            split=config.pipeline_split,
+            max_rows=config.max_rollout_rows,
+            **hooks,
+        )
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, compiles=config.compile_decoding, **hooks)
     if config.is_colocated:

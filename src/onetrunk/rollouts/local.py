@@ -33,6 +33,7 @@ from onetrunk.rollouts.decoding import (
     SamplingCall,
     StateCapture,
     capturing,
+    free_places,
     next_logits,
     prefill,
 )
@@ -113,16 +114,15 @@ class LocalBackend:
             ValueError: an empty prompt, a missing or repeated key, or a prompt too long for the model's context.
             RuntimeError: no model yet, a model that keeps no cache, or logits that are not finite.
         """
-        model = _require_inputs(self.model, prompt_ids, params, keys)
+        model = require_inputs(self.model, prompt_ids, params, keys)
         done: dict[int, Completion] = {}
         num_tokens = 0
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
-        last_only = {"logits_to_keep": 1} if _keeps_logits(model) else {}
-        call = SamplingCall(model, prompt_ids, params, keys, capture, last_only)
+        call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model))
         # Merged first: its proof is a forward, which must not be captured.
         # A sharded base is whole in here, so rows may end at different steps on different processes.
-        with gathered(model), torch.no_grad(), _eval_mode(model), merged_policy(model):
+        with gathered(model), torch.no_grad(), eval_mode(model), merged_policy(model):
             for finished in self._sample(call):
                 done.update(finished)
                 num_tokens += sum(len(completion.token_ids) for completion in finished.values())
@@ -207,7 +207,7 @@ class LocalBackend:
                 if call.keeps_last:
                     # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
                     state, logits = state.kept(staying), logits[staying]
-            room = most if state is None else _room(state, most, call.refill_share)
+            room = most if state is None else free_places(state, len(state.rows), most, call.refill_share)
             if waiting and room:
                 new, new_logits = prefill(call, waiting[:room])
                 del waiting[:room]
@@ -248,20 +248,12 @@ class LocalBackend:
         return draw(scores, state.next_uniforms() if params.temperature > 0 else None, truncation(params))
 
 
-def _room(state: DecodeState, most: int, share: int) -> int:
-    """Return how many rows may join now: none until a share of the places is free, so that prompts run together."""
-    free = most - len(state.rows)
-    return free if free * share >= most and state.can_be_joined else 0
-
-
-def _require_inputs(
+def require_inputs(
     model: nn.Module | None, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
 ) -> nn.Module:
     """Return `model`, or raise the error of the call."""
     if model is None:
-        raise RuntimeError(
-            "LocalBackend has no model; pass one to LocalBackend(model) or call sync(model, version) first"
-        )
+        raise RuntimeError("the backend has no model; pass one to it or call sync(model, version) first")
     if len(keys) != len(prompt_ids):
         raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
     if params.temperature > 0 and len(set(keys)) != len(keys):
@@ -283,7 +275,8 @@ def _require_inputs(
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set eval mode inside the block, and restore every module's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -310,6 +303,7 @@ def _half(num_rows: int, error: str) -> int:
     return most
 
 
-def _keeps_logits(model: nn.Module) -> bool:
+def last_logits_only(model: nn.Module) -> dict[str, int]:
+    """Return the keywords with which a model computes the logits of the last column only; none if it has no such."""
     causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
-    return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(causal_lm.forward).parameters else {}

@@ -17,20 +17,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import left_by_a_run
-from onetrunk.costs import (
-    ModelShape,
-    host_memory_bytes,
-    kept_activations_bytes,
-    kv_cache_bytes,
-    trunk_states_bytes,
-)
+from onetrunk.costs import ModelShape, host_memory_bytes, kept_activations_bytes, trunk_states_bytes
 from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import check_supported, decoder_layers
 from onetrunk.models.sources import adapter_base, load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, plan_batches
-from onetrunk.ppo.memory import GIB, SAMPLER_COPIES
+from onetrunk.ppo.memory import GIB, sampled_bytes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.plain_arguments import PPODataArguments, PPOJudgeArguments
@@ -173,7 +167,7 @@ def memory_lines(
     tokens = min(tokens, args.microbatch_tokens or tokens)
     trained_layers = size.num_layers - size.first_layer
     kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
-    sampling = kv_cache_bytes(shape, decoding * width, compute) + decoding * shape.vocab_size * 4 * SAMPLER_COPIES
+    sampling = sampled_bytes(args, shape, decoding, width, compute)
     parts = {
         "weights of the base": int(size.base * itemsize),
         "adapters, gradients, optimizer": size.trained

@@ -26,6 +26,7 @@ from onetrunk.plan.other_stages import Around, around_times
 from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.simulate import save_gantt, simulate
+from onetrunk.plan.timing import PIPELINED
 from onetrunk.stages.options.early import check_ppo_settings, say
 from onetrunk.stages.options.plan_words import PlanWords, plan_words
 from onetrunk.stages.options.reading import parsed_values, read
@@ -116,9 +117,11 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         is_continued=adapter.is_file(),
         on_cpu=all(pool.device.is_cpu for pool in pools),
     )
+    engines, stages = _samplers_of(own, values, pools)
     space = Space(
         schedules=tuple(own["schedules"]),
-        engines=tuple(own["engines"]),
+        engines=engines,
+        stages=stages,
         base_bytes=tuple(DTYPES[dtype] for dtype in own["dtypes"] or ()),
         keeps_settings=own["keep_settings"],
         pipelines=(1, *own["pipeline_stages"]),
@@ -131,6 +134,23 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else name
     is_overridden = own["model"] is not None and own["model"] != values["model_name_or_path"]
     return Request(job, pools, catalog, space, around, name, base, is_overridden, reward_name)
+
+
+def _samplers_of(
+    own: Mapping[str, Any], values: Mapping[str, Any], pools: Sequence[Pool]
+) -> tuple[tuple[str, ...], int | None]:
+    """Return the engines that are tried, and the stages of a pipeline if the recipe gives them.
+
+    A recipe with `rollout_backend: pipelined` samples so in every plan.
+    """
+    if values["rollout_backend"] != PIPELINED:
+        return tuple(own["engines"]), None
+    if max(pool.count for pool in pools) == 1 or PIPELINED not in own["engines"]:
+        raise UsageError(
+            "the recipe's rollout_backend is 'pipelined', which needs --engines pipelined and two or more devices of a"
+            " kind; add them, or --rollout_backend local"
+        )
+    return (PIPELINED,), values["pipeline_stages"] or (len(values["pipeline_split"] or ()) or None)
 
 
 def _model_or_none(name: str | None) -> Any:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onetrunk.plan.cost import Cost
-from onetrunk.plan.evaluate import Plan, host_gib, summary, usable_bytes
+from onetrunk.plan.evaluate import Plan, host_gib, stage_parts, summary, usable_bytes
 from onetrunk.plan.hardware import GIB, Pool
 from onetrunk.plan.job import Job
 from onetrunk.plan.memory import role_layouts
 from onetrunk.plan.search import MANY_ROWS, Ranked
-from onetrunk.plan.timing import SERVER, PhaseTime, TrainLayout, band
+from onetrunk.plan.timing import PIPELINED, PhaseTime, TrainLayout, band, most_rows_of
 
 # Order of the parts in the memory table.
 PARTS = (
@@ -91,14 +91,19 @@ def best_lines(job: Job, plan: Plan) -> list[str]:
     sample, (low, high) = plan.sample, band(plan.train.device)
     where = {
         "local": "in the trainer's processes",
+        "pipelined": f"in the trainer's processes, {sample.replicas} x {sample.stages} stages of a pipeline",
         "colocate": "by a vLLM engine in each trainer process, which sleeps meanwhile",
         "server": f"by {sample.replicas} vLLM servers of {sample.tensor} x {sample.stages} {sample.device.name}",
     }[sample.engine]
     lines = [
         f"schedule {plan.schedule}; trainer {plan.train.count} x {plan.train.device.name}: {layout_text(plan.train)}",
-        f"sampling {where}, at most {min(sample.rows, job.rows)} rows at once"
+        f"sampling {where}, at most {min(most_rows_of(job, sample), job.rows)} rows at once"
         + (f", {sample.in_flight} batches in flight" if sample.stages > 1 else ""),
     ]
+    if sample.engine == PIPELINED:
+        added = [f"{sum(parts.values()) / GIB:.2f}" for parts in stage_parts(job, plan.train, sample)]
+        layers = " + ".join(map(str, sample.sizes(job.shape)))
+        lines.append(f"stages of {layers} layers; sampling adds {', '.join(added)} GiB to them")
     if plan.has_reward_server:
         lines.append(f"the reward model on a {plan.train.device.name} of its own")
     lines.append(f"{'phase':<10}{'seconds':>9}{'between':>18}  bound by")
@@ -153,19 +158,19 @@ def cost_lines(job: Job, plan: Plan, cost: Cost, market: str, around: Mapping[st
 def ranking_lines(ranking: Sequence[Ranked], market: str) -> list[str]:
     """Return a line per plan, with what it has worse than the first."""
     lines = [
-        f"{'schedule':<10}{'sampling':<10}{'devices':<26}{'s/iteration':>12}{'$/iteration':>13}"
+        f"{'schedule':<10}{'sampling':<15}{'devices':<26}{'s/iteration':>12}{'$/iteration':>13}"
         "  why it is not the first"
     ]
     for entry in ranking:
         plan = entry.plan
         devices = "+".join(f"{count}x{name}" for name, count in plan.devices.items())
         usd = plan.iteration_s / 3600 * plan.usd_per_hour(market)
-        stages = f" pp{plan.sample.stages}" if plan.sample.engine == SERVER and plan.sample.stages > 1 else ""
+        stages = f" pp{plan.sample.stages}" if plan.sample.stages > 1 else ""
         lines.append(
-            f"{plan.schedule:<10}{plan.sample.engine + stages:<10}{devices:<26}{plan.iteration_s:>12.2f}{usd:>13.4f}"
+            f"{plan.schedule:<10}{plan.sample.engine + stages:<15}{devices:<26}{plan.iteration_s:>12.2f}{usd:>13.4f}"
             f"  {entry.why}".rstrip()
         )
-        lines.append(f"{'':<20}{layout_text(plan.train)}")
+        lines.append(f"{'':<25}{layout_text(plan.train)}")
     return lines
 
 

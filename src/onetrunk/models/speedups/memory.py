@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is torch.OutOfMemoryError or that of a CPU allocator."""
     is_phrase = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in PHRASES)
     return is_phrase or isinstance(error, torch.OutOfMemoryError)
+
+
+def used_gib(device: torch.device) -> float:
+    """Return the memory that this process uses now, GiB: on the GPU if `device` is one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # Not Linux: the most that it ever used.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
+    return pages * resource.getpagesize() / 2**30
 
 
 def free_memory() -> None:

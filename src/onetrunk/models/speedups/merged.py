@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from peft.tuners import lora
@@ -61,15 +61,24 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def merged_policy(model: nn.Module) -> Iterator[None]:
-    """Let `model` compute its policy from merged weights inside the block if `can_merge`, else change nothing."""
-    with _merged(_trained_layers(model)) if can_merge(model) else contextlib.nullcontext():
+def merged_policy(model: nn.Module, parts: Iterable[nn.Module] | None = None) -> Iterator[None]:
+    """Let `model` compute its policy from merged weights inside the block if `can_merge`, else change nothing.
+
+    Args:
+        model: what samples.
+        parts: merge in these modules only; None: everywhere.
+    """
+    with _merged(_trained_layers(model, parts)) if can_merge(model) else contextlib.nullcontext():
         yield
 
 
-def _trained_layers(model: TrunkModel) -> list[lora.Linear]:
+def _trained_layers(model: TrunkModel, parts: Iterable[nn.Module] | None = None) -> list[lora.Linear]:
     # Frozen layers stay separate, so that the states at the cut equal those of every other forward.
-    return [x for x in model.tuner_layers if POLICY in x.lora_A and x.lora_A[POLICY].weight.requires_grad]
+    trained = [x for x in model.tuner_layers if POLICY in x.lora_A and x.lora_A[POLICY].weight.requires_grad]
+    if parts is None:
+        return trained
+    inside = {module for part in parts for module in part.modules()}
+    return [layer for layer in trained if layer in inside]
 
 
 @contextlib.contextmanager

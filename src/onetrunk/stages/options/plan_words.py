@@ -19,7 +19,7 @@ onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --ha
 OBJECTIVES = {"time": "fewest seconds", "cost": "fewest dollars", "gpus": "fewest devices"}
 MARKETS = ("on_demand", "spot", "reserved")
 SCHEDULES = ("sync", "one_step", "async")
-ENGINES = ("local", "colocate", "server")
+ENGINES = ("local", "pipelined", "colocate", "server")
 DTYPES = ("float32", "bfloat16", "int8", "nf4")
 
 

@@ -1,0 +1,546 @@
+"""Sampling with the decoder's layers divided over several processes, all of them busy (pipelined generation).
+
+Token t+1 of a row needs token t, so one batch keeps one stage busy at a time. Here several batches of different rows
+are in flight at once: while one is in the last stage, others are in the stages before. Inspired by the public abstract
+of Pipe-RLHF (DOI 10.7544/issn1000-1239.202550127); the design is our own.
+
+The first stage has the queue of prompts. It sends a plan with every turn of a batch (which rows stay, which prompts
+join) and its hidden states; each stage applies the plan to its own cache and passes it on; the last one draws, and
+sends token ids back. All of it happens within one call, under one version of the policy, so no sample is stale.
+Randomness derives from a row's key: a completion depends neither on the number of stages and batches nor on timing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from onetrunk.models.base import decoder_layers
+from onetrunk.models.parallel import gathered, is_divided, is_sharded
+from onetrunk.models.pipeline import LayerSplit, StageModel, verify_split
+from onetrunk.models.speedups.memory import is_out_of_memory, used_gib
+from onetrunk.models.speedups.merged import merged_policy
+from onetrunk.models.speedups.packed import packed_weights
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.decoding import (
+    Completion,
+    DecodeState,
+    SamplingCall,
+    distinct_prompts,
+    free_places,
+    left_padded,
+)
+from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
+from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
+from onetrunk.rollouts.producer import StartedRow
+from onetrunk.rollouts.stage_links import StageLinks
+from onetrunk.types import Rollout, RowKey
+
+END = -1
+# A row that ended, and its values [len(completion)] if they are computed.
+_Finished = tuple[Completion, Tensor | None]
+
+
+@dataclass(eq=False, repr=False)
+class PipelinedBackend:
+    """A `RolloutBackend` whose decoder runs in stages, one in each process of a pipeline.
+
+    `generate` and `sync` are collective: all processes of a pipeline call them, each with rows of its own, and each
+    gets its own rows back. Every process holds the whole model, or a share of it that FSDP2 gathers for the call; it
+    runs only the layers of its stage. Completions are those of LocalBackend, up to rounding (1e-6 in float32).
+
+    Args:
+        model: a causal LM, a PEFT model or a TrunkModel; may be left to `sync`.
+        stages: consecutive processes that form one pipeline; None: all processes.
+        batches: batches in flight; fewer than `stages` leave stages idle. None: one per stage.
+        split: layers of each stage; None: modelled to be equally fast (`costs.decode_split`).
+        rows_per_batch: most rows of one batch; None: the rows of the call, divided by `batches`.
+        max_rows: most rows that decode at once per process of the pipeline, all batches together; None: no bound.
+            Each process has the cache of its share of the layers, so `stages` times as many rows need the same memory.
+        computes_values: the last stage also returns the value of each token's state, if the policy of a TrunkModel has
+            a value head on its own states.
+        progress: called on the first stage as `progress(done_rows, total_rows, done_tokens)`, rows of the pipeline.
+        poll: called on every stage before each turn. Only the end of the process may stop a turn.
+        links: to the other stages; None: made in the first call.
+    """
+
+    model: nn.Module | None = None
+    _: KW_ONLY
+    stages: int | None = None
+    batches: int | None = None
+    split: Sequence[int] | None = None
+    rows_per_batch: int | None = None
+    max_rows: int | None = None
+    computes_values: bool = False
+    progress: Callable[[int, int, int], None] | None = None
+    poll: Callable[[], None] | None = None
+    links: StageLinks | None = None
+    policy_version: int = field(default=0, init=False)
+    # Of each stage: the most memory that its process used after a turn, GiB.
+    stage_gib: list[float] = field(default_factory=list, init=False)
+    # Rows of this process that were sampled ahead.
+    _ahead: dict[RowKey, StartedRow] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "batches", "rows_per_batch", "max_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; set it to 1 or more, or leave it out")
+
+    @property
+    def description(self) -> str:
+        """What samples, for reports."""
+        return f"a pipeline of {self.num_stages} processes"
+
+    @property
+    def num_stages(self) -> int:
+        """Processes of one pipeline."""
+        if self.stages is not None:
+            return self.stages
+        is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_world_size() if is_group else 1
+
+    def split_of(self, model: nn.Module) -> LayerSplit:
+        """Return which layers of a model each stage has."""
+        return LayerSplit.of(model, self.num_stages, self.split)
+
+    def check_policy(self, model: nn.Module) -> None:
+        """Raise a ValueError unless a model can sample in these stages; call it before its base is sharded."""
+        if is_divided(model):
+            raise ValueError(
+                "pipelined sampling is not supported with tensor parallelism, which has divided the layers already;"
+                " set rollout_backend to 'local'"
+            )
+        verify_split(model, self.split_of(model))
+
+    def report(self, model: nn.Module) -> str:
+        """Return a line for the user: the layers and weights of each stage, and what every process has besides."""
+        split, layers = self.split_of(model), decoder_layers(model)
+        sizes = [
+            sum(p.nbytes for i in split.layers(stage) for p in layers[i].parameters())
+            for stage in range(split.num_stages)
+        ]
+        outer = sum(p.nbytes for p in model.parameters()) - sum(sizes)
+        stages = ", ".join(f"{n} layers ({size / 2**20:,.1f} MiB)" for n, size in zip(split.sizes, sizes, strict=True))
+        return (
+            f"pipelined sampling: stages of {stages}; {self.batches or split.num_stages} batches in flight; embedding,"
+            f" head and the rest ({outer / 2**20:,.1f} MiB) are on every process"
+        )
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """Sample from `model` from now on, and stamp rollouts with `version`. The weights are shared, not copied."""
+        self.model, self.policy_version = model, version
+
+    def generate(
+        self,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        *,
+        ahead: tuple[Sequence[list[int]], Sequence[RowKey]] | None = None,
+    ) -> Rollout:
+        """Return one completion per prompt, in the order of this process's prompts. All stages call it together.
+
+        Args:
+            ahead: prompts and keys of the next call. They start where places are free while the last rows of this call
+                decode. What is finished when this call ends is returned by the next one, with its policy version; the
+                other rows start again there.
+
+        Returns:
+            n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and truncation.
+            `policy_versions` are there if rows were, or may have been, sampled ahead.
+
+        Raises:
+            ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
+            RuntimeError: no model, logits that are not finite, no memory, or a stage that has gone.
+        """
+        if self.links is None or self.links.num_stages != self.num_stages:
+            self.links = StageLinks(self.num_stages)
+        links = self.links
+        rows, call = self._joined_call(links, prompt_ids, params, keys, ahead)
+        layers, split = decoder_layers(call.model), self.split_of(call.model)
+        own = [layers[i] for i in split.layers(links.stage)]
+        stage = StageModel(call.model, split.layers(links.stage), call.last_only)
+        with ExitStack() as stack:
+            # A sharded base: each layer is gathered on all processes, and stays on those of its stage.
+            stack.enter_context(gathered(call.model, own if links.num_stages > 1 else None))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(eval_mode(call.model))
+            # The proof of merging runs the whole model, which is collective if the base is sharded.
+            if links.num_stages == 1 or not is_sharded(call.model):
+                stack.enter_context(merged_policy(call.model, own))
+            stack.enter_context(packed_weights(call.model))
+            stack.enter_context(stage.running())
+            run = _StageRun(self, call, rows, stage, links)
+            error = run.until_end()
+        errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
+        self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
+        for message in errors:
+            if message is not None:
+                raise RuntimeError(message)
+        shares = [run.finished_rows(stage) for stage in range(links.num_stages)] if links.is_last else None
+        return self._own_rows(prompt_ids, keys, links.dealt(shares), is_ahead=ahead is not None)
+
+    def started(self) -> dict[RowKey, StartedRow]:
+        """Return the rows of this process that were sampled ahead, for a checkpoint."""
+        return dict(self._ahead)
+
+    def remember(self, rows: Mapping[RowKey, StartedRow]) -> None:
+        """Use completions of a checkpoint that were sampled ahead; keys of other processes do no harm."""
+        self._ahead |= rows
+
+    def _joined_call(
+        self,
+        links: StageLinks,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        ahead: tuple[Sequence[list[int]], Sequence[RowKey]] | None,
+    ) -> tuple[_Rows, SamplingCall]:
+        """Return the rows of all stages that must be sampled, and the call over them."""
+        error, model = None, self.model
+        later: tuple[Sequence[list[int]], Sequence[RowKey]] = ((), ()) if ahead is None else ahead
+        try:
+            model = require_inputs(model, [*prompt_ids, *later[0]], params, [*keys, *later[1]])
+        except (ValueError, RuntimeError) as raised:
+            # The others wait for this stage: they must learn of it.
+            error = raised
+        own = [
+            [(list(ids), tuple(key)) for ids, key in zip(*part, strict=False) if tuple(key) not in self._ahead]
+            for part in ((prompt_ids, keys), later)
+        ]
+        bounds = (self.batches, self.rows_per_batch, self.max_rows)
+        settings = (params, self.policy_version, *bounds, self.computes_values)
+        stages = links.shared((own, len(prompt_ids), settings, None if error is None else str(error)))
+        if error is not None:
+            raise error
+        for stage, (_, _, theirs, message) in enumerate(stages):
+            if message is not None:
+                raise ValueError(f"stage {stage} of the pipeline: {message}")
+            if theirs != settings:
+                raise ValueError(
+                    f"stage {stage} of the pipeline samples with {theirs} and stage {links.stage} with {settings}; all"
+                    " processes must pass the same settings and have the same policy version"
+                )
+        joined = [[(stage, *row) for stage, (parts, *_) in enumerate(stages) for row in parts[i]] for i in (0, 1)]
+        owners, prompts, all_keys = zip(*joined[0], *joined[1], strict=True) if any(joined) else ((), (), ())
+        rows = _Rows(owners, num_current=len(joined[0]), num_asked=sum(count for _, count, *_ in stages))
+        return rows, SamplingCall(model, prompts, params, all_keys, None, last_logits_only(model))
+
+    def _own_rows(
+        self,
+        prompt_ids: Sequence[list[int]],
+        keys: Sequence[RowKey],
+        sampled: tuple[list[_Finished], dict[RowKey, Completion]],
+        is_ahead: bool,
+    ) -> Rollout:
+        """Return this process's rows, sampled now or ahead, and keep what was sampled for the next call."""
+        now, later = sampled
+        known = {tuple(key): self._ahead[tuple(key)] for key in keys if tuple(key) in self._ahead}
+        new = (self._as_row(completion) for completion, _ in now)
+        rows = [known[tuple(key)] if tuple(key) in known else next(new) for key in keys]
+        if is_ahead:
+            # Rows of this call stay, for a checkpoint of a run that is stopped before it uses them.
+            self._ahead = known | {key: self._as_row(completion) for key, completion in later.items()}
+        has_values = bool(now) and not known and all(values is not None for _, values in now)
+        return Rollout(
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            completion_ids=[row.completion_ids for row in rows],
+            sampler_logprobs=[row.logprobs for row in rows],
+            stopped=[row.stopped for row in rows],
+            policy_version=min((row.version for row in rows), default=self.policy_version),
+            policy_versions=[row.version for row in rows] if is_ahead or known else None,
+            sampler_values=[values for _, values in now] if has_values else None,
+        )
+
+    def _as_row(self, completion: Completion) -> StartedRow:
+        return StartedRow(self.policy_version, completion.token_ids, completion.logprobs, completion.stopped)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of all stages that a call samples: those that it must return, then those of the next call.
+
+    Args:
+        owners: the stage of each row.
+        num_current: rows that the call must return.
+        num_asked: rows that the stages asked for, with those that were sampled ahead; the size of a batch follows from
+            it.
+    """
+
+    owners: Sequence[int]
+    num_current: int
+    num_asked: int
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One forward of a batch: of its rows, the places of those that stay, and the rows that join."""
+
+    batch: int
+    staying: list[int]
+    new: list[int]
+
+    def encoded(self, capacity: int) -> Tensor:
+        numbers = [self.batch, len(self.staying), len(self.new), *self.staying, *self.new]
+        return torch.tensor(numbers + [0] * (3 + 2 * capacity - len(numbers)))
+
+    @classmethod
+    def decoded(cls, message: Tensor) -> _Turn:
+        batch, staying, new, *places = message.tolist()
+        return cls(batch, places[:staying], places[staying : staying + new])
+
+
+class _StageRun:
+    """The work of a stage in one call. Every stage has the same picture of the batches, and its own cache of them."""
+
+    def __init__(
+        self, backend: PipelinedBackend, call: SamplingCall, rows: _Rows, stage: StageModel, links: StageLinks
+    ):
+        self.backend, self.rows, self.stage, self.links = backend, rows, stage, links
+        self.call = replace(call, new_cache=stage.new_cache)
+        self.device = next(call.model.parameters()).device
+        self.hidden_size = call.model.config.get_text_config(decoder=True).hidden_size
+        self.num_batches = links.max_turns = backend.batches or links.num_stages
+        bounds = [-(-rows.num_asked // self.num_batches)]
+        if backend.rows_per_batch is not None:
+            bounds.append(backend.rows_per_batch)
+        if backend.max_rows is not None:
+            bounds.append(backend.max_rows * links.num_stages // self.num_batches)
+        self.capacity = max(1, min(bounds))
+        num_rows, prompts = len(call.prompt_ids), call.prompt_ids
+        # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
+        self.waiting, self.later = (
+            deque(sorted(part, key=lambda row: (-len(prompts[row]), prompts[row])))
+            for part in (range(rows.num_current), range(rows.num_current, num_rows))
+        )
+        self.most_gib = 0.0
+        self.states: dict[int, DecodeState] = {}
+        # Status of the rows of a turn, if the first stage is the last one too.
+        self._drawn: dict[int, list[int]] = {}
+        # Of the last stage: rows that ended, and the value of each token's state.
+        self.completions: dict[int, Completion] = {}
+        self.has_values = backend.computes_values and _has_policy_values(call.model)
+        shape = (num_rows, call.params.max_completion_length) if links.is_last and self.has_values else (0, 0)
+        self.values = torch.zeros(shape, device=self.device)
+
+    def until_end(self) -> str | None:
+        """Run until every row is finished; return an error message that ended it early."""
+        try:
+            error = self._lead() if self.links.is_first else self._follow()
+            self.links.flush()
+            return error
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            message = str(error).splitlines()[0]
+        raise RuntimeError(
+            f"stage {self.links.stage} of the pipeline ran out of memory while sampling {self.num_batches} batches of"
+            f" up to {self.capacity} rows ({message}); set max_rollout_rows, or lower it, then resume the run"
+        )
+
+    def finished_rows(self, stage: int) -> tuple[list[_Finished], dict[RowKey, Completion]]:
+        """Return a stage's rows, on the last one: all of this call in their order, and those ahead that ended."""
+        now, ahead = [], {}
+        for row, owner in enumerate(self.rows.owners):
+            completion = self.completions.get(row)
+            if owner != stage or completion is None:
+                continue
+            if row < self.rows.num_current:
+                values = self.values[row, : len(completion.token_ids)].cpu() if self.has_values else None
+                now.append((completion, values))
+            else:
+                ahead[self.call.keys[row]] = completion
+        return now, ahead
+
+    # --- the first stage ---------------------------------------------------------------------------------------------
+
+    def _lead(self) -> str | None:
+        """Start the batches, and give each its next turn when its tokens are back; return an error message."""
+        flight: deque[int] = deque()
+        current = self.rows.num_current
+        num_done, num_tokens, error = 0, 0, None
+        for batch in range(self.num_batches):
+            new = self._next_rows(self.capacity) if current else []
+            if new:
+                flight.append(self._begin_turn(_Turn(batch, [], new)))
+        while flight:
+            batch = flight.popleft()
+            state, status = self.states[batch], self._status_of(batch)
+            error = error or self._fault(state, status)
+            ended = self._ended(state, status)
+            lengths = [
+                n
+                for row, n, has_ended in zip(state.rows, state.counts, ended, strict=True)
+                if has_ended and row < current
+            ]
+            if lengths:
+                num_done, num_tokens = num_done + len(lengths), num_tokens + sum(lengths)
+                if self.backend.progress is not None:
+                    self.backend.progress(num_done, current, num_tokens)
+            staying = [place for place, has_ended in enumerate(ended) if not has_ended]
+            goes_on = error is None and num_done < current
+            new = self._next_rows(self._room(state, len(staying))) if goes_on else []
+            if goes_on and (staying or new):
+                flight.append(self._begin_turn(_Turn(batch, staying, new)))
+            else:
+                del self.states[batch]
+        if not self.links.is_last:
+            self.links.send_on(_Turn(END, [], []).encoded(self.capacity))
+        return error
+
+    def _next_rows(self, count: int) -> list[int]:
+        """Take rows that wait, and once there are none, rows of the next call."""
+        queue = self.waiting or self.later
+        return [queue.popleft() for _ in range(min(count, len(queue)))]
+
+    def _room(self, state: DecodeState, num_staying: int) -> int:
+        if not num_staying:
+            return self.capacity
+        return free_places(state, num_staying, self.capacity, self.call.refill_share)
+
+    def _begin_turn(self, turn: _Turn) -> int:
+        result = self._forward(turn, None)
+        if self.links.is_last:
+            self._drawn[turn.batch] = self._draw(self.states[turn.batch], result)[1].tolist()
+        else:
+            self.links.send_on(turn.encoded(self.capacity), result)
+        return turn.batch
+
+    def _status_of(self, batch: int) -> list[int]:
+        """Wait for the tokens of a batch, add them to its state, and return the status of its rows."""
+        state = self.states[batch]
+        if self.links.is_last:  # A pipeline of one stage.
+            return self._drawn.pop(batch)
+        tokens, status = self.links.next_tokens(len(state.rows))
+        _append(state, tokens.to(self.device))
+        return status.tolist()
+
+    def _ended(self, state: DecodeState, status: Sequence[int]) -> list[bool]:
+        longest = self.call.params.max_completion_length
+        return [code == STOPPED or n == longest for code, n in zip(status, state.counts, strict=True)]
+
+    def _fault(self, state: DecodeState, status: Sequence[int]) -> str | None:
+        for row, count, code in zip(state.rows, state.counts, status, strict=True):
+            if code in FAULTS:
+                return FAULTS[code].format(
+                    f"row {row}, token {count - 1} (policy version {self.backend.policy_version})"
+                )
+        return None
+
+    # --- the other stages --------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Take the turns of the stage before, and pass them on, until it says that there are no more."""
+        length = len(_Turn(END, [], []).encoded(self.capacity))
+        while True:
+            message, dtype = self.links.next_plan(length)
+            turn = _Turn.decoded(message)
+            if turn.batch == END:
+                if not self.links.is_last:
+                    self.links.send_on(message)
+                return
+            result = self._forward(turn, dtype)
+            state = self.states[turn.batch]
+            if self.links.is_last:
+                self.links.send_back(self._draw(state, result))
+            else:
+                self.links.send_on(message, result)
+                _append(state, torch.zeros(len(state.rows), dtype=torch.int64, device=self.device))
+
+    # --- every stage -------------------------------------------------------------------------------------------------
+
+    def _forward(self, turn: _Turn, dtype: torch.dtype | None) -> Tensor:
+        """Apply a turn to its batch and run it; return its states, flat, or of the last stage its logits [b, V].
+
+        Args:
+            turn: of a batch.
+            dtype: of the states that the stage before sends; None on the first stage.
+        """
+        if self.backend.poll is not None:
+            self.backend.poll()
+        state = self.states.pop(turn.batch, None)
+        state = None if state is None else state.kept(turn.staying)
+        first, copies = distinct_prompts(self.call, turn.new)
+        new = left_padded(first, self.call) if first else None
+        parts = [part for part in (state, new) if part is not None]
+        received = self._received(parts, dtype)
+        outputs = [self._run(part, states) for part, states in zip(parts, received, strict=True)]
+        if not self.links.is_last:
+            result = torch.cat([states.flatten() for (states,) in outputs])
+        if new is not None:
+            if len(first) < len(turn.new):  # Rows with the same prompt share what it computed.
+                new.select(copies)
+                index = torch.tensor(copies, device=self.device)
+                outputs[-1] = tuple(output.index_select(0, index) for output in outputs[-1])
+            new.rows, new.uniforms = list(turn.new), self.call.uniforms(turn.new).to(self.device)
+            if state is None:
+                state = new
+            else:
+                state.join(new, self.call.params.pad_token_id)
+        self.states[turn.batch] = state
+        if self.links.is_last:
+            result, hidden = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+            if self.has_values:
+                rows = torch.tensor(state.rows, device=self.device)
+                self.values[rows, state.places] = self.call.model.value_head(hidden).float()
+        self.most_gib = max(self.most_gib, used_gib(self.device))
+        return result
+
+    def _received(self, parts: Sequence[DecodeState], dtype: torch.dtype | None) -> list[Tensor | None]:
+        """Return the states [b, t, H] of each part from the stage before; None on the first stage."""
+        if dtype is None:
+            return [None] * len(parts)
+        shapes = [(len(part.rows), part.width - part.seen, self.hidden_size) for part in parts]
+        counts = [math.prod(shape) for shape in shapes]
+        pieces = self.links.next_states(sum(counts), dtype, self.device).split(counts)
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def _run(self, state: DecodeState, received: Tensor | None) -> tuple[Tensor, ...]:
+        """Run the columns that the cache has not seen; return the states, or of the last stage logits and states."""
+        model, new = self.call.model, slice(state.seen, state.width)
+        # Prompts are padded, and of the last layer only the last column is read.
+        is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
+        with model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext():
+            output = self.stage(
+                state.token_ids[:, new],
+                received,
+                attention_mask=state.attention_mask[:, : state.width],
+                position_ids=state.position_ids[:, new],
+                past_key_values=state.cache,
+            )
+        state.seen = state.width
+        return (output, self.stage.last_hidden) if self.links.is_last else (output,)
+
+    def _draw(self, state: DecodeState, logits: Tensor) -> Tensor:
+        """Add a token to every row of the last stage; return tokens and status [2, b] on the CPU."""
+        params = self.call.params
+        scores = logits / params.temperature if params.temperature > 0 else logits
+        uniforms = state.next_uniforms() if params.temperature > 0 else None
+        tokens, logprobs = draw(scores, uniforms, truncation(params))
+        self.most_gib = max(self.most_gib, used_gib(self.device))
+        state.append(tokens, logprobs)
+        stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
+        drawn = torch.stack([tokens, status_of(tokens, logprobs, logits, stop_ids)]).cpu()
+        status = drawn[1].tolist()
+        for place, has_ended in enumerate(self._ended(state, status)):
+            if has_ended:
+                self.completions[state.rows[place]] = state.completion(place, status[place] == STOPPED)
+        return drawn
+
+
+def _append(state: DecodeState, tokens: Tensor) -> None:
+    """Add the next tokens to a state whose logprobs another stage has."""
+    state.append(tokens, torch.zeros(len(state.rows), device=tokens.device))
+
+
+def _has_policy_values(model: nn.Module) -> bool:
+    """Return whether the states that sample are those that the value head reads."""
+    return isinstance(model, TrunkModel) and model.value_head_kind != "adapter" and model.is_policy_active

@@ -1,0 +1,121 @@
+"""What the processes of test_pipelined run: `python pipelined_runs.py FOLDER [learn]`, alone or launched.
+
+The cases are those of two_processes.py. Alone, one process samples by itself; launched, two are stages of a pipeline
+while they sample, and replicas (DDP) or shards (FSDP2) while they score and update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+from onetrunk.models.base import decoder_layers  # noqa: E402
+from onetrunk.rollouts import pipelined  # noqa: E402
+from tests import learning  # noqa: E402
+from tests.ppo import two_processes  # noqa: E402
+from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
+
+PIPELINED = {"rollout_backend": "pipelined", "pipeline_batches": 3}
+IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
+CASES = {
+    "shared": {},
+    "kept": {},
+    "adapter": {"pipeline_batches": 2},
+    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
+}
+
+
+def resume(folder: Path) -> None:
+    """Stop in the middle of the second rollout, go on in a new trainer, and keep the weights."""
+    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_minibatches": 2, "num_rollouts": 3}
+    whole = make_trainer(folder / "whole", **case)
+    whole.train()
+    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
+    resumed = make_trainer(folder / "resumed", **case)
+    resumed.accelerator.wait_for_everyone()
+    resumed.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-6"))
+    rank = resumed.accelerator.process_index
+    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
+    save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
+    resumed.accelerator.end_training()
+
+
+def ahead(folder: Path) -> None:
+    """Train with rows that start in the rollout before, whole and resumed between and inside rollouts."""
+    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "pipeline_ahead": True, "max_rollout_rows": 3}
+    case |= {"num_rollouts": 4, "max_completion_length": 10, "learning_rate": 0.05}
+    whole = make_trainer(folder / "ahead", **case)
+    whole.train()
+    facts = {name: logged(whole, name) for name in ("sampling/staleness", "sampling/staleness_max")}
+    facts["weights"] = logged(whole, "sampling/effective_sample_size")
+    rank = whole.accelerator.process_index
+    (folder / f"ahead-{rank}.json").write_text(json.dumps(facts))
+    save_file(trained_weights(whole.model), folder / f"ahead-{rank}.safetensors")
+    for step in (3, 4):
+        place = folder / f"ahead-{step}"
+        make_trainer(place, callbacks=[StopAt(step)], **case).train()
+        resumed = make_trainer(folder / f"ahead-{step}-resumed", **case)
+        resumed.accelerator.wait_for_everyone()
+        resumed.train(resume_from_checkpoint=str(place / f"checkpoint-{step}"))
+        save_file(trained_weights(resumed.model), folder / f"ahead-{step}-{rank}.safetensors")
+
+
+def whole_layers(folder: Path) -> None:
+    """Write which layers a process holds whole while it samples."""
+    original, seen = pipelined._StageRun._forward, set()
+
+    def forward(run, turn, dtype):
+        for number, layer in enumerate(decoder_layers(run.call.model)):
+            layer = vars(layer).get("stands_for", layer)
+            if not any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+                seen.add(number)
+        return original(run, turn, dtype)
+
+    pipelined._StageRun._forward = forward
+    try:
+        case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_rollouts": 1}
+        trainer = make_trainer(folder / "layers", **case)
+        trainer.train()
+    finally:
+        pipelined._StageRun._forward = original
+    rank = trainer.accelerator.process_index
+    (folder / f"layers-{rank}.json").write_text(json.dumps(sorted(seen)))
+
+
+def learn(folder: Path) -> None:
+    """Learn the tasks of tests/learning.py in two stages, and write the objectives that were reached."""
+    reached = {}
+    for name, task in (("a", learning.TASK_A), ("b", learning.TASK_B)):
+        for seed in range(3):
+            place = folder / f"{name}-{seed}"
+            trainer = learning.make_trainer(task, seed, place, rollout_backend="pipelined")
+            reached[f"{name}-{seed}"] = learning.learn(trainer).objective
+    if os.environ["RANK"] == "0":
+        (folder / "reached.json").write_text(json.dumps(reached))
+
+
+def main(folder: Path, what: str = "") -> None:
+    if what == "learn":
+        learn(folder)
+        return
+    for name, settings in CASES.items():
+        if not IS_ALONE:
+            two_processes.CASES[name] = {**two_processes.CASES[name], **PIPELINED, **settings}
+        two_processes.run(name, folder)
+    if not IS_ALONE:
+        whole_layers(folder)
+        ahead(folder)
+        resume(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

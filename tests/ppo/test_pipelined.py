@@ -1,0 +1,309 @@
+"""One job, two layouts: its processes sample as stages of a pipeline, and score and update as replicas or shards."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from safetensors.torch import load_file
+
+from onetrunk.ppo.checks import check_pipeline
+from tests import learning
+from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus
+from tests.ppo.pipelined_runs import CASES
+from tests.ppo.support import assert_same, differ, make_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("pipelined_runs.py"))
+CONFIGS = ["pipelined", "fsdp2"]
+LAUNCHES = [(CPU, how) for how in CONFIGS] + [on_gpus(GPU, how) for how in CONFIGS]
+launches = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def several(function):
+    for mark in launches:
+        function = mark(function)
+    return function
+
+
+@cache
+def launched(place: str, how: str, *what: str) -> Path:
+    """Run all cases, or `what`, in one launch ("alone", or with an accelerate config); return the folder."""
+    folder = Path(mkdtemp())
+    config = ["--config_file", str(ROOT / f"accelerate_configs/{how}.yaml"), "--num_processes", "2"]
+    launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"] if how != "alone" else []
+    env = launch_environment(place, 1 if how == "alone" else 2)
+    done = subprocess.run(
+        [sys.executable, *launcher, SCRIPT, str(folder), *what], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+def facts(place, how, name, rank=0):
+    return json.loads((launched(place, how) / f"{name}-{rank}.json").read_text())
+
+
+def weights(place, how, name, rank=0, part=""):
+    return load_file(launched(place, how) / f"{name}-{rank}{part}.safetensors")
+
+
+@several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_the_same_processes_train_as_replicas_or_shards(place, how):
+    for rank in (0, 1):
+        found = facts(place, how, "shared", rank)
+        assert (found["world_size"], found["backend"]) == (2, BACKENDS[place])
+        assert found["is_wrapped"] == "DistributedDataParallel"
+        is_sharded = ["DTensor", False] in found["kinds"]
+        assert is_sharded == (how == "fsdp2")
+
+
+@several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_of_a_sharded_base_a_stage_gathers_its_own_layers(place, how):
+    held = [json.loads((launched(place, how) / f"layers-{rank}.json").read_text()) for rank in (0, 1)]
+    assert held == ([[0], [1]] if how == "fsdp2" else [[0, 1], [0, 1]])
+
+
+@several
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_two_stages_sample_the_completions_of_one_process(place, how, name):
+    alone = facts(place, "alone", name)["completions"]
+    ranks = [facts(place, how, name, rank)["completions"] for rank in (0, 1)]
+    assert len(alone) == 16 and all(len(own) == 8 for own in ranks)
+    for i in (0, 1):
+        both = ranks[0][4 * i : 4 * i + 4] + ranks[1][4 * i : 4 * i + 4]
+        assert sorted(both) == sorted(alone[8 * i : 8 * i + 8])
+
+
+@several
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_a_job_with_two_layouts_ends_with_the_weights_of_one_process(place, how, name):
+    alone, before = weights(place, "alone", name), weights(place, "alone", name, part="-before")
+    ranks = [weights(place, how, name, rank) for rank in (0, 1)]
+    assert_same(ranks[1], ranks[0])
+    assert len(differ(alone, before)) > len(alone) / 2
+    # Another order of the sums, over 4 or 8 steps of float32.
+    assert_same(ranks[0], alone, atol=2e-5, rtol=1e-4)
+    gaps = [entry["sampling/logprob_gap_max"] for entry in facts(place, how, name)["history"] if "score/mean" in entry]
+    assert len(gaps) == 2 and max(gaps) < 1e-5
+
+
+@several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_an_evaluation_in_stages_is_that_of_one_process(place, how):
+    for rank in (0, 1):
+        expected = pytest.approx(facts(place, "alone", "shared")["evaluation"], rel=1e-3, abs=1e-5)
+        assert facts(place, how, "shared", rank)["evaluation"] == expected
+
+
+@several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_a_run_says_which_layers_a_stage_has_and_resumes_in_the_middle_of_a_rollout(place, how):
+    log = (launched(place, how) / "stderr.txt").read_text()
+    assert "pipelined sampling: stages of 1 layers (" in log
+    whole = weights(place, how, "whole")
+    for rank in (0, 1):
+        assert_same(weights(place, how, "resumed", rank), whole, **REPEATED[place])
+
+
+@several
+@pytest.mark.parametrize(("place", "how"), LAUNCHES)
+def test_rows_sampled_ahead_are_one_rollout_old_corrected_and_resumed(place, how):
+    facts = [json.loads((launched(place, how) / f"ahead-{rank}.json").read_text()) for rank in (0, 1)]
+    assert facts[0] == facts[1]
+    # The first rollout has nothing to start from; later ones hold some rows of the version before.
+    first, *later = facts[0]["sampling/staleness"]
+    assert first == 0 and len(later) == 3 and all(0 <= share < 1 for share in later) and max(later) > 0
+    assert max(facts[0]["sampling/staleness_max"]) == 1
+    assert len(facts[0]["weights"]) == 4 and min(facts[0]["weights"]) < 1 - 1e-6
+    whole = weights(place, how, "ahead")
+    for step in (3, 4):  # Inside the second rollout, and after it.
+        for rank in (0, 1):
+            assert_same(weights(place, how, f"ahead-{step}", rank), whole, **REPEATED[place])
+
+
+@several
+@pytest.mark.parametrize("task", ["a", "b"])
+def test_ppo_learns_the_tasks_with_two_stages(task):
+    reached = json.loads((launched(CPU, "pipelined", "learn") / "reached.json").read_text())
+    for seed in range(3):
+        best = learning.task_optimum({"a": learning.TASK_A, "b": learning.TASK_B}[task], seed).objective
+        print(f"task {task}, seed {seed}: {reached[f'{task}-{seed}'] / best:.1%} of J*")
+        assert reached[f"{task}-{seed}"] >= 0.95 * best
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_backend": "remote"}, "rollout_backend is 'remote'; it must be one of local, pipelined"),
+        ({"pipeline_stages": 2}, "pipeline_stages is set and rollout_backend is not 'pipelined'"),
+        ({"pipeline_split": [1, 1]}, "pipeline_split is set and rollout_backend is not"),
+        ({"rollout_backend": "pipelined", "pipeline_stages": 1}, "pipeline_stages is 1; it must be a whole number"),
+        ({"rollout_backend": "pipelined", "pipeline_batches": 0}, "pipeline_batches is 0; it must be a whole number"),
+        ({"rollout_backend": "pipelined", "pipeline_split": [2, 0]}, "pipeline_split is .2, 0.; it must be a list"),
+        (
+            {"rollout_backend": "pipelined", "pipeline_split": [2, 1], "pipeline_stages": 3},
+            "pipeline_split has 2 numbers and pipeline_stages is 3",
+        ),
+        ({"rollout_backend": "pipelined", "use_vllm": True}, "use_vllm samples on a server; leave one of them out"),
+        ({"rollout_backend": "pipelined", "compile_decoding": True}, "compile_decoding compiles a step"),
+        ({"rollout_backend": "pipelined", "schedule": "one_step"}, "set schedule to sync"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(tmp_path, **settings)
+
+
+def test_a_split_says_how_many_stages_there_are(tmp_path):
+    assert make_config(tmp_path, rollout_backend="pipelined", pipeline_split=[2, 1, 3]).pipeline_stages == 3
+
+
+def test_one_process_is_no_pipeline(tmp_path):
+    with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run; launch a multiple of that number"):
+        check_pipeline(make_config(tmp_path, rollout_backend="pipelined"))
+
+
+# --- a stage that is lost --------------------------------------------------------------------------------------------
+
+OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:shortest"
+OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 6"
+OPTIONS += " --lora_r 2 --save_steps 1 --use_cpu true --report_to none --disable_tqdm true --resume auto"
+OPTIONS += " --rollout_backend pipelined"
+REWARD = """
+def shortest(completions, **kwargs):
+    return [-float(len(c)) for c in completions]
+"""
+# Stage 1 kills itself once, in the second turn of the third rollout.
+DYING = """
+import os, runpy, signal, sys
+from pathlib import Path
+from onetrunk.rollouts import pipelined
+
+original = pipelined._StageRun._forward
+turns = 0
+
+def forward(run, turn, dtype):
+    global turns
+    if os.environ["RANK"] == "1" and run.backend.policy_version == 2 and Path("fate").exists():
+        turns += 1
+        if turns == 2:
+            Path("fate").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return original(run, turn, dtype)
+
+pipelined._StageRun._forward = forward
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def prepared(folder: Path) -> Path:
+    from tests.stages.small_runs import make_material
+
+    make_material(folder)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "dying.py").write_text(DYING)
+    return folder
+
+
+def started(folder: Path, script: str = "dying.py", options: str = "") -> list[subprocess.Popen]:
+    """Start the command on two processes, without a launcher that would end the second one with the first."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    env = {**launch_environment(CPU, 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
+    # Freed memory leaves the process at once, so that what is resident is what is used.
+    env["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
+    command = [sys.executable, script, str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options.split()]
+    running = []
+    for rank in "01":
+        with open(folder / f"log-{rank}.txt", "w") as log:
+            own = {**env, "RANK": rank, "LOCAL_RANK": rank}
+            running.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
+    return running
+
+
+def finished(folder: Path, *how: str) -> None:
+    codes = [process.wait() for process in started(folder, *how)]
+    assert codes == [0, 0], (folder / "log-0.txt").read_text()[-3000:] + (folder / "log-1.txt").read_text()[-3000:]
+
+
+@several
+def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+    folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
+    (folder / "fate").touch()
+    first, second = started(folder)
+    try:
+        assert first.wait() == 1
+    finally:
+        first.kill()
+        second.kill()
+    second.wait()
+    log = (folder / "log-0.txt").read_text()
+    assert "where it waited for stage 1 (process 1) of the pipeline: rank 1 (process " in log
+    assert "was killed or crashed" in log and "Traceback" not in log and "--resume auto" in log
+    assert not (folder / "fate").exists() and (folder / "out" / "checkpoint-2").is_dir()
+    finished(folder)
+    finished(whole)
+    for name in ("adapter_model.safetensors", "value_head.safetensors"):
+        assert (folder / "out" / name).read_bytes() == (whole / "out" / name).read_bytes()
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+# 16 layers with 16 heads of 128: a token's keys and values take 256 KiB, so that 96 rows of 60 tokens need 1.4 GiB.
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 16, "num_attention_heads": 16}
+WIDE |= {"num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 256}
+PLAIN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@several
+def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path, monkeypatch):
+    from onetrunk.plan.calibrate import _imported_gib
+    from onetrunk.plan.check import check_run
+    from onetrunk.plan.hardware import load_catalog
+    from onetrunk.stages.options.schema import load_options
+    from tests.stages.small_runs import NOUNS
+    from tests.tiny import tiny_model
+
+    folder = prepared(tmp_path)
+    tiny_model("llama", **WIDE).save_pretrained(folder / "base")
+    (folder / "plain.py").write_text(PLAIN)
+    rows = [{"prompt": " ".join(["the", noun] * 24)} for noun in NOUNS]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Five layers of sixteen on the first stage: the stages need different memory.
+    finished(folder, "plain.py", "--rollout_batch_size 96 --num_rollouts 2 --max_completion_length 12"
+             " --per_device_train_batch_size 4 --pipeline_split 5 11 --max_prompt_length 50")  # fmt: skip
+    own = {"is_cpu": True, "rates": {"runtime_gib": round(_imported_gib(), 3)}}
+    fields = ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "network_gb_s", "host_gib", "usd_per_hour")
+    cpu = load_catalog().devices["CPU"]
+    own |= {name: getattr(cpu, name) for name in fields}
+    (tmp_path / "machine.yaml").write_text(json.dumps({"devices": {"THIS-CPU": own}}))
+    defaults = {option.name: option.default for option in load_options("ppo")}
+    monkeypatch.chdir(folder)
+    checked = check_run(folder / "out", defaults, load_catalog(str(tmp_path / "machine.yaml")))
+    stages = [line for line in checked.lines if line.what.startswith("stage")]
+    for line in stages:
+        print(f"{line.what}: predicted {line.predicted:.3f}, measured {line.measured:.3f} GiB ({line.error:+.0%})")
+    assert [line.what for line in stages] == ["stage 0", "stage 1"]
+    assert all(abs(line.error) < 0.15 for line in stages)
+    # The second stage has more than twice the layers: 0.5 GiB more of the cache.
+    assert stages[1].measured - stages[0].measured > 0.3
