@@ -48,11 +48,18 @@ class Layout:
         replicas: number of such copies. Only gradients of what trains cross between copies.
         tensor: processes that divide every matrix and run each forward together (tensor parallelism); 1: the base is
             sharded.
+        stages: consecutive processes that each hold some of the layers and train as a pipeline; 1: no pipeline.
     """
 
     shards: int | None = None
     replicas: int = 1
     tensor: int = 1
+    stages: int = 1
+
+    @property
+    def group_size(self) -> int:
+        """Processes that work on the same rows."""
+        return self.tensor * self.stages
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (replicas, shards) for a number of processes.
