@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models import staged as staged_module
 from onetrunk.models.base import decoder_layers
-from onetrunk.models.parallel import Layout, local_bytes
+from onetrunk.models.parallel import local_bytes
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.sources import base_fingerprint, base_marks
 from onetrunk.models.staged import keep_stage, pack_outputs, reduce_gradients, staged
@@ -94,7 +94,7 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
     split = LayerSplit(case.get("sizes") or (len(decoder_layers(whole)) // stages,) * stages)
     before = (base_marks(whole.get_base_model()), base_fingerprint(whole.get_base_model()))
     whole_bytes, trained_bytes = local_bytes(whole), sum(p.nbytes for n, p in whole.named_parameters() if "lora_" in n)
-    line = keep_stage(divided, Layout(stages=stages), split, device)
+    line = keep_stage(divided, split, device)
     after = (base_marks(divided.get_base_model()), base_fingerprint(divided.get_base_model()))
     wrapped = DistributedDataParallel(divided, find_unused_parameters=True, broadcast_buffers=False)
     own = staged(wrapped)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.base import backbone, decoder_layers
 from onetrunk.models.late_cast import cast_now
-from onetrunk.models.parallel import Layout, local_bytes, mark_divided, require_one_base
+from onetrunk.models.parallel import local_bytes, mark_divided, require_one_base
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.sources import keep_identity
 from onetrunk.models.speedups.padding_free import token_grid
@@ -46,7 +46,7 @@ OUTPUTS = {
 LossOf = Callable[[int, Callable[..., PackOutput]], Tensor]
 
 
-def keep_stage(trunk: TrunkModel, layout: Layout, split: LayerSplit, device: torch.device) -> str:
+def keep_stage(trunk: TrunkModel, split: LayerSplit, device: torch.device) -> str:
     """Drop the frozen weights of other stages from a trunk, move the rest to `device`; return a line for the user.
 
     Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
@@ -62,7 +62,7 @@ def keep_stage(trunk: TrunkModel, layout: Layout, split: LayerSplit, device: tor
     base, whole_bytes = trunk.get_base_model(), local_bytes(trunk)
     keep_identity(base)
     require_one_base(trunk)
-    mesh = process_mesh(layout.stages)["tensor"]
+    mesh = process_mesh(split.num_stages)["tensor"]
     stage = mesh.get_local_rank()
     layers, every = split.layers(stage), decoder_layers(trunk)
     for number, layer in enumerate(every):
@@ -82,7 +82,7 @@ def keep_stage(trunk: TrunkModel, layout: Layout, split: LayerSplit, device: tor
     )
     mark_divided(base)
     vars(base)[STAGED] = StagedTrunk(trunk, layers, stage, split.num_stages, mesh.get_group())
-    replicas = dist.get_world_size() // layout.stages
+    replicas = dist.get_world_size() // split.num_stages
     copies = "" if replicas == 1 else f", {replicas} copies"
     return (
         f"pipelined training: the base is divided into stages of {', '.join(map(str, split.sizes))} layers{copies}:"
@@ -184,9 +184,7 @@ class StagedTrunk:
             call = self._call(packs[first : first + step], roles, temperature)
             module = _StageModule(self, call, None)
             stage = self._pipeline_stage(module, call, has_gradients=False)
-            ScheduleGPipe(stage, len(call.packs)).step(
-                *self._first_input(call), target=None, return_outputs=False
-            )
+            _run(ScheduleGPipe(stage, len(call.packs)), self._first_input(call), None)
             found += self._shared(module.outputs, call)
         return found
 
@@ -213,9 +211,9 @@ class StagedTrunk:
         stage = self._pipeline_stage(module, call, has_gradients=True)
         # With fewer microbatches than stages all of them are in flight anyway.
         schedule = Schedule1F1B if len(packs) >= self.num_stages else ScheduleGPipe
-        targets = torch.zeros(len(packs), device=self.device)
+        targets = torch.zeros(len(packs), device=self.device) if self.is_last else None
         run = schedule(stage, len(packs), loss_fn=lambda loss, _: loss, scale_grads=False)
-        run.step(*self._first_input(call), target=targets if self.is_last else None, return_outputs=False)
+        _run(run, self._first_input(call), targets)
         return self._shared(module.outputs, call)
 
     def _call(
@@ -274,6 +272,16 @@ class StagedTrunk:
         return [PackOutput(**tensors) for tensors in found]
 
 
+def _run(schedule: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> None:
+    """Run a schedule; an error of the model's forward is raised as it was, without the wrapper of the library."""
+    try:
+        schedule.step(*inputs, target=targets, return_outputs=False)
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
 class _StageModule(nn.Module):
     """The forward of this stage as PipelineStage calls it: once per pack, in their order."""
 
@@ -292,11 +300,14 @@ class _StageModule(nn.Module):
         length = call.lengths[number]
         states = None if stage.is_first else tuple(tensor[:length] for tensor in received)
 
-        def run(*, pack: Pack | None = None, roles: Sequence[str] = call.roles, **_: Any) -> Any:
-            if tuple(roles) != call.roles or (pack is not None and pack is not call.packs[number]):
+        def run(*, pack: Pack | None = None, **others: Any) -> Any:
+            others.pop("states", None)
+            differs = [name for name, value in others.items() if value != getattr(call, name, None)]
+            if differs or (pack is not None and pack is not call.packs[number]):
                 raise ValueError(
-                    "with pipeline_training compute_loss must call the model once, on the experience's pack and with"
-                    f" the roles {call.roles}"
+                    "with pipeline_training compute_loss must call the model on the experience's pack, with roles"
+                    f" {call.roles}, temperature {call.temperature} and entropy_grad {call.entropy_grad}, because the"
+                    f" stages before have run it so; here {', '.join(differs) or 'the pack'} differs"
                 )
             return stage.trunk(
                 pack=call.packs[number],
@@ -337,4 +348,5 @@ def reduce_gradients(model: nn.Module) -> None:
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reduced])
     dist.all_reduce(flat)
     for parameter, gradient in zip(reduced, flat.split([p.numel() for p in reduced]), strict=True):
-        parameter.grad = gradient.view_as(parameter)
+        # The value head is float32 also beside adapters in float64.
+        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)

@@ -28,6 +28,7 @@ from onetrunk.costs import (
     trunk_states_bytes,
 )
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
+from onetrunk.models.staged import StagedTrunk, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.checks import plan_batches
@@ -93,6 +94,10 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
     """Score and train on `pack`, and discard the gradients; raises RuntimeError if memory runs out."""
     try:
         model.train()
+        stage = staged(model)
+        if stage is not None:
+            _run_staged_packs(stage, pack, args)
+            return
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states
             roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
@@ -111,6 +116,19 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             f" ({str(error).splitlines()[0]}); lower per_device_train_batch_size, microbatch_tokens or"
             " max_completion_length, or set activation_checkpointing, or load the base in 4 bit"
         ) from error
+
+
+def _run_staged_packs(stage: StagedTrunk, pack: Pack, args: PPOConfig) -> None:
+    """Do the same in pipeline stages, with as many packs as are in flight at once; all stages run it together."""
+    packs = [pack] * stage.num_stages
+    stage.outputs(packs, ("policy", "value", "reference"), args.temperature)
+
+    def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
+        output = run()
+        return output.logprobs.sum() + output.values.sum()
+
+    stage.update(packs, ("policy", "value"), loss_of, args.temperature, args.entropy_coef > 0)
+    stage.trunk.zero_grad(set_to_none=True)
 
 
 class MemoryCheck(TrainerCallback):
