@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,24 @@ def reduced_gradients(model: TrunkModel) -> dict[str, Tensor]:
     return gradients(model)
 
 
+@contextlib.contextmanager
+def noted_schedules() -> Iterator[list[str]]:
+    """Note the schedules that run inside the block."""
+    names: list[str] = []
+    for schedule in (Schedule1F1B, ScheduleGPipe):
+
+        class Noted(schedule):
+            def step(self, *args: Any, **keywords: Any) -> Any:
+                names.append(type(self).__bases__[0].__name__)
+                return super().step(*args, **keywords)
+
+        setattr(staged_module, schedule.__name__, Noted)
+    try:
+        yield names
+    finally:
+        staged_module.Schedule1F1B, staged_module.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
+
+
 def compare(rank: int, world_size: int, stages: int, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
     """Return what differs between a trunk in one process and in stages."""
     whole, divided = case["build"]().to(device).train(), case["build"]().train()
@@ -100,11 +120,12 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
     own = staged(wrapped)
     every, roles = packs(case.get("num_packs", 5), device), case.get("roles", ("policy", "value"))
     # Each pipeline has rows of its own; together they have those of one process.
-    mine = every[rank // stages :: world_size // stages]
+    own_rows = slice(rank // stages, None, world_size // stages)
+    mine = every[own_rows]
     everything = ("policy", "value", "reference")
     expected = pack_outputs(whole.eval(), every, everything, TEMPERATURE)
     found = pack_outputs(wrapped.eval(), mine, everything, TEMPERATURE)
-    experiences = [an_experience(pack, output, i) for i, (pack, output) in enumerate(zip(every, expected, strict=True))]
+    experiences = [an_experience(*pair, seed) for seed, pair in enumerate(zip(every, expected, strict=True))]
     tokens = sum(e.loss_mask.sum() for e in experiences)
     whole.train()
     for experience in experiences:
@@ -112,41 +133,28 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
         ppo_loss(experience, output, LOSS, tokens)[0].backward()
     wrapped.train()
     seen: list[int] = []
-    schedules: list[str] = []
-    theirs = experiences[rank // stages :: world_size // stages]
+    theirs = experiences[own_rows]
 
     def loss_of(number: int, model: Any) -> Tensor:
         seen.append(number)
         return ppo_loss(theirs[number], model(pack=theirs[number].pack, roles=roles), LOSS, tokens)[0]
 
-    for schedule in (Schedule1F1B, ScheduleGPipe):
-
-        class Noted(schedule):
-            def step(self, *args: Any, **keywords: Any) -> Any:
-                schedules.append(type(self).__bases__[0].__name__)
-                return super().step(*args, **keywords)
-
-        setattr(staged_module, schedule.__name__, Noted)
-    try:
+    with noted_schedules() as schedules:
         # The second step must not add what the first has left.
         for _ in range(2):
             divided.zero_grad(set_to_none=True)
-            trained = own.update(mine, roles, loss_of, TEMPERATURE, entropy_grad=True)
+            trained = as_dict(own.update(mine, roles, loss_of, TEMPERATURE, entropy_grad=True))
             alone = sorted(gradients(divided))
             reduced = reduced_gradients(divided)
-    finally:
-        staged_module.Schedule1F1B, staged_module.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
+    expected = as_dict(expected[own_rows])
     return {
         "line": line,
         "stage": own.stage,
         "layers": [own.layers.start, own.layers.stop],
         "seen": seen,
         "schedules": schedules,
-        "output": relative_difference(as_dict(found), as_dict(expected[rank // stages :: world_size // stages])),
-        "trained output": relative_difference(
-            as_dict(trained),
-            {k: v for k, v in as_dict(expected[rank // stages :: world_size // stages]).items() if k in as_dict(trained)},
-        ),
+        "output": relative_difference(as_dict(found), expected),
+        "trained output": relative_difference(trained, {name: expected[name] for name in trained}),
         "gradients": relative_difference(reduced, gradients(whole)),
         "names alone": alone,
         "whole bytes": whole_bytes - trained_bytes,

@@ -1,5 +1,7 @@
 """What the processes of test_stage_training run: `python staged_runs.py FOLDER [CASE ...]`, alone or launched.
 
+`python staged_runs.py FOLDER go-on RUN` goes on from a run that was stopped.
+
 The cases are those of two_processes.py. Alone, one process trains by itself; launched, the processes are the stages of
 pipelines that sample, score and update.
 """
@@ -18,9 +20,8 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
-from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import StopAt, make_trainer, trained_weights  # noqa: E402
+from tests.ppo.support import StopAt, make_trainer, trained_weights, without_wall_clock  # noqa: E402
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -50,30 +51,39 @@ def note_layers(folder: Path) -> None:
 
 def resume(folder: Path) -> None:
     """Stop in the middle of the second rollout, and go on in a new trainer."""
-    case = {**RESUMED, **STAGED}
+    case = {**RESUMED, **({} if IS_ALONE else STAGED)}
     whole = make_trainer(folder / "whole", **case)
     whole.train()
     make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
-    keep_resumed(folder, whole, make_trainer(folder / "resumed", **case))
-
-
-def keep_resumed(folder: Path, whole: PPOTrainer, resumed: PPOTrainer) -> None:
-    resumed.accelerator.wait_for_everyone()
-    resumed.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-6"))
-    rank = resumed.accelerator.process_index
+    rank = whole.accelerator.process_index
     save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
+    go_on(folder, folder / "stopped")
+
+
+def go_on(folder: Path, stopped: Path) -> None:
+    """Go on from a run that was stopped, in this layout or in another one, and keep weights and log."""
+    case = {**RESUMED, **({} if IS_ALONE else STAGED)}
+    resumed = make_trainer(folder / "resumed", **case)
+    resumed.accelerator.wait_for_everyone()
+    resumed.train(resume_from_checkpoint=str(stopped / "checkpoint-6"))
+    rank = resumed.accelerator.process_index
     save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
+    (folder / f"resumed-{rank}.json").write_text(json.dumps(without_wall_clock(resumed.state.log_history)))
 
 
 def main(folder: Path, names: list[str]) -> None:
+    if names[:1] == ["go-on"]:
+        go_on(folder, Path(names[1]))
+        return
     for name, settings in CASES.items():
         own = BOTH.get(name, {}) | ({} if IS_ALONE else {**STAGED, **settings})
         two_processes.CASES[name] = {**two_processes.CASES[name], **own}
     for name in names or CASES:
         two_processes.run(name, folder)
+    if not names:
+        resume(folder)
     if not names and not IS_ALONE:
         note_layers(folder)
-        resume(folder)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,9 @@ def staged(model: nn.Module) -> StagedTrunk | None:
     return vars(base).get(STAGED)
 
 
-def pack_outputs(model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], temperature: float) -> list[PackOutput]:
+def pack_outputs(
+    model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], temperature: float
+) -> list[PackOutput]:
     """Return the outputs of `roles` over each pack, without gradients, whether or not the model is in stages."""
     stage = staged(model)
     if stage is not None:

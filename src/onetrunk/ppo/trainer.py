@@ -46,7 +46,7 @@ from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
-from onetrunk.ppo.state import STATE_FILE, run_settings
+from onetrunk.ppo.state import STATE_FILE, run_settings, written_group_size
 from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
@@ -302,7 +302,7 @@ class PPOTrainer(ResumableTrainer):
         return total
 
     def _run_stage(self, stage: StagedTrunk, experiences: Sequence[Experience], minibatch: Minibatch) -> Tensor:
-        """Run the packs of a minibatch through the pipeline; every stage gets the gradients, the loss and its stats."""
+        """Run the packs of a minibatch through the pipeline; every stage gets gradients, loss and stats."""
         self._poll()
         experiences = [to_device(experience, self.accelerator.device) for experience in experiences]
         roles = ("policy", "value") if minibatch.trains_policy else ("value",)
@@ -457,9 +457,13 @@ class PPOTrainer(ResumableTrainer):
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
-        # The processes of a group of tensor parallelism measure the same rows.
-        states = states[:: self.data_parallel.group_size]
+        # The processes of a group that divided the base measured the same rows.
+        states = states[:: written_group_size(self._resume_from)]
         return {**states[0], **merged_log(states, self.data_parallel.process_index)}
+
+    def has_other_groups(self, folder: str) -> bool:
+        """Return whether other numbers of processes worked on the same rows in the run that wrote a checkpoint."""
+        return written_group_size(folder) != self.data_parallel.group_size
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
