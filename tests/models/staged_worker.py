@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models import staged as staged_module
 from onetrunk.models.base import decoder_layers
+from onetrunk.models.build import build_trunk
+from onetrunk.models.late_cast import casting_later
 from onetrunk.models.parallel import local_bytes
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.sources import base_fingerprint, base_marks
@@ -25,7 +30,8 @@ from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients, Pack, to_device
-from tests.models.branches import COMPLETIONS, PROMPTS, a_trunk, gradients
+from tests.models.branches import COMPLETIONS, PROMPTS, a_trunk, gradients, lora, loss_of
+from tests.models.late_cast_worker import M_MMAP_THRESHOLD, highest, private_bytes
 from tests.models.sharding_worker import continued, packed
 from tests.models.tensor_worker import relative_difference, stored_bytes
 from tests.places import CPU, join_group
@@ -135,7 +141,7 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
     seen: list[int] = []
     theirs = experiences[own_rows]
 
-    def loss_of(number: int, model: Any) -> Tensor:
+    def noted_loss(number: int, model: Any) -> Tensor:
         seen.append(number)
         return ppo_loss(theirs[number], model(pack=theirs[number].pack, roles=roles), LOSS, tokens)[0]
 
@@ -143,7 +149,7 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
         # The second step must not add what the first has left.
         for _ in range(2):
             divided.zero_grad(set_to_none=True)
-            trained = as_dict(own.update(mine, roles, loss_of, TEMPERATURE, entropy_grad=True))
+            trained = as_dict(own.update(mine, roles, noted_loss, TEMPERATURE, entropy_grad=True))
             alone = sorted(gradients(divided))
             reduced = reduced_gradients(divided)
     expected = as_dict(expected[own_rows])
@@ -170,5 +176,38 @@ def work(rank: int, folder: str, world_size: int, stages: int, names: list[str],
     device = join_group(place, folder, rank, world_size)
     every = cases()
     results = {name: compare(rank, world_size, stages, device, every[name]) for name in names}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
+    """Load a base, whole or one stage, and train on packs; return private bytes in shares of the base in float32."""
+    gc.collect()
+    before = private_bytes()
+    with highest() as peak:
+        with casting_later() if split else contextlib.nullcontext():
+            trunk = build_trunk(name, lora(r=1), model_init_kwargs={"dtype": "float32"})
+        whole = sum(math.prod(tensor.shape) * 4 for tensor in trunk.get_base_model().parameters())
+        if split is not None:
+            keep_stage(trunk, split, torch.device(CPU))
+        every = packs(4, torch.device(CPU))
+        if split is None:
+            for pack in every:
+                loss_of(trunk(pack=pack)).backward()
+        else:
+            staged(trunk).update(every, ("policy", "value"), lambda number, run: loss_of(run(pack=every[number])))
+            reduce_gradients(trunk)
+    gc.collect()
+    return {"peak": (peak[0] - before) / whole, "end": (private_bytes() - before) / whole, "whole": whole / 2**20}
+
+
+def work_on_memory(rank: int, folder: str, name: str) -> None:
+    """Write what this process has measured into `folder`."""
+    # Matrices of large models are returned to the system when they are freed; so are those of this small one.
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
+    join_group(CPU, folder, rank, 2)
+    split = LayerSplit((5, 5))
+    measure(name, split)  # Buffers that are allocated once.
+    results = {"stage": measure(name, split), "whole": measure(name, None)}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

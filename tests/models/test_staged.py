@@ -4,15 +4,16 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing
 
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.staged import keep_stage, staged, training_obstacle
-from tests.models import staged_worker
-from tests.models.branches import a_trunk
+from onetrunk.models.staged import _Call, _StageModule, keep_stage, staged, training_obstacle
+from tests.models import late_cast_worker, staged_worker
+from tests.models.branches import a_pack, a_trunk, loss_of, same
 from tests.places import CPU, GPU, places
 from tests.tiny import tiny_model
 
@@ -89,6 +90,51 @@ def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradie
     assert not any("value_head" in name for name in ranks[0]["names alone"])
     assert any("value_head" in name for name in ranks[1]["names alone"])
     assert "pipelined training: the base is divided into stages of" in ranks[0]["line"]
+
+
+@pytest.mark.slow
+def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
+    base = tiny_model("mistral", **late_cast_worker.SHAPE).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    torch.multiprocessing.spawn(staged_worker.work_on_memory, args=(str(tmp_path), str(tmp_path / "base")), nprocs=2)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        print(f"process {rank}: {found}")
+        # Private bytes above those before, in shares of the base in float32: half of it stays. While it loads and
+        # trains there are also one layer or the embedding, whole (1/12 each), activations, adapters and gradients.
+        assert 0.45 < found["stage"]["end"] < 0.6
+        assert found["stage"]["peak"] < 0.75
+        assert found["whole"]["end"] > 0.95 and found["whole"]["peak"] > 1.0
+
+
+def one_stage(trunk, pack, loss_of):
+    """Return the module of a stage that is the first and the last."""
+    stage = SimpleNamespace(trunk=trunk, layers=range(4), is_first=True, is_last=True, device=torch.device(CPU))
+    call = _Call([pack], ("policy", "value"), 0.5, False, [int(pack.attention_mask.sum())])
+    return _StageModule(stage, call, loss_of)
+
+
+def test_a_loss_of_ones_own_continues_the_forward_of_the_stages_before():
+    trunk, pack = a_trunk(), a_pack()
+    expected = loss_of(trunk(pack=pack, temperature=0.5))
+    module = one_stage(trunk, pack, lambda _, model: loss_of(model(pack=pack, states=None, temperature=0.5)))
+    assert module(torch.zeros(1)) == expected
+    assert same(module.outputs[0].logprobs, trunk(pack=pack, temperature=0.5).logprobs.detach())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "differs"),
+    [
+        ({"roles": ("value",)}, "here roles differs"),
+        ({"temperature": 1.0}, "here temperature differs"),
+        ({"entropy_grad": True}, "here entropy_grad differs"),
+        ({"pack": a_pack(rows=slice(2))}, "here the pack differs"),
+    ],
+)
+def test_a_loss_that_asks_for_another_forward_is_refused(keywords, differs):
+    module = one_stage(a_trunk(), a_pack(), lambda _, model: loss_of(model(**keywords)))
+    with pytest.raises(ValueError, match=f"compute_loss must call the model on the experience's pack.*{differs}"):
+        module(torch.zeros(1))
 
 
 def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():

@@ -50,8 +50,16 @@ def sampling_cache_bytes(args: PPOConfig, shape: ModelShape, tokens: int, itemsi
     """Return the bytes of keys and values of a process that decodes rows of `tokens` padded tokens."""
     if args.rollout_backend != "pipelined":
         return kv_cache_bytes(shape, tokens, itemsize)
-    sizes = args.pipeline_split or decode_split(shape, args.pipeline_stages or args.world_size)
+    sizes = stage_sizes(args, shape)
+    if args.pipeline_training and args.max_rollout_rows is None:
+        # The rows are those of the whole pipeline, which counts as one process.
+        tokens = -(-tokens // len(sizes))
     return stage_cache_bytes(shape, sizes, tokens, itemsize)
+
+
+def stage_sizes(args: PPOConfig, shape: ModelShape) -> Sequence[int]:
+    """Return the layers of each stage of a pipeline."""
+    return args.pipeline_split or decode_split(shape, args.pipeline_stages or args.world_size)
 
 
 @dataclass(frozen=True)
