@@ -175,7 +175,7 @@ def test_the_forecast_of_a_run_counts_the_largest_stage(tmp_path):
     )
     assert sampling_cache_bytes(whole, shape, 10, 4) == 5120
     assert sampling_cache_bytes(split, shape, 10, 4) == 7680
-    # A pipeline that trains counts as one process: its stages have the cache of the same rows, for three of four layers.
+    # A pipeline that trains counts as one process: the cache of the same rows, for three of four layers.
     trains = {"rollout_backend": "pipelined", "pipeline_split": [1, 3], "pipeline_training": True}
     assert sampling_cache_bytes(make_config(tmp_path, **trains), shape, 10, 4) == 3840
     # Each stage may add this many rows.
