@@ -1,6 +1,6 @@
 """What the processes of test_stage_training run: `python staged_runs.py FOLDER [CASE ...]`, alone or launched.
 
-`python staged_runs.py FOLDER go-on RUN` goes on from a run that was stopped.
+`python staged_runs.py FOLDER go-on RUN [replicas]` goes on from a run that was stopped, in stages or as replicas.
 
 The cases are those of two_processes.py. Alone, one process trains by itself; launched, the processes are the stages of
 pipelines that sample, score and update.
@@ -60,9 +60,9 @@ def resume(folder: Path) -> None:
     go_on(folder, folder / "stopped")
 
 
-def go_on(folder: Path, stopped: Path) -> None:
+def go_on(folder: Path, stopped: Path, how: str = "stages") -> None:
     """Go on from a run that was stopped, in this layout or in another one, and keep weights and log."""
-    case = {**RESUMED, **({} if IS_ALONE else STAGED)}
+    case = {**RESUMED, **({} if IS_ALONE or how == "replicas" else STAGED)}
     resumed = make_trainer(folder / "resumed", **case)
     resumed.accelerator.wait_for_everyone()
     resumed.train(resume_from_checkpoint=str(stopped / "checkpoint-6"))
@@ -73,7 +73,7 @@ def go_on(folder: Path, stopped: Path) -> None:
 
 def main(folder: Path, names: list[str]) -> None:
     if names[:1] == ["go-on"]:
-        go_on(folder, Path(names[1]))
+        go_on(folder, Path(names[1]), *names[2:])
         return
     for name, settings in CASES.items():
         own = BOTH.get(name, {}) | ({} if IS_ALONE else {**STAGED, **settings})

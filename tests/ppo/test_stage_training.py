@@ -9,14 +9,21 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
+from onetrunk.models.parallel import Layout
+from onetrunk.ppo import checks
 from onetrunk.ppo.checks import check_pipeline, check_stage_training
+from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus, places
 from tests.ppo.staged_runs import CASES
 from tests.ppo.support import assert_same, differ, make_config
+from tests.stages.small_runs import make_material
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("staged_runs.py"))
@@ -128,9 +135,9 @@ def test_a_pipeline_resumes_in_the_middle_of_a_rollout(place):
 
 
 @launches
-@pytest.mark.parametrize(("written", "processes"), [(2, 1), (1, 2)])
-def test_a_checkpoint_of_stages_goes_on_in_one_process_and_the_other_way_round(written, processes):
-    folder = launched(CPU, processes, "go-on", str(launched(CPU, written) / "stopped"))
+@pytest.mark.parametrize(("written", "processes", "how"), [(2, 1, ()), (1, 2, ()), (2, 2, ("replicas",))])
+def test_a_checkpoint_of_stages_goes_on_in_another_layout_and_the_other_way_round(written, processes, how):
+    folder = launched(CPU, processes, "go-on", str(launched(CPU, written) / "stopped"), *how)
     whole = weights(CPU, 1, "whole")
     log = json.loads((launched(CPU, 1) / "resumed-0.json").read_text())
     for rank in range(processes):
@@ -140,6 +147,42 @@ def test_a_checkpoint_of_stages_goes_on_in_one_process_and_the_other_way_round(w
         assert [entry.keys() for entry in found] == [entry.keys() for entry in log]
         for entry, one in zip(found, log, strict=True):
             assert entry == pytest.approx(one, rel=2e-3, abs=0.03)
+
+
+OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:shortest"
+OPTIONS += " --rollout_batch_size 4 --num_rollouts 2 --num_minibatches 1 --max_completion_length 6 --lora_r 2"
+OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 --value_head adapter"
+REWARD = """
+def shortest(completions, **kwargs):
+    return [-float(len(c)) for c in completions]
+"""
+
+
+def commanded(folder: Path, processes: int, *options: str) -> subprocess.CompletedProcess:
+    """Run the script of PPO on small files, alone or launched."""
+    folder.mkdir()
+    make_material(folder)
+    (folder / "reward.py").write_text(REWARD)
+    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
+    launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
+    command = [sys.executable, *launcher, str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options]
+    env = launch_environment(CPU, processes)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+@launches
+def test_the_command_trains_in_stages_and_saves_what_one_process_saves(tmp_path):
+    staged = ("--rollout_backend", "pipelined", "--pipeline_training", "true")
+    for name, processes, options in (("one", 1, ()), ("two", 2, staged)):
+        done = commanded(tmp_path / name, processes, *options)
+        assert done.returncode == 0, done.stderr[-4000:]
+    one, two = (tmp_path / name / "out" for name in ("one", "two"))
+    for name in ("adapter_model.safetensors", "value_head.safetensors", "value/adapter_model.safetensors"):
+        assert_same(load_file(two / name), load_file(one / name), atol=1e-4, rtol=1e-3)
+    metrics, expected = (json.loads((folder / "metrics.json").read_text()) for folder in (two, one))
+    assert metrics["policy"] == pytest.approx(expected["policy"], rel=1e-2, abs=1e-3)
+    done = commanded(tmp_path / "dry", 1, *staged, "--pipeline_stages", "2", "--dry_run")
+    assert done.returncode == 0 and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
@@ -165,6 +208,18 @@ def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, s
         make_config(tmp_path, **settings)
 
 
+def test_the_dry_run_counts_the_weights_of_the_largest_stage(tmp_path):
+    size, model = (
+        ModelSize(num_layers=4, first_layer=0, base=2**30, trained=1000),
+        ModelArguments("base", dtype="float32"),
+    )
+    # A layer has 9,216 weights in its matrices, embedding and head 2,048 each: the second stage has 29,696 of 40,960.
+    for settings, expected in (({}, 4.0), ({**STAGED, "pipeline_split": [1, 3]}, 2.9)):
+        args = make_config(tmp_path, **settings)
+        lines = memory_lines(tiny_model("llama").config, size, args, model, longest=8)
+        assert lines[0] == f"{expected:9.3f} GiB weights of the base"
+
+
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monkeypatch):
     config = make_config(tmp_path, **STAGED)
     with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run"):
@@ -173,4 +228,9 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization_config=object(), scores_on_trunk=False)
     with pytest.raises(ValueError, match="reward adapter on the policy's base.*reward model on a server"):
         check_stage_training(config, quantization_config=None, scores_on_trunk=True)
+    launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
+    check_pipeline(launch)
+    monkeypatch.setattr(checks, "launch_layout", Layout)
+    with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
+        check_pipeline(launch)
     check_stage_training(make_config(tmp_path), quantization_config=object(), scores_on_trunk=True)

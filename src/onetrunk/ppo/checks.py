@@ -76,8 +76,14 @@ def check_launch(args: PPOConfig) -> None:
         )
     launch_layout()
     check_pipeline(args)
-    train_in_stages((args.pipeline_stages or args.world_size) if args.pipeline_training else 1)
+    join_stages(args)
     plan_batches(args, args.world_size)
+
+
+def join_stages(args: PPOConfig) -> None:
+    """Let the processes of a launch count as pipelines from now on, if they train as their stages."""
+    is_pipeline = args.pipeline_training and args.world_size > 1
+    train_in_stages((args.pipeline_stages or args.world_size) if is_pipeline else 1)
 
 
 def check_pipeline(args: PPOConfig) -> None:

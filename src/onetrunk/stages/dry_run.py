@@ -23,7 +23,7 @@ from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import check_supported, decoder_layers
 from onetrunk.models.sources import adapter_base, load_config
-from onetrunk.ppo.checks import check_lengths, check_tokenizer, plan_batches
+from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
 from onetrunk.ppo.memory import GIB, SAMPLER_COPIES, sampling_cache_bytes, stage_sizes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
@@ -62,6 +62,7 @@ def dry_run(plan: DryRun) -> None:
         ValueError, FileNotFoundError, RuntimeError: what the run itself would be stopped by at its start.
     """
     args, data, name = plan.settings, plan.data, plan.model.model_name_or_path
+    join_stages(args)
     kwargs = {**plan.model.init_kwargs(), **(args.model_init_kwargs or {})}
     source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     base = adapter_base(name, source.get("revision")) or name
