@@ -14,6 +14,7 @@ from onetrunk.costs import (
     held_bytes,
     kv_cache_bytes,
     reuse_saving,
+    stage_share,
     trunk_states_bytes,
 )
 from onetrunk.models.base import decoder_layers
@@ -76,3 +77,12 @@ def test_what_an_iteration_gathers_by_hand():
     assert (branch["score"].layers, branch["update"].layers) == (3 * (2 + 2), 6 * (2 + 2 + 2 + 1))
     # Two layers of 120 weights and three times the 40 outside of them, in float32.
     assert Gathers(2, 3).num_bytes(SHAPE, 4) == 4 * (2 * 120 + 3 * 40)
+
+
+def test_a_training_stage_holds_its_layers_and_the_embedding_or_the_head():
+    # 8 layers of 120 weights, embedding and head of 40.
+    assert stage_share(SHAPE, (8,)) == 1
+    assert stage_share(SHAPE, (5, 3)) == (5 * 120 + 40) / (8 * 120 + 40)
+    assert stage_share(replace(SHAPE, is_tied=False), (3, 5)) == (5 * 120 + 40) / (8 * 120 + 80)
+    # A stage in between has neither.
+    assert stage_share(SHAPE, (1, 6, 1)) == 6 * 120 / (8 * 120 + 40)

@@ -152,7 +152,7 @@ def several(machine: Machine) -> Part:
     """Return the part of the tests that need several GPUs."""
     command = pytest_command("-m", "gpu and multi_process", "--timeout", "1200", *tests_with_a_gpu())
     skip = "" if machine.is_dry or len(machine.gpus) > 1 else "there is one GPU; it needs 2 or more"
-    what = "several GPUs: DDP, FSDP2, tensor parallelism and pipelined sampling through the shipped configs, with nccl"
+    what = "several GPUs: DDP, FSDP2, tensor parallelism, pipelined sampling and training through the shipped configs"
     return Part("several", what, command, 1200, is_test=True, skip=skip)
 
 

@@ -190,6 +190,24 @@ def sampling_bytes(
     return stages
 
 
+def stage_share(shape: ModelShape, sizes: Sequence[int]) -> float:
+    """Return the share of a decoder's weights that the largest training stage holds.
+
+    The first stage has the embedding besides its layers, and the last the head, which are equally large.
+
+    Args:
+        shape: of the decoder.
+        sizes: layers of each stage.
+    """
+    outer = [0] * len(sizes)
+    outer[0] = outer[-1] = shape.head_parameters
+    both = shape.head_parameters * (1 if shape.is_tied else 2)
+    if len(sizes) == 1:
+        return 1.0
+    layers = [size * shape.layer_parameters for size in sizes]
+    return max(map(sum, zip(layers, outer, strict=True))) / (sum(layers) + both)
+
+
 # Hidden states that a layer keeps for the backward, per token, in units of the hidden size: attention with its
 # projections, norms and residuals about 10; the feed-forward block has its own width, three times if gated.
 KEPT_PER_TOKEN = 10

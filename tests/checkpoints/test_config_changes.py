@@ -59,6 +59,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "pipeline_batches": {"rollout_backend": "pipelined"},
     "pipeline_split": {"rollout_backend": "pipelined"},
     "pipeline_ahead": {"rollout_backend": "pipelined"},
+    "pipeline_training": {"rollout_backend": "pipelined"},
 }
 ALONG: dict[str, dict[str, Any]] = {
     "kl_in_loss": {"kl_estimator": "k2"},

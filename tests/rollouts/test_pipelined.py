@@ -180,6 +180,11 @@ def test_the_forecast_of_a_run_counts_the_largest_stage(tmp_path):
     )
     assert sampled_bytes(whole, shape, 1, 10, 4) == 5120 + 768
     assert sampled_bytes(split, shape, 1, 10, 4) == 7680 + 768
+    # A pipeline that trains counts as one process: the cache of the same rows, for three of four layers.
+    trains = {"rollout_backend": "pipelined", "pipeline_split": [1, 3], "pipeline_training": True}
+    assert sampled_bytes(make_config(tmp_path, **trains), shape, 1, 10, 4) == 3840 + 384
+    # Each stage may add this many rows.
+    assert sampled_bytes(make_config(tmp_path, **trains, max_rollout_rows=2), shape, 1, 10, 4) == 7680 + 768
 
 
 def test_a_split_that_does_not_fit_is_rejected():

@@ -134,11 +134,11 @@ def _require_files(folder: Path, needed: Sequence[str]) -> None:
 def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
     """Return the state of the loop that a checkpoint has for this process.
 
-    If another number of processes wrote the checkpoint, this is their state merged. The loss since the last log is
-    averaged over the processes, so each of them takes the mean.
+    If another number of processes wrote the checkpoint, or other groups of them, this is their state merged. The loss
+    since the last log is averaged over the processes, so each of them takes the mean.
     """
     written = read_manifest(folder).get("world_size", trainer.args.world_size)
-    if written == trainer.args.world_size:
+    if written == trainer.args.world_size and not trainer.has_other_groups(str(folder)):
         return read_json(Path(folder) / loop_state_file(trainer.args.process_index))
     states = [read_json(Path(folder) / loop_state_file(rank)) for rank in range(written)]
     own = trainer.merged_loop_state([state["own"] for state in states])

@@ -152,6 +152,10 @@ class ResumableTrainer(Trainer):
         """Return what this process restores from the `extra_loop_state` of another number of processes."""
         return states[0]
 
+    def has_other_groups(self, folder: str) -> bool:
+        """Return whether the run that wrote a checkpoint dealt rows to other groups of processes."""
+        return False
+
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
 

@@ -37,6 +37,8 @@ USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
 )
 GATHERED = "onetrunk_is_gathered"
 DIVIDED = "onetrunk_is_divided"
+# Set by `train_in_stages`.
+_training = {"stages": 1}
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,25 @@ def launch_layout() -> Layout | None:
         os.environ[name] = "false"
     replicas, shards = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"]
     return Layout(shards if shards > 1 else None, replicas)
+
+
+def train_in_stages(stages: int) -> None:
+    """Say that groups of consecutive processes train as the stages of a pipeline from now on; 1: they do not.
+
+    Call it before a model is loaded. It holds for the whole process, as the layout of the launch does.
+    """
+    _training["stages"] = stages
+
+
+def training_stages() -> int:
+    """Return the number of processes that train together as the stages of a pipeline; 1: there is no pipeline."""
+    return _training["stages"]
+
+
+def group_size() -> int:
+    """Return how many consecutive processes work on the same rows: by tensor parallelism, or as training stages."""
+    layout = launch_layout()
+    return (1 if layout is None else layout.tensor) * training_stages()
 
 
 def _tensor_layout(sizes: dict[str, int]) -> Layout:
@@ -208,13 +229,14 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
 def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
     """Return a block in which the base of this launch is loaded: if it will be sharded or divided, with late casts.
 
-    `shard_frozen` and tensor parallelism then cast layer by layer, and no process holds the whole base in another
-    precision than its files have.
+    `shard_frozen`, tensor parallelism and training stages then cast what a process keeps, and no process holds the
+    whole base in another precision than its files have.
 
     Args:
         quantization: config of a base that is quantised while it loads, which reads its weights at once.
     """
-    is_shared = launch_layout() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_divided = launch_layout() is not None or training_stages() > 1
+    is_shared = is_divided and int(os.environ.get("WORLD_SIZE", "1")) > 1
     return casting_later() if is_shared and quantization is None else contextlib.nullcontext()
 
 
@@ -236,12 +258,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def mark_divided(base: nn.Module) -> None:
-    """Note that tensor parallelism has divided the matrices of a base."""
+    """Note that the base is divided over a group of processes: its matrices, or its layers."""
     vars(base)[DIVIDED] = True
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Return whether tensor parallelism has divided the base, so that a group of processes must run in step."""
+    """Return whether the base is divided, by tensor parallelism or into training stages: a group must run in step."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return vars(base).get(DIVIDED, False)
 

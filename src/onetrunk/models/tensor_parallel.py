@@ -39,6 +39,7 @@ from onetrunk.models.base import active_dropout
 from onetrunk.models.late_cast import cast_now
 from onetrunk.models.parallel import (
     Layout,
+    group_size,
     is_divided,
     launch_layout,
     local_bytes,
@@ -313,21 +314,19 @@ def vocab_shard(weight: Tensor) -> VocabShard | None:
 
 
 def num_data_processes(world_size: int) -> int:
-    """Return how many processes hold different rows: a group of tensor parallelism counts as one."""
-    layout = launch_layout()
-    return world_size if layout is None else world_size // layout.tensor
+    """Return how many processes hold different rows: a group that divides the base counts as one."""
+    return world_size // group_size()
 
 
 class DataParallel:
-    """The Accelerator as processes with different rows see it: a group of tensor parallelism counts as one.
+    """The Accelerator as processes with different rows see it: a group that divides the base counts as one.
 
     The processes of a group sample and train on the same rows. What is reduced or gathered here counts each row once.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        layout = launch_layout()
-        self.group_size = 1 if layout is None else layout.tensor
+        self.group_size = group_size()
 
     @property
     def process_index(self) -> int:
@@ -447,17 +446,16 @@ def _follow(base: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def once_per_group(compute: Callable[[], T]) -> T:
-    """Return what `compute` returns on the first process of each group of tensor parallelism, on all of its processes.
+    """Return what `compute` returns on the first process of each group that divides the base, on all of the group.
 
     For what must be the same on them and may not be when it is computed twice, such as rewards.
 
     Raises:
         RuntimeError: on the other processes, if it raises an error on the first.
     """
-    layout = launch_layout()
-    if layout is None or layout.tensor == 1:
+    if group_size() == 1:
         return compute()
-    mesh = process_mesh(layout.tensor)["tensor"]
+    mesh = process_mesh(group_size())["tensor"]
     return _computed_by(dist.get_rank() - mesh.get_local_rank(), compute, mesh.get_group())
 
 

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from onetrunk.models.base import (
     output_head,
     verify_head,
 )
-from onetrunk.models.cut import only_above, only_below, verify_cut
+from onetrunk.models.cut import only_above, only_below, only_between, verify_cut
 from onetrunk.models.score_adapter import ScoreBranch
 from onetrunk.models.sources import write_base_marks
 from onetrunk.models.speedups.fused_lora import fuse_lora
@@ -62,6 +63,22 @@ from onetrunk.utils.options import VALUE_HEADS
 from onetrunk.utils.quiet import peft_calls
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """What a stage of a pipeline runs in one forward.
+
+    Args:
+        layers: numbers of its layers.
+        received: the states [N, H] of the stage before, one per stream; one for all streams up to the cut. None on
+            the first stage.
+        is_last: whether the last layer is among them.
+    """
+
+    layers: range
+    received: tuple[Tensor, ...] | None
+    is_last: bool
 
 
 class TrunkModel(PeftModelForCausalLM):
@@ -202,6 +219,7 @@ class TrunkModel(PeftModelForCausalLM):
         temperature: float = 1.0,
         entropy_grad: bool = False,
         body_only: bool = False,
+        stage: StageInput | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return the PackOutput of `roles` over `pack`; without a pack, the output of the plain PEFT model.
@@ -214,6 +232,8 @@ class TrunkModel(PeftModelForCausalLM):
             temperature: divides the logits of policy and reference.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
             body_only: without a pack, return the output of the decoder, whose head does not run.
+            stage: run only the layers of a stage of a pipeline, and return the states that the next stage starts from,
+                one [N, H] per stream (`streams`); of the last stage the PackOutput.
         """
         if body_only:
             return backbone(self.get_base_model())(*args, **kwargs)
@@ -223,6 +243,9 @@ class TrunkModel(PeftModelForCausalLM):
         if unknown:
             raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
         grid = token_grid(self.get_base_model(), pack, self.padding_free)
+        if stage is not None:
+            hidden = self._stage_hidden(grid, roles, stage)
+            return self._stage_output(hidden, grid, roles, temperature, entropy_grad) if stage.is_last else hidden
         needs_states = set(roles) != {"reward"} or (self.reward_branch is not None and self.reward_branch.from_states)
         if states is None and self.cut and needs_states:
             states = self._trunk_states(grid)
@@ -297,7 +320,10 @@ class TrunkModel(PeftModelForCausalLM):
         if self.value_head_kind == "adapter":
             with self.as_role("value"):
                 hidden = self._hidden(grid, states)
-        elif self.value_head_kind == "detached":
+        return self._head_values(hidden, grid)
+
+    def _head_values(self, hidden: Tensor, grid: TokenGrid) -> tuple[Tensor, Tensor]:
+        if self.value_head_kind == "detached":
             hidden = hidden.detach()
         mask = grid.pack.completion_mask
         rows, columns = mask.nonzero(as_tuple=True)
@@ -310,6 +336,64 @@ class TrunkModel(PeftModelForCausalLM):
         branch = self.reward_branch
         last = grid.first + branch.last_tokens(grid.pack)
         return branch(self._hidden(grid, states if branch.from_states else None, last)[last])
+
+    # --- one stage of a pipeline ------------------------------------------------------------------------------------
+
+    def streams(self, roles: Sequence[str]) -> dict[str, bool]:
+        """Return the roles whose hidden states pass the layers above the cut, and whether they get gradients."""
+        shares = "value" in roles and self.value_head_kind != "adapter"
+        found = {"policy": "policy" in roles} if "policy" in roles or shares else {}
+        if "value" in roles and not shares:
+            found["value"] = True
+        return found | ({"reference": False} if "reference" in roles else {})
+
+    def _stage_hidden(self, grid: TokenGrid, roles: Sequence[str], stage: StageInput) -> tuple[Tensor, ...]:
+        """Return the states after the layers of a stage: [N, H] each, of the last stage [B * L, H]."""
+        streams, layers, received = self.streams(roles), stage.layers, stage.received
+        if layers.start < self.cut:
+            below = range(layers.start, min(self.cut, layers.stop))
+            with torch.no_grad(), self.as_role("policy"):
+                received = (self._run_layers(grid, below, received[0] if received else None),)
+            if layers.stop <= self.cut:
+                return received
+        above = range(max(layers.start, self.cut), layers.stop)
+        if above.start <= self.cut:
+            received = (received or (None,)) * len(streams)
+        hidden = []
+        for (name, has_gradient), states in zip(streams.items(), received, strict=True):
+            with self.as_role(name), torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
+                hidden.append(self._run_layers(grid, above, states))
+        return tuple(hidden)
+
+    def _run_layers(self, grid: TokenGrid, layers: range, states: Tensor | None) -> Tensor:
+        base = self.get_base_model()
+        body, every = backbone(base), decoder_layers(base)
+        received = None if states is None else grid.with_padding(states)
+        # Later stages have no embedding; the stand-in for the layer before theirs hands in the states.
+        inputs = {"input_ids": grid.input_ids} if received is None else {"inputs_embeds": received}
+        with self.narrow.at(grid.positions()), only_between(every, layers.start, layers.stop) as run:
+            run.received = received
+            output = body(**inputs, use_cache=False, **grid.arguments)
+            if layers.stop == len(every):
+                return output.last_hidden_state.flatten(0, 1)
+            return grid.without_padding(run.computed)
+
+    def _stage_output(
+        self, hidden: Sequence[Tensor], grid: TokenGrid, roles: Sequence[str], temperature: float, entropy_grad: bool
+    ) -> PackOutput:
+        states = dict(zip(self.streams(roles), hidden, strict=True))
+        out: dict[str, Tensor | None] = {}
+        if "policy" in roles:
+            out["logprobs"], out["entropy"] = self._token_logprobs(states["policy"], grid, temperature, entropy_grad)
+        if "value" in roles:
+            own = states["value" if self.value_head_kind == "adapter" else "policy"]
+            out["values"], out["next_values"] = self._head_values(own, grid)
+        if "reference" in roles:
+            with torch.no_grad():
+                out["ref_logprobs"], _ = self._token_logprobs(states["reference"], grid, temperature, False)
+        return PackOutput(**out)
+
+    # --- modes, checkpointing, files --------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> TrunkModel:
         """Set train or eval mode; a quantised base computes the same in both."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.models.base import check_attention, check_decoder, load_base
 from onetrunk.models.build import check_model_type, check_new_adapter
-from onetrunk.models.parallel import launch_layout
+from onetrunk.models.parallel import launch_layout, train_in_stages
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import PPOConfig
@@ -75,8 +75,15 @@ def check_launch(args: PPOConfig) -> None:
             " or set CUDA_VISIBLE_DEVICES=0"
         )
     launch_layout()
-    plan_batches(args, args.world_size)
     check_pipeline(args)
+    join_stages(args)
+    plan_batches(args, args.world_size)
+
+
+def join_stages(args: PPOConfig) -> None:
+    """Let the processes of a launch count as pipelines from now on, if they train as their stages."""
+    is_pipeline = args.pipeline_training and args.world_size > 1
+    train_in_stages((args.pipeline_stages or args.world_size) if is_pipeline else 1)
 
 
 def check_pipeline(args: PPOConfig) -> None:
@@ -95,6 +102,11 @@ def check_pipeline(args: PPOConfig) -> None:
         raise ValueError(
             "rollout_backend 'pipelined' is not supported with tensor parallelism, which divides every layer; set it"
             " to 'local', or launch with accelerate_configs/pipelined.yaml or fsdp2.yaml"
+        )
+    if layout is not None and args.pipeline_training:
+        raise ValueError(
+            "pipeline_training divides the layers of the base over the processes, and the launch shards them"
+            " (fsdp_config); launch with accelerate_configs/pipelined.yaml, or leave pipeline_training out"
         )
 
 
@@ -129,6 +141,22 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
         raise ValueError(
             f"compile_decoding is set and rollout_backend is a {type(rollout_backend).__name__}, which has settings of"
             " its own; leave compile_decoding out, or pass LocalBackend(compiles=True)"
+        )
+
+
+def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:
+    """Check before the model loads what training in pipeline stages cannot carry out."""
+    if not args.pipeline_training:
+        return
+    if quantization_config is not None:
+        raise ValueError(
+            "pipeline_training is not supported for a quantised base, which loads on one device as a whole; load it in"
+            " bfloat16 (leave load_in_4bit and load_in_8bit out)"
+        )
+    if scores_on_trunk:
+        raise ValueError(
+            "pipeline_training is not supported with a reward adapter on the policy's base, which runs on the same"
+            " trunk; score with a function, or with a reward model on a server"
         )
 
 

@@ -30,6 +30,7 @@ from onetrunk.judges.base import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.parallel import gathered, reshard
 from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.staged import pack_outputs, staged
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
@@ -103,7 +104,8 @@ def evaluate_prompts(
     was_training = model.training
     model.eval()
     with torch.no_grad(), accelerator.autocast():
-        packs = [replace(p, output=model(pack=p.pack, roles=roles, temperature=temperature)) for p in packs]
+        outputs = pack_outputs(model, [item.pack for item in packs], roles, temperature)
+        packs = [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
     reshard(model)
     model.train(was_training)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
@@ -195,6 +197,11 @@ def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[st
         trainer: a PPOTrainer before training; its reference samples.
         more: further tokenized prompts. Rows with a column for the reference completion need none.
     """
+    if staged(trainer.model) is not None:
+        raise ValueError(
+            "reference completions are sampled by one process on its own, and with pipeline_training none has the"
+            " whole model; give the rows a column with them, or leave the judge that compares with them out"
+        )
     held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     datasets = [_planned_rows(trainer), *(rows for rows in held_out.values() if rows is not None), *more]
     prompts = {

@@ -26,6 +26,7 @@ from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.cache import TrunkCache
 from onetrunk.models.parallel import is_divided, is_sharded, reshard
+from onetrunk.models.staged import staged
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
@@ -449,7 +450,7 @@ class ExperienceStream:
             save_buffer(folder, buffer, self.data_parallel.process_index)
         if self.ahead is not None:
             self.ahead.save(folder, self.data_parallel.process_index, self.accelerator.is_main_process, self._next)
-        if self.config.pipeline_ahead:
+        if self.config.pipeline_ahead and self.data_parallel.is_first_of_group:
             # Not those of a rollout that was given up: the resumed run makes it again, and starts them there.
             rows = {key: row for key, row in self.sampler.backend.started().items() if key[1] == self._next}
             save_rows(folder, self.data_parallel.process_index, rows)
@@ -528,8 +529,8 @@ class PackScorer:
         self._were_captured = any(item.states is not None for item in packs)
         if self.cache is not None and not self._were_captured:
             roles = (*roles, "trunk")
-        scored = []
-        for item in packs:
+        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll)
+        for item in packs if not scored else ():
             poll()
             output = self._outputs(item.pack, tuple(roles), item.states)
             if self.cache is not None:
@@ -542,6 +543,14 @@ class PackScorer:
         if not torch.stack([x.isfinite().all() for output in outputs for x in output if x is not None]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return scored
+
+    def _staged(
+        self, packs: Sequence[RolloutPack], roles: Sequence[str], poll: Callable[[], None]
+    ) -> list[RolloutPack]:
+        """Return the packs with the outputs of a model in pipeline stages, which runs them together."""
+        poll()
+        outputs = staged(self.model()).outputs([item.pack for item in packs], roles, self.temperature)
+        return [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
 
     def _outputs(self, pack: Pack, roles: Sequence[str], states: Tensor | None) -> PackOutput:
         """Return the model's outputs for a pack; after an out-of-memory error, joined from smaller parts."""

@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling_bytes, trunk_states_bytes
 from onetrunk.models.parallel import held_bytes, is_sharded
 from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
+from onetrunk.models.staged import StagedTrunk, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.checks import plan_batches
@@ -45,23 +46,30 @@ def sampled_bytes(
     Args:
         args: of the run. Of a pipeline it is the stage that needs most.
         shape: of the decoder.
-        rows: that decode at once, per process.
+        rows: that decode at once, per process; a pipeline that trains counts as one process.
         width: padded tokens of a row at its end.
         itemsize: bytes of a number in the cache.
         gathered: bytes of a gathered weight; 0: the base is whole on every process already.
     """
     is_pipeline = args.rollout_backend == "pipelined"
-    stages = (args.pipeline_stages or args.world_size) if is_pipeline else 1
+    sizes = stage_sizes(args, shape) if is_pipeline else (shape.num_layers,)
+    # max_rollout_rows bounds the rows that each stage adds, also where the stages train.
+    is_whole_pipeline = args.pipeline_training and args.max_rollout_rows is None
     parts = sampling_bytes(
         shape,
-        args.pipeline_split or decode_split(shape, stages),
-        rows * stages,
+        sizes,
+        rows if is_whole_pipeline else rows * len(sizes),
         width,
         itemsize,
-        batches=(args.pipeline_batches or stages) if is_pipeline else 1,
+        batches=(args.pipeline_batches or len(sizes)) if is_pipeline else 1,
         gathered=gathered,
     )
     return int(max(sum(stage.values()) for stage in parts))
+
+
+def stage_sizes(args: PPOConfig, shape: ModelShape) -> Sequence[int]:
+    """Return the layers of each stage of a pipeline."""
+    return args.pipeline_split or decode_split(shape, args.pipeline_stages or args.world_size)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,10 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
     """Score and train on `pack`, and discard the gradients; raises RuntimeError if memory runs out."""
     try:
         model.train()
+        stage = staged(model)
+        if stage is not None:
+            _run_staged_packs(stage, pack, args)
+            return
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states
             roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
@@ -122,6 +134,19 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             f" ({str(error).splitlines()[0]}); lower per_device_train_batch_size, microbatch_tokens or"
             " max_completion_length, or set activation_checkpointing, or load the base in 4 bit"
         ) from error
+
+
+def _run_staged_packs(stage: StagedTrunk, pack: Pack, args: PPOConfig) -> None:
+    """Do the same in pipeline stages, with as many packs as are in flight at once; all stages run it together."""
+    packs = [pack] * stage.num_stages
+    stage.outputs(packs, ("policy", "value", "reference"), args.temperature)
+
+    def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
+        output = run()
+        return output.logprobs.sum() + output.values.sum()
+
+    stage.update(packs, ("policy", "value"), loss_of, args.temperature, args.entropy_coef > 0)
+    stage.trunk.zero_grad(set_to_none=True)
 
 
 class MemoryCheck(TrainerCallback):

@@ -25,7 +25,7 @@ MONITOR_ACTIONS = ("warn", "stop")
 LOG_FORMATS = ("auto", "bar", "lines", "json")
 SCHEDULES = ("sync", "one_step", "async")
 ROLLOUT_BACKENDS = ("local", "pipelined")
-PIPELINE_SETTINGS = ("pipeline_stages", "pipeline_batches", "pipeline_split", "pipeline_ahead")
+PIPELINE_SETTINGS = ("pipeline_stages", "pipeline_batches", "pipeline_split", "pipeline_ahead", "pipeline_training")
 
 # Fields of TrainingArguments that must keep their default, by the reason.
 _WITHOUT_MEANING = {
@@ -135,6 +135,13 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         "With rollout_backend pipelined: let rows of the next rollout start where places are free while the last rows"
         " of a rollout decode. Those that are finished with it are used in the next one, one rollout old, and"
         " corrected by vllm_importance_sampling_correction as rollouts of schedule one_step are.",
+    )
+    pipeline_training: bool = option(
+        False,
+        "With rollout_backend pipelined: score and update in the same stages too, by the 1F1B schedule over the packs"
+        " of a minibatch. Each process then loads and holds the frozen weights of its own layers only, so that a base"
+        " that needs several devices can be trained on them; a pipeline counts as one process for rows (not yet run"
+        " on hardware).",
     )
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
@@ -356,7 +363,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
-        for name in ("padding_free", "score_early", "compile_decoding", "pipeline_ahead"):
+        for name in ("padding_free", "score_early", "compile_decoding", "pipeline_ahead", "pipeline_training"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
@@ -432,6 +439,22 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             raise ValueError(
                 f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one"
                 " number of layers for each stage"
+            )
+        if self.pipeline_training:
+            self._check_stage_training()
+
+    def _check_stage_training(self) -> None:
+        for name, why, fix in (
+            ("fp16", "scales gradients", "set bf16, or neither"),
+            ("activation_offloading", "wraps a whole forward", "set activation_checkpointing"),
+            ("capture_trunk_states", "keeps states for the layers above the cut", "leave it out"),
+        ):
+            if getattr(self, name):
+                raise ValueError(f"pipeline_training is not supported with {name}, which {why}; {fix}")
+        if self.trunk_cache not in ("auto", "off"):
+            raise ValueError(
+                f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes"
+                " than the upper ones; set trunk_cache to auto or off"
             )
 
     def _check_schedule(self) -> None:

@@ -29,6 +29,7 @@ from onetrunk.models.cache import TrunkCache, choose_place
 from onetrunk.models.parallel import cast_when_sharded, is_divided, launch_layout
 from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
+from onetrunk.models.staged import keep_stage, staged
 from onetrunk.models.tensor_parallel import distribute_frozen
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import (
@@ -37,6 +38,7 @@ from onetrunk.ppo.checks import (
     check_model,
     check_parts,
     check_schedule,
+    check_stage_training,
     plan_batches,
     source_of,
 )
@@ -140,6 +142,7 @@ def load_sampled_model(
     rewards = RewardSet(functions, args.reward_weights)
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
+    check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
     require_push(args)
     if isinstance(backend, VLLM_BACKENDS):
         backend.check()
@@ -159,12 +162,7 @@ def load_sampled_model(
         init_value_head(trunk, args.value_head_init)
     trunk.use_padding_free(args.padding_free)
     repair_padding(tokenizer, trunk.get_base_model().config)
-    lines = []
-    if isinstance(backend, PipelinedBackend):
-        backend.check_policy(trunk)
-        lines.append(backend.report(trunk))
-    lines.append(distribute_frozen(trunk, launch_layout(), args.device))
-    for line in lines:
+    for line in divide(trunk, args, backend):
         if line is not None and args.should_log:
             tqdm.write(line, file=sys.stderr)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
@@ -178,6 +176,16 @@ def load_sampled_model(
     )
     sampler = Sampler(backend, rewards, tokenizer, params, is_divided=is_divided(trunk))
     return SampledModel(trunk, tokenizer, datasets, sampler)
+
+
+def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
+    """Divide the frozen base over the processes as the run asks, and return lines for the user."""
+    if not isinstance(backend, PipelinedBackend):
+        return [distribute_frozen(trunk, launch_layout(), args.device)]
+    backend.check_policy(trunk)
+    if args.pipeline_training:
+        return [keep_stage(trunk, backend.split_of(trunk), args.device)]
+    return [backend.report(trunk), distribute_frozen(trunk, launch_layout(), args.device)]
 
 
 def policy_tokenizer(
@@ -315,6 +323,9 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
+    if staged(trunk) is not None:
+        report = f"{lower}; in pipeline stages they run once for all roles of a forward, and nothing is kept"
+        return TrunkPlan(None, f"{report}{reward}")
     if args.trunk_cache == "off":
         return TrunkPlan(None, f"{lower}; trunk_cache is off, so they run in every forward{reward}")
     shape = ModelShape.from_config(base.config.get_text_config())

@@ -24,6 +24,7 @@ from onetrunk.checkpoints.settings import (
 )
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
+from onetrunk.models.parallel import training_stages
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
@@ -61,7 +62,8 @@ SETTINGS = {
 # rollout in use again.
 FREE_IN_PPO = frozenset(
     "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows compile_decoding trunk_cache"
-    " score_early rollout_backend pipeline_stages pipeline_batches pipeline_split".split()
+    " score_early rollout_backend pipeline_stages pipeline_batches pipeline_split"
+    " pipeline_training".split()
 )
 
 
@@ -156,8 +158,14 @@ def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Exper
 
 
 def num_writers(folder: str | Path) -> int:
-    """Return the number of processes that wrote a checkpoint; a group of tensor parallelism counts as one."""
+    """Return the number of processes that wrote a checkpoint; a group that divides the base counts as one."""
     return read_json(Path(folder) / STATE_FILE)["settings"]["num_processes"]
+
+
+def written_group_size(folder: str | Path) -> int:
+    """Return how many consecutive processes worked on the same rows in the run that wrote a checkpoint."""
+    settings = read_json(Path(folder) / STATE_FILE)["settings"]
+    return settings.get("tensor_parallel", 1) * settings.get("training_stages", 1)
 
 
 def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int) -> list[Experience]:
@@ -212,7 +220,9 @@ def run_settings(
     groups = ("place", "rollout", "optional", "optimizer")
     names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
     settings = {name: getattr(config, name) for name in names}
-    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size}
+    stages = training_stages()
+    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size // stages}
+    settings["training_stages"] = stages
     settings["prompts"] = prompts_digest(dataset)
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
@@ -282,7 +292,9 @@ def check_settings(
     Raises:
         ValueError: names every setting that must stay as it was.
     """
-    free = {"base_name", "told", "num_processes", *SETTINGS["optimizer"]} - set(SETTINGS["optional"])
+    free = {"base_name", "told", "num_processes", "training_stages", *SETTINGS["optimizer"]} - set(
+        SETTINGS["optional"]
+    )
     if not in_rollout:
         free |= set(SETTINGS["rollout"])
     if current["kl_target"] is not None:

@@ -30,6 +30,7 @@ from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import offloaded_activations
+from onetrunk.models.staged import StagedTrunk, reduce_gradients, staged
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
@@ -45,13 +46,13 @@ from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
-from onetrunk.ppo.state import STATE_FILE, run_settings
+from onetrunk.ppo.state import STATE_FILE, run_settings, written_group_size
 from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.producer import Producer
-from onetrunk.types import LossCoefficients, Minibatch, Pack, to_device
+from onetrunk.types import Experience, LossCoefficients, Minibatch, Pack, to_device
 
 
 class PPOTrainer(ResumableTrainer):
@@ -286,6 +287,9 @@ class PPOTrainer(ResumableTrainer):
         total = torch.zeros((), device=self.accelerator.device)
         self._policy_kl = torch.zeros_like(total)
         experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
+        stage = staged(model)
+        if stage is not None:
+            return self._run_stage(stage, experiences, minibatch)
         for experience in experiences:
             self._poll()
             is_last = experience is experiences[-1]
@@ -298,6 +302,28 @@ class PPOTrainer(ResumableTrainer):
                     self.accelerator.backward(loss * self.data_parallel.num_processes)
             total += loss.detach() * self.data_parallel.num_processes
         return total
+
+    def _run_stage(self, stage: StagedTrunk, experiences: Sequence[Experience], minibatch: Minibatch) -> Tensor:
+        """Run the packs of a minibatch through the pipeline; every stage gets gradients, loss and stats."""
+        self._poll()
+        experiences = [to_device(experience, self.accelerator.device) for experience in experiences]
+        roles = ("policy", "value") if minibatch.trains_policy else ("value",)
+        total = torch.zeros((), device=self.accelerator.device)
+
+        def loss_of(number: int, model: Any) -> Tensor:
+            loss = self.compute_loss(model, {"experience": experiences[number], "minibatch": minibatch})
+            total.add_(loss.detach())
+            return loss
+
+        packs = [experience.pack for experience in experiences]
+        outputs = stage.update(packs, roles, loss_of, self.args.temperature, self.args.entropy_coef > 0)
+        if not stage.is_last:
+            # The metrics of the loss, from the outputs of the last stage.
+            with torch.no_grad():
+                for number, output in enumerate(outputs):
+                    loss_of(number, lambda output=output, **_: output)
+        reduce_gradients(stage.trunk)
+        return total * self.data_parallel.num_processes
 
     def _poll(self) -> None:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
@@ -433,9 +459,13 @@ class PPOTrainer(ResumableTrainer):
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
-        # The processes of a group of tensor parallelism measure the same rows.
-        states = states[:: self.data_parallel.group_size]
+        # The processes of a group that divided the base measured the same rows.
+        states = states[:: written_group_size(self._resume_from)]
         return {**states[0], **merged_log(states, self.data_parallel.process_index)}
+
+    def has_other_groups(self, folder: str) -> bool:
+        """Return whether other numbers of processes worked on the same rows in the run that wrote a checkpoint."""
+        return written_group_size(folder) != self.data_parallel.group_size
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""

@@ -38,6 +38,7 @@ class BackendSettings(ServerSettings, Protocol):
     pipeline_stages: int | None
     pipeline_batches: int | None
     pipeline_split: list[int] | None
+    pipeline_training: bool
     use_vllm: bool
     vllm_gpu_memory_utilization: float
     vllm_max_model_length: int | None
@@ -74,6 +75,7 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
             batches=config.pipeline_batches,
             split=config.pipeline_split,
             max_rows=config.max_rollout_rows,
+            shares_rows=config.pipeline_training,
             **hooks,
         )
     if not config.use_vllm:

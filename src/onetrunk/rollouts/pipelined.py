@@ -27,6 +27,7 @@ from onetrunk.models.pipeline import LayerSplit, StageModel, verify_split
 from onetrunk.models.speedups.memory import is_out_of_memory, used_gib
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.packed import packed_weights
+from onetrunk.models.staged import staged
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
@@ -68,6 +69,8 @@ class PipelinedBackend:
             a value head on its own states.
         progress: called on the first stage as `progress(done_rows, total_rows, done_tokens)`, rows of the pipeline.
         poll: called on every stage before each turn. Only the end of the process may stop a turn.
+        shares_rows: whether the stages of a pipeline ask for the same rows, of which each gets all, because they also
+            train together.
         links: to the other stages; None: made in the first call.
     """
 
@@ -82,6 +85,7 @@ class PipelinedBackend:
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
     links: StageLinks | None = None
+    shares_rows: bool = False
     policy_version: int = field(default=0, init=False)
     # Of each stage: the most memory that its process used after a turn, GiB.
     stage_gib: list[float] = field(default_factory=list, init=False)
@@ -173,8 +177,8 @@ class PipelinedBackend:
             stack.enter_context(gathered(call.model, own if links.num_stages > 1 else None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
-            # The proof of merging runs the whole model, which is collective if the base is sharded.
-            if links.num_stages == 1 or not is_sharded(call.model):
+            # The proof of merging runs all layers: collective if the base is sharded, impossible on a stage of it.
+            if links.num_stages == 1 or not (is_sharded(call.model) or staged(call.model)):
                 stack.enter_context(merged_policy(call.model, own))
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
@@ -182,10 +186,11 @@ class PipelinedBackend:
             error = run.until_end()
         errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
         self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
-        for message in errors:
-            if message is not None:
-                raise RuntimeError(message)
-        shares = [run.finished_rows(stage) for stage in range(links.num_stages)] if links.is_last else None
+        message = next((message for message in errors if message is not None), None)
+        if message is not None:
+            raise RuntimeError(message)
+        owners = [0] * links.num_stages if self.shares_rows else range(links.num_stages)
+        shares = [run.finished_rows(owner) for owner in owners] if links.is_last else None
         return self._own_rows(prompt_ids, keys, links.dealt(shares), is_ahead=ahead is not None)
 
     def started(self) -> dict[RowKey, StartedRow]:
@@ -217,8 +222,11 @@ class PipelinedBackend:
             for part in ((prompt_ids, keys), later)
         ]
         bounds = (self.batches, self.rows_per_batch, self.max_rows)
-        settings = (params, self.policy_version, *bounds, self.computes_values)
-        stages = links.shared((own, len(prompt_ids), settings, None if error is None else str(error)))
+        settings = (params, self.policy_version, *bounds, self.computes_values, self.shares_rows)
+        asked = len(prompt_ids)
+        if self.shares_rows and not links.is_first:
+            own, asked = [[], []], 0
+        stages = links.shared((own, asked, settings, None if error is None else str(error)))
         if error is not None:
             raise error
         for stage, (_, _, theirs, message) in enumerate(stages):

@@ -17,14 +17,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import left_by_a_run
-from onetrunk.costs import ModelShape, host_memory_bytes, kept_activations_bytes, trunk_states_bytes
+from onetrunk.costs import ModelShape, host_memory_bytes, kept_activations_bytes, stage_share, trunk_states_bytes
 from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import check_supported, decoder_layers
 from onetrunk.models.sources import adapter_base, load_config
-from onetrunk.ppo.checks import check_lengths, check_tokenizer, plan_batches
-from onetrunk.ppo.memory import GIB, sampled_bytes
+from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
+from onetrunk.ppo.memory import GIB, sampled_bytes, stage_sizes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.plain_arguments import PPODataArguments, PPOJudgeArguments
@@ -62,6 +62,7 @@ def dry_run(plan: DryRun) -> None:
         ValueError, FileNotFoundError, RuntimeError: what the run itself would be stopped by at its start.
     """
     args, data, name = plan.settings, plan.data, plan.model.model_name_or_path
+    join_stages(args)
     kwargs = {**plan.model.init_kwargs(), **(args.model_init_kwargs or {})}
     source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     base = adapter_base(name, source.get("revision")) or name
@@ -166,15 +167,16 @@ def memory_lines(
     tokens = plan.rows_per_pack * width
     tokens = min(tokens, args.microbatch_tokens or tokens)
     trained_layers = size.num_layers - size.first_layer
+    share = stage_share(shape, stage_sizes(args, shape)) if args.pipeline_training else 1.0
     kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
     sampling = sampled_bytes(args, shape, decoding, width, compute)
     parts = {
-        "weights of the base": int(size.base * itemsize),
+        "weights of the base": int(size.base * itemsize * share),
         "adapters, gradients, optimizer": size.trained
         * (TRAINED_BYTES_8BIT if "8bit" in str(args.optim) else TRAINED_BYTES),
         "states of the frozen layers": (
             trunk_states_bytes(shape, plan.rows_per_rank * width, compute)
-            if size.first_layer and args.trunk_cache in ("auto", "device")
+            if size.first_layer and args.trunk_cache in ("auto", "device") and not args.pipeline_training
             else 0
         ),
         f"while sampling {decoding} rows": 0 if args.use_vllm else sampling,

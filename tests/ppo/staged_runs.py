@@ -1,0 +1,90 @@
+"""What the processes of test_stage_training run: `python staged_runs.py FOLDER [CASE ...]`, alone or launched.
+
+`python staged_runs.py FOLDER go-on RUN [replicas]` goes on from a run that was stopped, in stages or as replicas.
+
+The cases are those of two_processes.py. Alone, one process trains by itself; launched, the processes are the stages of
+pipelines that sample, score and update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from safetensors.torch import save_file  # noqa: E402
+
+from onetrunk.models.base import decoder_layers  # noqa: E402
+from tests.ppo import two_processes  # noqa: E402
+from tests.ppo.support import StopAt, make_trainer, trained_weights, without_wall_clock  # noqa: E402
+
+STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
+IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
+# By case of two_processes.py: settings of the launched run, and those of both.
+CASES = {
+    "shared": {"pipeline_batches": 3},
+    "adapter": {},
+    "tokens": {},
+    "kept": {},
+    "packed": {},
+    "stopped": {},
+    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
+}
+BOTH = {"kept": {"trunk_cache": "off"}, "packed": {"trunk_cache": "off"}}
+RESUMED = {**two_processes.SHAPE, **two_processes.PLACE, "num_minibatches": 2, "value_head": "adapter"}
+
+
+def note_layers(folder: Path) -> None:
+    """Write which layers a process has the weights of."""
+    trainer = make_trainer(folder / "layers", **two_processes.SHAPE, **two_processes.PLACE, **STAGED)
+    held = [i for i, layer in enumerate(decoder_layers(trainer.model)) if layer.mlp.up_proj.base_layer.weight.numel()]
+    base = trainer.model.get_base_model()
+    outer = [part().weight.numel() > 0 for part in (base.get_input_embeddings, base.get_output_embeddings)]
+    rank = trainer.accelerator.process_index
+    (folder / f"layers-{rank}.json").write_text(json.dumps({"held": held, "outer": outer}))
+
+
+def resume(folder: Path) -> None:
+    """Stop in the middle of the second rollout, and go on in a new trainer."""
+    case = {**RESUMED, **({} if IS_ALONE else STAGED)}
+    whole = make_trainer(folder / "whole", **case)
+    whole.train()
+    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
+    rank = whole.accelerator.process_index
+    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
+    go_on(folder, folder / "stopped")
+
+
+def go_on(folder: Path, stopped: Path, how: str = "stages") -> None:
+    """Go on from a run that was stopped, in this layout or in another one, and keep weights and log."""
+    case = {**RESUMED, **({} if IS_ALONE or how == "replicas" else STAGED)}
+    resumed = make_trainer(folder / "resumed", **case)
+    resumed.accelerator.wait_for_everyone()
+    resumed.train(resume_from_checkpoint=str(stopped / "checkpoint-6"))
+    rank = resumed.accelerator.process_index
+    save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
+    (folder / f"resumed-{rank}.json").write_text(json.dumps(without_wall_clock(resumed.state.log_history)))
+
+
+def main(folder: Path, names: list[str]) -> None:
+    if names[:1] == ["go-on"]:
+        go_on(folder, Path(names[1]), *names[2:])
+        return
+    for name, settings in CASES.items():
+        own = BOTH.get(name, {}) | ({} if IS_ALONE else {**STAGED, **settings})
+        two_processes.CASES[name] = {**two_processes.CASES[name], **own}
+    for name in names or CASES:
+        two_processes.run(name, folder)
+    if not names:
+        resume(folder)
+    if not names and not IS_ALONE:
+        note_layers(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
