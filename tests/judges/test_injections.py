@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.judges.base import Pair
@@ -44,6 +44,7 @@ def test_the_figures_of_the_readme_are_these():
     assert kinds_table(obedient_rows()) in README.read_text()
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict
@@ -74,6 +74,7 @@ def test_every_answer_is_told_once_in_order_and_members_are_asked_slice_by_slice
     assert EnsembleJudge(members).compare([], PRINCIPLE) == []
 
 
+@settings(deadline=None)
 @given(st.text(max_size=8), st.text(max_size=8))
 def test_an_ensemble_of_judges_without_bias_has_none(first, second):
     judge = EnsembleJudge([RubricJudge({"short": short}), RubricJudge({"short": short, "mild": mild})])

@@ -4,7 +4,7 @@ import functools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.judges.base import Judge, Pair, Principle, logistic
@@ -72,6 +72,7 @@ def test_an_async_check_is_waited_for():
     assert RubricJudge({"short": check}).rate(["p"], ["a"], SHORT)[0].score == 0.25
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=8), st.text(max_size=8)), min_size=1, max_size=5))
 def test_the_other_order_gives_the_complement_and_a_label_is_that_of_either_order(texts_of_pairs):
     pairs = [Pair("p", first, second) for first, second in texts_of_pairs]
@@ -87,6 +88,7 @@ def test_the_other_order_gives_the_complement_and_a_label_is_that_of_either_orde
         assert label.consistent and label.probability == label.votes[0][1][0]
 
 
+@settings(deadline=None)
 @given(st.floats(-1e6, 1e6))
 def test_the_logistic_and_its_mirror_add_up_to_1_exactly(x):
     assert logistic(x) + logistic(-x) == 1 and 1 - logistic(-x) == logistic(x)

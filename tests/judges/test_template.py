@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.judges.base import Pair, Principle, Single
@@ -40,6 +40,7 @@ def test_a_conversation_is_shown_turn_by_turn():
     assert "> [system] Be brief.\n> [user] Hi\n> there\n" in question("first", prompt=prompt)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_every_line_of_the_material_is_quoted_and_no_tag_can_be_closed(first, second):
     text = question(first, second)
@@ -67,6 +68,7 @@ def test_marks_of_turns_are_taken_out_also_when_one_is_hidden_in_another(mark):
         assert sanitized(text) == "ab"
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="<|im_end>s/[INST]\u200b\u202e\x00\n ab", max_size=60))
 def test_nothing_that_is_taken_out_is_left(text):
     clean = sanitized(text, ["<ab>", "im"])

@@ -1,6 +1,7 @@
 """`onetrunk prefs` with completions that exist: every shape becomes rows that trainers take, without a model."""
 
 import json
+import re
 
 import pytest
 
@@ -160,6 +161,11 @@ def test_a_stream_gives_the_same_bytes(prefs, tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "streamed" / name).read_bytes()
 
 
+def shown(text, name):
+    """Return the number in the row of a printed table."""
+    return float(re.search(rf"{name}\D+([\d.]+)", text)[1])
+
+
 def test_a_preview_shows_questions_and_costs_and_buys_nothing_twice(prefs, tmp_path, capsys):
     with StubServer() as stub:
         prices = ["--judge_model", stub.model, "--judge_prices", json.dumps({stub.model: [1.0, 1.0]})]
@@ -168,6 +174,13 @@ def test_a_preview_shows_questions_and_costs_and_buys_nothing_twice(prefs, tmp_p
         assert "Which is longer?" in said and "all: USD" in said and "of 3 prompts" in said
         assert not (tmp_path / "out/data").exists()
         assert len(about(stub, 1)) == 2 and about(stub, 5) == []
+        # 3 of 12 prompts took 6 questions, a call each with a token read and one written, at a dollar per million.
+        assert shown(said, "all: questions") == shown(said, "all: calls") == 24 and shown(said, "all: tokens") == 48
+        assert shown(said, "questions answered before") == 0
+        assert prefs(PAIRS, *prices, "--preview", "3", judge=(stub.url,)) == 0
+        again = capsys.readouterr().out
+        assert shown(again, "questions answered before") == 6 and shown(again, "all: questions") == 24
+        assert len(about(stub, 1)) == 2
         assert prefs(PAIRS, *prices, judge=(stub.url,)) == 0
         assert len(about(stub, 1)) == 2 == len(about(stub, 5))
     costs = json.loads((tmp_path / "out/_report/costs.json").read_text())

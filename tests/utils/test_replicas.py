@@ -1,9 +1,12 @@
 """Servers of one model in simulated time: load, a dead one, waits, and how close the pace comes to the best one."""
 
 import asyncio
+import random
+import statistics
 
 import pytest
 
+from onetrunk.stages.prefs.stage import GIVEN_CHUNK
 from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy
 from onetrunk.utils.replicas import Replicas
 from tests.simulated import Slots, simulate
@@ -155,3 +158,25 @@ def test_the_pace_comes_within_a_fifth_of_the_best_fixed_one(name):
     best = seconds_of(make, number, make().number)
     found = seconds_of(make, number, 256)
     assert found <= 1.2 * best, f"{name}: {found:.0f} s, at best {best:.0f} s"
+
+
+def test_the_questions_of_given_completions_at_256_in_flight_take_at_most_half_longer_than_the_ideal():
+    # Two orders under one principle, chunk after chunk; some answers take ten times as long as most.
+    drawn = random.Random(0)
+    latencies = [drawn.lognormvariate(-0.7, 0.6) for _ in range(3 * 2 * GIVEN_CHUNK)]
+    told = []
+
+    async def all_chunks():
+        pace = Pace(256)
+        for start in range(0, len(latencies), 2 * GIVEN_CHUNK):
+
+            async def call(index, start=start):
+                await asyncio.sleep(latencies[start + index])
+                return start + index
+
+            run = CallRun("server", POLICY, pace, call, lambda _index, answer: told.append(answer))
+            await run.answer_all(2 * GIVEN_CHUNK)
+
+    _, seconds = simulate(all_chunks())
+    assert sorted(told) == list(range(len(latencies))) and max(latencies) > 8 * statistics.median(latencies)
+    assert seconds <= 1.5 * sum(latencies) / 256

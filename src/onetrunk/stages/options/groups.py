@@ -105,8 +105,8 @@ FIRST = {
     " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
     " max_failed_fraction fewest_rows num_samples_to_print",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
-    " max_prompt_length max_completion_length temperature seed judge constitution judge_model mode num_generations"
-    " pairing completions engine shard output_format preview",
+    " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
+    " engine shard preview",
     "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
     " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
     " tie_margin checks num_completions_to_print bf16",

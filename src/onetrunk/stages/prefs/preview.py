@@ -49,10 +49,11 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
     Raises:
         RuntimeError: too many questions have no answer.
     """
-    args, asker = flow.args, flow.asker
+    args, asker, costs = flow.args, flow.asker, flow.asker.costs
     asker.judge = judge = HeardJudge(asker.judge)
     asker.ledger = memory = NotedMemory(asker.ledger)
-    before, began, num_prompts = used(asker), time.perf_counter(), 0
+    before, usd_before = (Usage(), None) if costs is None else (sum_of(costs.totals().values()), costs.usd)
+    began, num_prompts = time.perf_counter(), 0
     rows: list[dict[str, Any]] = []
     for items, product in flow.produced(chunked(islice(iter(source), args.preview), args.prompts_per_chunk)):
         rows += flow.label(items, product)
@@ -64,9 +65,11 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
             print(f"--- the judge's reason: {shortened(answer.reason)}")
     answered = [(principle.text, said(answer)) for _, principle, answer in judge.heard]
     show(text_table(("principle", "verdict"), answered[: args.preview]))
-    seconds, usage = time.perf_counter() - began, used(asker).minus(before)
-    asked = Asked(num_prompts, len(memory.keys), len(judge.heard), usage, seconds)
-    show_columns("preview", {"value": estimate(asked, source.total, asker.costs)})
+    seconds = time.perf_counter() - began
+    usage = Usage() if costs is None else sum_of(costs.totals().values()).minus(before)
+    usd = None if usd_before is None else costs.usd - usd_before
+    asked = Asked(num_prompts, len(memory.keys), len(judge.heard), usage, usd, seconds)
+    show_columns("preview", {"value": estimate(asked, source.total, costs)})
     print(
         f"prefs: {len(rows)} rows would be made of {num_prompts} prompts; nothing was written but the answers, which"
         " the run itself will not buy again: leave preview out to start it"
@@ -105,12 +108,16 @@ class NotedMemory:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a preview has asked: its prompts, their questions, how many of them were new, and what those have used."""
+    """What a preview has asked: its prompts, their questions, how many of them were new, and what those have used.
+
+    `usd` is None without a price.
+    """
 
     num_prompts: int
     num_questions: int
     num_new: int
     usage: Usage
+    usd: float | None
     seconds: float
 
 
@@ -127,10 +134,10 @@ def said(answer: Verdict | Rating) -> str:
     return "no opinion" if answer.number is None else f"{answer.number:.3f}"
 
 
-def used(asker: Asker) -> Usage:
-    """Return the counters of all judges together, of this process."""
+def sum_of(usages: Iterable[Usage]) -> Usage:
+    """Return the counters of several judges together."""
     total = Usage()
-    for usage in asker.costs.totals().values() if asker.costs is not None else ():
+    for usage in usages:
         total.add(usage)
     return total
 
@@ -138,36 +145,34 @@ def used(asker: Asker) -> Usage:
 def estimate(asked: Asked, total: int | None, costs: Costs | None) -> dict[str, float | int | None]:
     """Return what the preview has used, and what all prompts will take if they are alike.
 
-    A question is taken to cost what it has cost on average in this folder, so that a second preview, whose answers
-    are all kept, gives the same estimate. Its time is the judge's alone; that of a first one includes sampling.
+    A question is taken to cost what the new ones did on average; if all answers were kept, what all in the folder did.
+    Then the time is the judge's alone, and else includes sampling.
     """
-    usage = asked.usage
+    used = asked.usage
     values: dict[str, float | int | None] = {
         "prompts previewed": asked.num_prompts,
         "prompts in all": total,
         "questions": asked.num_questions,
         "questions answered before": asked.num_questions - asked.num_new,
-        "calls": usage.calls,
-        "tokens": usage.prompt_tokens + usage.completion_tokens,
+        "calls": used.calls,
+        "tokens": used.prompt_tokens + used.completion_tokens,
         "seconds": asked.seconds,
     }
-    usages = [] if costs is None else list(costs.totals().values())
-    # Each member of an ensemble answers every question.
-    answered = max((used.questions for used in usages), default=0)
+    answered, seconds, usd = asked.num_new, asked.seconds, asked.usd
+    if not answered and costs is not None:
+        usages = costs.totals().values()
+        # Each member of an ensemble answers every question, at the same time.
+        answered = max((usage.questions for usage in usages), default=0)
+        seconds, usd = max((usage.seconds for usage in usages), default=0.0), costs.usd
+        used = sum_of(usages)
     if total is None or not asked.num_prompts or not answered:
         return values
-    share = total / asked.num_prompts
-    num_questions = asked.num_questions * share
-    per_question = num_questions / answered
-    tokens = sum(used.prompt_tokens + used.completion_tokens for used in usages)
-    is_new = asked.num_new == asked.num_questions
-    seconds = asked.seconds * share if is_new else max(used.seconds for used in usages) * per_question
+    num_questions = asked.num_questions * total / asked.num_prompts
+    share = num_questions / answered
     values |= {
         "all: questions": round(num_questions),
-        "all: calls": round(sum(used.calls for used in usages) * per_question),
-        "all: tokens": round(tokens * per_question),
-        "all: hours": seconds / 3600,
+        "all: calls": round(used.calls * share),
+        "all: tokens": round((used.prompt_tokens + used.completion_tokens) * share),
+        "all: hours": seconds * share / 3600,
     }
-    if costs.usd is not None:
-        values["all: USD"] = costs.usd * per_question
-    return values
+    return values if usd is None else values | {"all: USD": usd * share}
