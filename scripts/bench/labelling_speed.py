@@ -84,7 +84,9 @@ def draw(path: Path, found: dict[int, tuple[Speed, Speed]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], help="calls in flight")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], help="calls in flight"
+    )
     parser.add_argument("--labels", type=int, default=5000, help="labels to make")
     parser.add_argument("--draw", type=Path, help="write the curves into this PNG")
     args = parser.parse_args()
