@@ -78,6 +78,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
 ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -179,6 +180,7 @@ def test_a_part_that_fails_says_how_and_keeps_its_last_lines(parts, tmp_path, co
     assert (found["status"], found["reason"], found["log"]) == ("failed", reason, log)
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(parts, tmp_path):
     found = run(parts, tmp_path, "sh", "-c", "sleep 600 & echo $!; wait", limit_s=3.0)
     assert (found["status"], found["reason"]) == ("timed out", "ended after 3 s")

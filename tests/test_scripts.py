@@ -54,6 +54,7 @@ def test_the_fused_logprobs_take_a_small_part_of_the_memory_of_the_naive_ones():
     assert len(shares) == 2 and max(shares) < 25, done.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_rejects_a_size_of_zero():
     done = bench_ops("--vocab", "0")
     assert done.returncode == 2

@@ -165,7 +165,7 @@ def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, 
     resumed_equals_uninterrupted(kind, tmp_path)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_ctrl_c_the_warning_of_a_scheduler_and_a_closed_terminal_stop_alike(tmp_path, number):
     assert exit_code(crash_runs.signalled, "ppo", tmp_path, "token", 10, number) == 0

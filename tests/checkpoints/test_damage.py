@@ -76,9 +76,9 @@ def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_
     assert tried > 4 * len(files) and checkpoint_problems(last) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 @pytest.mark.parametrize("how", ["missing", "half", "of another step"])
-@pytest.mark.sampled(2)
 def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, kind, how, caplog):
     folder = copied(run_of(kind), tmp_path / "run")
     first, last = checkpoint_folders(folder)

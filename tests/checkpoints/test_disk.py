@@ -90,7 +90,7 @@ def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):
     make_trainer(tmp_path).train()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 def test_a_run_whose_disk_died_goes_on_from_its_mirror(tmp_path, kind):
     folder, mirror = tmp_path / "run", tmp_path / "mirror"

@@ -85,7 +85,7 @@ def killed_at(kind: str, fatal: int) -> None:
     run.finish_again(f"killed before {run.events[fatal - 1]}, {fatal} of {len(run.events)}")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LAST)
 def test_a_run_killed_while_it_ends_ends_the_same(kind):
     """Right after its last checkpoint has its name, and before the last file of its result."""

@@ -64,7 +64,7 @@ def flat_optimizer(trainer):
     return {f"{i}.{name}": torch.as_tensor(value) for i, own in state.items() for name, value in own.items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STOPS)
 def test_resuming_equals_not_having_stopped(tmp_path, variant, step):

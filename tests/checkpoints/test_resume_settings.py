@@ -114,6 +114,7 @@ def test_a_changed_reward_file_or_column_is_refused_unless_it_is_meant_and_other
     assert "reward_funcs.kind" in caplog.text and "reward_columns.answer" in caplog.text
 
 
+@pytest.mark.slow
 def test_another_reward_model_under_the_same_name_is_refused(tmp_path):
     def reward_model(seed):
         torch.manual_seed(seed)
@@ -135,6 +136,7 @@ def test_another_reward_model_under_the_same_name_is_refused(tmp_path):
         other.train(checkpoint)
 
 
+@pytest.mark.slow
 def test_the_optimizer_s_own_settings_are_said_to_stay(tmp_path, checkpoint, caplog):
     with pytest.raises(ValueError, match=r"weight_decay stays 0.0 \(here 0.1\).* allow_config_change"):
         resume(tmp_path, checkpoint, weight_decay=0.1)

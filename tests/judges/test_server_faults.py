@@ -202,6 +202,7 @@ def hangs_on(stub, text):
     stub.hangs_on = lambda body: text in str(body["messages"])
 
 
+@pytest.mark.slow
 def test_questions_that_hang_fill_every_slot_and_the_others_are_answered_all_the_same():
     # Those on one prompt come first and together, as in a chunk; there are more of them than calls at once.
     asked = [Pair("hangs", f"first {i}", f"second {i}") for i in range(12)] + pairs(20)

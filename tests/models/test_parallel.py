@@ -66,6 +66,7 @@ def tolerance(case, place):
     return 2e-2 if case == "bfloat16" else 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 @pytest.mark.parametrize("case", marked(CASES))
 @pytest.mark.parametrize("place", places(2))

@@ -88,6 +88,7 @@ def test_the_search_equals_trying_everything_on_many_spaces(**space):
     check_equal_to_everything(**space)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_search_equals_trying_everything_where_all_kinds_of_plans_fit(objective):
     plans = check_equal_to_everything(

@@ -110,6 +110,7 @@ def test_a_figure_of_the_update_beyond_its_limit_raises_its_alarm(tmp_path, capl
     assert sentences and "in 2 rollouts in a row" in sentences[0]
 
 
+@pytest.mark.slow
 def test_the_figures_that_are_judged_do_not_depend_on_how_often_the_run_logs(tmp_path):
     settings = {"num_rollouts": 6, "num_ppo_epochs": 4, "alarm_entropy": 10.0, "alarm_patience": 2}
     often = trained(tmp_path / "often", **settings)
@@ -229,6 +230,7 @@ def test_from_the_last_good_checkpoint_a_run_has_its_own_checkpoints_and_not_tho
     assert (tmp_path / "checkpoint-12.aside0").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, caplog):
     first = stopping(tmp_path, stop_on_alarm=["true"])
     first.train()
@@ -269,6 +271,7 @@ def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
     assert len(expected) == 2
 
 
+@pytest.mark.slow
 def test_a_second_training_of_the_same_trainer_begins_anew(tmp_path, caplog):
     trainer = make_trainer(tmp_path, rollout_backend=ByRollout(lambda number: REPEATS), num_rollouts=4, **STILL)
     trainer.train()

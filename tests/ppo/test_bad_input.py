@@ -422,6 +422,7 @@ def test_a_subclass_may_have_keywords_of_its_own(tmp_path):
     assert trainer.processing_class.eos_token == "<eos>"
 
 
+@pytest.mark.slow
 def test_the_trainer_rejects_an_output_folder_that_holds_another_run(tmp_path):
     trained(tmp_path, save_strategy="steps", save_steps=1)
     first = (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes()

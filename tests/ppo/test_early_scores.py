@@ -114,6 +114,7 @@ def same_run(one, other, besides=()):
 # --- the same result --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "staleness"), [pytest.param("one_step", None, marks=pytest.mark.slow), ("async", 2)]
 )
@@ -266,6 +267,7 @@ def test_an_evaluation_and_rows_that_arrive_do_not_call_a_function_at_once(tmp_p
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_function_that_only_works_in_the_main_thread_gets_whole_rollouts(tmp_path, caplog):
     rows = []
 
@@ -426,6 +428,7 @@ class Answers(dict):
         self[key] = value
 
 
+@pytest.mark.slow
 def test_a_judge_with_a_memory_is_asked_once_and_early(tmp_path):
     threads = set()
 

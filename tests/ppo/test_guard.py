@@ -216,6 +216,7 @@ def test_an_optimizer_whose_state_is_not_finite_takes_no_step(tmp_path):
     assert_same(trained_weights(trainer.model), recorder.weights[-1])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_optimizer_is_not_finite_moves_no_weight(tmp_path):
     settings = {"num_rollouts": 2, "save_strategy": "steps", "save_steps": 1}
     first = trained(tmp_path, callbacks=[Spoils(2)], **settings)

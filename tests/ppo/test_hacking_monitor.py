@@ -169,6 +169,7 @@ def test_a_judge_that_agrees_with_the_reward_raises_no_alarm(tmp_path):
     assert logged(trainer, "judge/score")[-1] > logged(trainer, "judge/score")[0]
 
 
+@pytest.mark.slow
 def test_being_watched_changes_nothing_in_training(tmp_path):
     settings = {**RUN, **SHORT, "num_rollouts": 3, "dataset": prompts(48), "eval_dataset": prompts(48)}
     alone = trained(tmp_path / "alone", reward=even_share, **settings)
@@ -220,6 +221,7 @@ def test_a_run_whose_judge_has_not_answered_yet_resumes_as_if_never_stopped(tmp_
     assert again.state() == monitor.state() and again.num_left_out == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
     trained(

@@ -90,6 +90,7 @@ def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
         assert loss == pytest.approx(policy + 0.7 * value - 0.3 * entropy, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     entropy = {}
     for coefficient in (0.0, 1.0):
@@ -104,7 +105,7 @@ def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     assert entropy[1.0] > entropy[0.0] + 0.01
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("metric", "narrow", "wide"),
     [
@@ -153,6 +154,7 @@ def test_without_log_completions_nothing_is_written(tmp_path):
     assert not (tmp_path / "completions").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
     plain = trained(tmp_path / "plain", num_rollouts=3)
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}

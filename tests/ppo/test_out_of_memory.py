@@ -45,7 +45,7 @@ def run(folder, most=None, when=None, **settings):
     return trainer
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"adapter_layers": "top-1", "trunk_cache": "cpu"}, {"value_head": "adapter"}]
 )

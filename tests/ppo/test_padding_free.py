@@ -60,7 +60,7 @@ def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, setti
     assert len(packed.update_forwards) < len(padded.update_forwards)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {**TOP, "capture_trunk_states": True}, {**TOP, "capture_trunk_states": False}]
 )
@@ -86,7 +86,7 @@ def test_it_may_change_in_the_middle_of_a_rollout_because_it_only_rounds(tmp_pat
     assert_same(trained_weights(resumed.model), trained_weights(whole.model), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {**TOP, "trunk_cache": "cpu"}])
 @pytest.mark.parametrize("is_update", [True, False])
 def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, is_update):

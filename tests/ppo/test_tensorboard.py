@@ -81,6 +81,7 @@ def test_the_tab_of_custom_scalars_shows_metrics_that_are_logged(board):
     assert tags <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_its_curves_in_the_same_tensorboard_run(tmp_path):
     make_trainer(tmp_path, num_rollouts=2, **SETTINGS).train()
     # From step 2: steps 3 and 4 are made again, and their first events are hidden.

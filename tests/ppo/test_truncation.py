@@ -61,6 +61,7 @@ def test_everything_kept_is_the_run_without_truncation_bit_by_bit(tmp_path):
     assert logged(plain, ESS) == []
 
 
+@pytest.mark.slow
 def test_a_truncated_run_raises_no_alarm_about_the_difference_that_it_makes(tmp_path):
     truncated = trained(tmp_path / "a", num_rollouts=2, top_k=2, alarm_patience=1)
     assert logged(truncated, GAP)[0] > 0.1

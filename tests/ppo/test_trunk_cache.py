@@ -41,7 +41,7 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
     return seen
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
 @pytest.mark.parametrize("place", ["device", "cpu", "disk", "auto"])
 def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
@@ -102,6 +102,7 @@ def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tm
     assert not [f for f in (tmp_path / "cut").rglob("*") if "trunk-states" in f.name]
 
 
+@pytest.mark.slow
 def test_a_continued_adapter_on_all_layers_is_frozen_below_the_cut_and_reused(tmp_path):
     ends = [
         trained_weights(trained(tmp_path / place, model=sft_model(), **TOP, trunk_cache=place).model)
@@ -135,7 +136,7 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
     assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
 @pytest.mark.parametrize("value_head", ["shared", "adapter"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])

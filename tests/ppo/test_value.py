@@ -47,6 +47,7 @@ def test_value_learning_rate_is_that_of_head_and_value_adapter_alone(tmp_path, v
     assert sum(len(g["params"]) for g in groups) == len(first)
 
 
+@pytest.mark.slow
 def test_a_value_learning_rate_equal_to_the_other_changes_no_bit(tmp_path):
     settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "value_head": "adapter", "weight_decay": 0.1}
     one = trained(tmp_path / "one", learning_rate=1e-2, **settings)

@@ -93,6 +93,7 @@ def test_another_base_and_too_few_positions_are_told_before_training(tmp_path):
         make_trainer(tmp_path / "run", rollout_backend=VLLMBackend(short.url, tmp_path, policy=POLICY), **settings)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_publishes_under_new_names_and_ends_as_the_uninterrupted_one(stub, tmp_path):
     def run(folder, *callbacks, resume=None):
         backend = VLLMBackend(stub.url, folder / "adapters", policy=POLICY)
@@ -112,6 +113,7 @@ def test_a_resumed_run_publishes_under_new_names_and_ends_as_the_uninterrupted_o
     assert [name.rsplit("-", 1)[1] for name in published] == ["v2", "v3"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "staleness"), [("sync", 0), ("one_step", 1), ("async", 2)])
 def test_settings_alone_sample_on_the_server_also_ahead_of_the_update(stub, tmp_path, schedule, staleness):
     settings = {"use_vllm": True, "vllm_server_base_url": stub.url, "schedule": schedule, "max_staleness": staleness}

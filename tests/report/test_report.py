@@ -161,6 +161,7 @@ def test_a_run_without_a_record_is_read_from_its_last_checkpoint(tmp_path):
     assert run.hours() is not None and "score" in svgs(write_report([tmp_path]).read_text())
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_share_their_plots(tmp_path):
     folders = [write_ppo_run(tmp_path / name, shift=shift) for name, shift in (("one", 0.0), ("two", 1.0))]
     text = write_report(folders, tmp_path / "both").read_text()

@@ -151,7 +151,7 @@ def test_an_adapter_at_the_cut_scores_captured_states_as_it_scores_those_of_a_pa
     torch.testing.assert_close(captured.scores.total, made.scores.total, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", "disk", "off"])
 def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
     settings = {**SHAPE, "adapter_layers": "top-1", "value_head": "adapter", "capture_trunk_states": False}
@@ -174,6 +174,7 @@ def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path, s
     assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
 
 
+@pytest.mark.slow
 def test_a_saved_policy_holds_no_reward_adapter_and_resumes_with_it(tmp_path):
     trainer = run(tmp_path / "one", adapter_layers="top-1", value_head="adapter")
     trainer.save_model()

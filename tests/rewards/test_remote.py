@@ -189,7 +189,7 @@ def test_a_row_that_is_refused_does_not_take_its_batch_with_it():
             call(RemoteReward(f"{stub.root}/rate", policy=PATIENT), ["a", "b"], ["completion 3", "completion 3"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", "500"])
 def test_a_row_that_hangs_or_breaks_the_server_is_left_without_a_score_and_the_others_of_its_batch_have_theirs(fault):
     policy = RetryPolicy(max_calls=3, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=1.0, patience_s=0.01)

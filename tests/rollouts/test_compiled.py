@@ -94,6 +94,7 @@ def test_a_logits_processor_sees_the_rows_that_decode_padded_on_the_left():
     assert_same(rollout, eager)
 
 
+@pytest.mark.slow
 def test_logits_that_turn_bad_on_the_way_name_the_row_and_the_token():
     model = tiny()
     tokens = generate(model, SamplingParams(max_completion_length=4)).completion_ids[0]
@@ -126,6 +127,7 @@ def test_an_attention_without_masks_and_a_cache_that_changes_the_logits_are_obst
     assert "changes its logits" in compiled.CompiledDecoder(model, {}).obstacle()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_rows_decode_eagerly(monkeypatch, caplog):
     def no_compiler(graph, inputs):
         raise RuntimeError("no compiler here")

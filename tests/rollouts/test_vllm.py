@@ -319,8 +319,8 @@ def short(fault):
     return {"timeout_s": 4.0, "first_timeout_s": 4.0, "max_calls": 40} if fault in SLOW else {"max_calls": 40}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.sampled(7)
 def test_a_fault_costs_calls_and_changes_no_sample(fault, stub, tmp_path):
     model, backend = policy(), backend_of([stub], tmp_path, settings=short(fault))
     backend.sync(model, 1)

@@ -141,6 +141,7 @@ def test_a_judge_alone_is_enough_and_leaves_no_scores(evaluate, tmp_path):
     assert row["score"] is None and "score/unscored" not in row
 
 
+@pytest.mark.slow
 def test_the_base_by_name_is_as_good_an_opponent_as_the_reference(evaluate, inputs, tmp_path):
     assert evaluate() == 0
     assert evaluate("--opponent", inputs / "model", out="named") == 0

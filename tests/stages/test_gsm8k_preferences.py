@@ -91,6 +91,7 @@ def test_files_in_the_wrong_order_are_refused(tmp_path, monkeypatch, capsys):
     assert "t.jsonl has no column ground_truth" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real text is not beside the checkout")
 def test_the_real_pairs_prefer_what_is_right(tmp_path):
     files = [str(REAL / name) for name in ("gsm8k_model_solutions.jsonl", "gsm8k_train.jsonl")]

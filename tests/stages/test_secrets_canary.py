@@ -160,6 +160,7 @@ def test_sft_reward_and_distill_leave_none(base, place, capfd, caplog):
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
+@pytest.mark.slow
 def test_ppo_with_a_reward_that_logs_secrets_leaves_none(base, place, capfd, caplog):
     options = [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:leaky", "--eval_dataset_name", base / "rows.jsonl"]
     with caplog.at_level(logging.WARNING):

@@ -183,6 +183,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("status", "dies", "reason"),
     [

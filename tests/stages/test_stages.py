@@ -97,6 +97,7 @@ def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
         assert len(lines) == 10 and {"prompt", "completion", "score", "score/polite"} <= set(json.loads(lines[0]))
 
 
+@pytest.mark.slow
 def test_a_reward_adapter_on_the_base_is_named_like_a_reward_model(there):
     judge = saved_reward_adapter(
         there / "runs/judge", Path("runs/tiny/sft"), tokenizer=load_tokenizer("runs/tiny/sft")
@@ -160,6 +161,7 @@ def test_eval_of_a_base_model_has_one_side(there):
     assert figures["policy"] == metrics(there / "runs/tiny/ppo")["reference"]
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_from_an_adapter_and_eval_compares_with_that_adapter(there):
     options = ["--model_name_or_path", "runs/tiny/ppo", "--output_dir", "runs/further", "--save_strategy", "no"]
     lora = ["--lora_r", "16", "--lora_alpha", "32"]
@@ -178,6 +180,7 @@ def test_a_lora_field_beside_an_adapter_is_refused(there, capsys):
     assert "is an adapter with a LoRA config of its own; remove lora_r, lora_alpha" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["runs/tiny/ppo-resumed/checkpoint-3", "true"])
 def test_resuming_from_the_command_line_ends_where_the_uninterrupted_run_did(there, how):
     resumed = there / "runs/tiny/ppo-resumed"

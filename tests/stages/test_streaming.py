@@ -112,7 +112,7 @@ def whole(there):
     return run_once
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "reward", "distill", "ppo"])
 def test_in_the_order_of_the_files_a_streamed_run_is_the_run_in_memory(there, name):
     in_order = ["--shuffle_dataset", "false"] if name == "ppo" else ["--train_sampling_strategy", "sequential"]
@@ -122,7 +122,7 @@ def test_in_the_order_of_the_files_a_streamed_run_is_the_run_in_memory(there, na
     assert_equal(there / f"{name}-streamed", there / f"{name}-memory")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VERBS)
 def test_a_resumed_streamed_run_ends_as_the_uninterrupted_one(there, whole, name):
     # From the first pass, and from the second one (8 steps in a pass of SFT; 5 rollouts of 2 steps in one of PPO).
@@ -134,6 +134,7 @@ def test_a_resumed_streamed_run_ends_as_the_uninterrupted_one(there, whole, name
         assert_equal(output, whole(name))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_every_pass_has_every_row_once_in_another_order(there, whole, name, monkeypatch):
     reads = []
@@ -181,6 +182,7 @@ def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, ca
     assert "pairs.jsonl, row 7: chosen and rejected are identical" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_held_out_rows_are_measured(there, tmp_path):
     options = ["--dataset_name", "pairs/*.jsonl", "--eval_dataset_name", "pairs/0.jsonl", *STREAMED]
     assert run("reward", str(tmp_path / "out"), *options) == 0

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import onetrunk.utils.quiet
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_importing_the_trainer_says_nothing():
     command = [sys.executable, "-W", "error::FutureWarning", "-c", "from onetrunk import PPOTrainer"]
     done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=1500)

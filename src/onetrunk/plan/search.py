@@ -396,14 +396,18 @@ def why_not(plan: Plan, winner: Plan, objective: str, market: str) -> str:
     if plan is winner:
         return ""
     words = []
-    if objective == "cost":
-        cost = plan.iteration_s * plan.usd_per_hour(market) / (winner.iteration_s * winner.usd_per_hour(market))
-        words.append(f"costs {cost:.2f} times as much")
-    elif objective == "gpus" and plan.count > winner.count:
-        words.append(f"takes {plan.count} devices instead of {winner.count}")
+    cost = plan.iteration_s * plan.usd_per_hour(market) / (winner.iteration_s * winner.usd_per_hour(market))
     ratio = plan.iteration_s / winner.iteration_s
-    words.append(f"takes {ratio:.2f} times as long" if ratio >= 1.005 else "is as fast or faster")
-    if ratio >= 1.005:
+    if objective == "cost" or (ratio < 1.005 and cost >= 1.005):
+        words.append(f"costs {cost:.2f} times as much")
+    if objective == "gpus" and plan.count > winner.count:
+        words.append(f"takes {plan.count} devices instead of {winner.count}")
+    if ratio < 0.995:
+        words.append("is faster")
+    elif ratio < 1.005:
+        words.append("is as fast")
+    else:
+        words.append(f"takes {ratio:.2f} times as long")
         losses = {name: plan.phases[name].seconds - winner.phases[name].seconds for name in plan.phases}
         name = max(losses, key=losses.__getitem__)
         phase = plan.phases[name]
