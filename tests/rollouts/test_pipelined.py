@@ -21,7 +21,11 @@ from tests.rollouts.small import KEYS, PROMPTS, tiny
 
 # `make test` runs these in one launch; the others are slow.
 FAST = ("gemma2, seeded", "lora, greedy", "lora, truncated", "refilled")
-several = pytest.mark.multi_process
+
+
+def several(function):
+    # One launch runs all cases of its number of processes.
+    return pytest.mark.timeout(3600)(pytest.mark.multi_process(function))
 
 
 @cache
