@@ -21,7 +21,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import StopAt, make_trainer, trained_weights, without_wall_clock  # noqa: E402
+from tests.ppo.support import StopAt, logged, make_trainer, trained_weights, without_wall_clock  # noqa: E402
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -33,9 +33,10 @@ CASES = {
     "kept": {},
     "packed": {},
     "stopped": {},
+    "autocast": {},
     "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
 }
-BOTH = {"kept": {"trunk_cache": "off"}, "packed": {"trunk_cache": "off"}}
+BOTH = {"kept": {"trunk_cache": "off"}, "packed": {"trunk_cache": "off"}, "autocast": {"bf16": True}}
 RESUMED = {**two_processes.SHAPE, **two_processes.PLACE, "num_minibatches": 2, "value_head": "adapter"}
 
 
@@ -71,13 +72,32 @@ def go_on(folder: Path, stopped: Path, how: str = "stages") -> None:
     (folder / f"resumed-{rank}.json").write_text(json.dumps(without_wall_clock(resumed.state.log_history)))
 
 
+def ahead(folder: Path) -> None:
+    """Train with rows that start in the rollout before, whole and resumed inside a rollout."""
+    case = {**two_processes.SHAPE, **two_processes.PLACE, **STAGED, "pipeline_ahead": True, "max_rollout_rows": 3}
+    case |= {"num_rollouts": 4, "max_completion_length": 10, "learning_rate": 0.05, "pipeline_batches": 3}
+    whole = make_trainer(folder / "ahead", **case)
+    whole.train()
+    make_trainer(folder / "ahead-stopped", callbacks=[StopAt(3)], **case).train()
+    resumed = make_trainer(folder / "ahead-resumed", **case)
+    resumed.accelerator.wait_for_everyone()
+    resumed.train(resume_from_checkpoint=str(folder / "ahead-stopped" / "checkpoint-3"))
+    rank = whole.accelerator.process_index
+    (folder / f"ahead-{rank}.json").write_text(json.dumps(logged(whole, "sampling/staleness")))
+    save_file(trained_weights(whole.model), folder / f"ahead-{rank}.safetensors")
+    save_file(trained_weights(resumed.model), folder / f"ahead-resumed-{rank}.safetensors")
+
+
 def main(folder: Path, names: list[str]) -> None:
+    if names == ["ahead"]:
+        ahead(folder)
+        return
     if names[:1] == ["go-on"]:
         go_on(folder, Path(names[1]), *names[2:])
         return
     for name, settings in CASES.items():
         own = BOTH.get(name, {}) | ({} if IS_ALONE else {**STAGED, **settings})
-        two_processes.CASES[name] = {**two_processes.CASES[name], **own}
+        two_processes.CASES[name] = {**two_processes.CASES.get(name, {}), **own}
     for name in names or CASES:
         two_processes.run(name, folder)
     if not names:

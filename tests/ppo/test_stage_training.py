@@ -149,6 +149,18 @@ def test_a_checkpoint_of_stages_goes_on_in_another_layout_and_the_other_way_roun
             assert entry == pytest.approx(one, rel=2e-3, abs=0.03)
 
 
+@launches
+@pytest.mark.parametrize("place", places(2))
+def test_rows_sampled_ahead_are_those_of_the_pipeline_and_are_resumed(place):
+    folder = launched(place, 2, "ahead")
+    whole, resumed = (load_file(folder / f"ahead{part}-0.safetensors") for part in ("", "-resumed"))
+    assert_same(resumed, whole, **REPEATED[place])
+    for part, expected in (("", whole), ("-resumed", resumed)):
+        assert_same(load_file(folder / f"ahead{part}-1.safetensors"), expected)
+    first, *later = json.loads((folder / "ahead-0.json").read_text())
+    assert first == 0 and all(0 <= share < 1 for share in later) and max(later) > 0
+
+
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:shortest"
 OPTIONS += " --rollout_batch_size 4 --num_rollouts 2 --num_minibatches 1 --max_completion_length 6 --lora_r 2"
 OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 --value_head adapter"

@@ -274,7 +274,7 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
-        is_divided: whether tensor parallelism divides the model, so that a group of processes has the same rows.
+        is_divided: whether the model is divided over a group of processes, which have the same rows.
     """
 
     backend: RolloutBackend
