@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import struct
 import threading
 import time
 import zlib
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from onetrunk.utils.disk_map import DiskMap
 from onetrunk.utils.locks import WriterLock
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -25,13 +27,15 @@ _LINE = re.compile(rb'\{"crc":"([0-9a-f]{8})",("key":"([0-9a-f]{64})","value":(.
 FSYNC_EVERY_S = 5.0
 # Bytes of a line are fewer.
 LONGEST = 1 << 32
+# The first byte of a line, and its bytes.
+PLACE = struct.Struct("<QL")
 
 
 class Ledger:
     """A mapping of sha256 keys (64 hexadecimal digits) to JSON values. Safe to share between threads.
 
-    Memory holds only the place of each value (about 150 bytes per entry); values are read from the file. An incomplete
-    last line is cut off when the file is opened; a damaged line anywhere else is an error.
+    Values are read from the file, and their places from a temporary index on disk, so memory does not grow with the
+    entries. An incomplete last line is cut off when the file is opened; a damaged line anywhere else is an error.
 
     Args:
         path: the file; created with its folder if it is missing.
@@ -42,8 +46,6 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        # Where each line begins and its length, as one number: a tuple of two takes 64 bytes more.
-        self._places: dict[bytes, int] = {}
         self._end = 0
         self._mutex = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +53,8 @@ class Ledger:
             stack.callback(WriterLock(self.path).release)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             stack.callback(os.close, self._descriptor)
+            # Where each line begins, and its length.
+            self._places = stack.enter_context(DiskMap())
             self._load()
             self._resources: contextlib.ExitStack | None = stack.pop_all()
         self._synced = time.monotonic()
@@ -62,27 +66,33 @@ class Ledger:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._places)
+        with self._mutex:
+            self._require_open()
+            return len(self._places)
 
     def __contains__(self, key: str) -> bool:
-        return _as_bytes(key) in self._places
+        with self._mutex:
+            self._require_open()
+            return _as_bytes(key) in self._places
 
     def keys(self) -> Iterator[str]:
         """Return the keys in the order of their first `put`."""
         with self._mutex:
+            self._require_open()
             return iter([key.hex() for key in self._places])
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value under `key`, or `default`.
 
         Raises:
-            RuntimeError: the line was changed after the file was opened.
+            RuntimeError: the line was changed after the file was opened, or the ledger is closed.
         """
         with self._mutex:
-            if key not in self:
-                return default
             self._require_open()
-            start, length = divmod(self._places[_as_bytes(key)], LONGEST)
+            place = self._places.get(_as_bytes(key))
+            if place is None:
+                return default
+            start, length = PLACE.unpack(place)
             line = os.pread(self._descriptor, length, start)
         entry = _read_line(line)
         if entry is None or entry[0].hex() != key:
@@ -107,7 +117,7 @@ class Ledger:
             self._require_open()
             start = self._end
             self._append(line)
-            self._places[_as_bytes(key)] = start * LONGEST + len(line) - 1
+            self._places[_as_bytes(key)] = PLACE.pack(start, len(line) - 1)
             if time.monotonic() - self._synced >= FSYNC_EVERY_S:
                 os.fsync(self._descriptor)
                 self._synced = time.monotonic()
@@ -150,7 +160,7 @@ class Ledger:
                 if entry is None:
                     os.ftruncate(self._descriptor, self._end)
                     return
-                self._places[entry[0]] = self._end * LONGEST + len(text)
+                self._places[entry[0]] = PLACE.pack(self._end, len(text))
                 self._end += len(line)
                 if not line.endswith(b"\n"):
                     self._append(b"\n")

@@ -16,6 +16,7 @@ from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampler import open_stream
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.types import SampledText
+from onetrunk.utils.disk_map import DiskMap
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,15 @@ class GivenSource:
             self.total = (self.total or 0) + args.part.takes(prompt_key(group.prompt))
 
     def __iter__(self) -> Iterator[GivenItem]:
-        seen: set[bytes] = set()
-        for group in self._groups():
-            if not self.args.part.takes(prompt_key(group.prompt)):
-                continue
-            key = digest([group.prompt, list(group.texts)])
-            short = bytes.fromhex(key)[:16]
-            is_new = short not in seen
-            seen.add(short)
-            self.counts["prompts" if is_new else "repeated_prompts"] += 1
-            if is_new:
-                yield GivenItem(group.prompt, key, [], group)
+        with DiskMap() as seen:
+            for group in self._groups():
+                if not self.args.part.takes(prompt_key(group.prompt)):
+                    continue
+                key = digest([group.prompt, list(group.texts)])
+                is_new = seen.add(bytes.fromhex(key))
+                self.counts["prompts" if is_new else "repeated_prompts"] += 1
+                if is_new:
+                    yield GivenItem(group.prompt, key, [], group)
 
     def _groups(self) -> Iterator[Group]:
         conversational = None

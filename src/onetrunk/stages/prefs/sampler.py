@@ -38,6 +38,7 @@ from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.types import Prompt
+from onetrunk.utils.disk_map import DiskMap
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,8 @@ class PromptSource:
         if not args.streaming:
             rows = load_dataset_rows(args)
             self._rows = self._encoded(rows.select_columns(["prompt"]) if "prompt" in rows.column_names else rows)
-            self._order = list(self._selected(self._rows["prompt"], set()))
+            with DiskMap() as seen:
+                self._order = list(self._selected(self._rows["prompt"], seen))
 
     @property
     def longest_prompt(self) -> int:
@@ -236,17 +238,17 @@ class PromptSource:
             yield PromptItem(row["prompt"], key, row["prompt_ids"])
 
     def _streamed(self) -> Iterator[PromptItem]:
-        seen: set[bytes] = set()
         stream, start = iter(stream_rows(self.args)), 0
-        while window := list(islice(stream, WINDOW)):
-            try:
-                rows = self._encoded(Dataset.from_list(window))
-            except ValueError as error:
-                raise ValueError(f"rows {start} to {start + len(window) - 1} of the stream: {error}") from error
-            for index, key in self._selected(rows["prompt"], seen):
-                row = rows[index]
-                yield PromptItem(row["prompt"], key, row["prompt_ids"])
-            start += len(window)
+        with DiskMap() as seen:
+            while window := list(islice(stream, WINDOW)):
+                try:
+                    rows = self._encoded(Dataset.from_list(window))
+                except ValueError as error:
+                    raise ValueError(f"rows {start} to {start + len(window) - 1} of the stream: {error}") from error
+                for index, key in self._selected(rows["prompt"], seen):
+                    row = rows[index]
+                    yield PromptItem(row["prompt"], key, row["prompt_ids"])
+                start += len(window)
 
     def _encoded(self, rows: Dataset) -> Dataset:
         args = self.args
@@ -267,15 +269,13 @@ class PromptSource:
             )
         return rows
 
-    def _selected(self, prompts: Iterable[Prompt], seen: set[bytes]) -> Iterator[tuple[int, str]]:
+    def _selected(self, prompts: Iterable[Prompt], seen: DiskMap) -> Iterator[tuple[int, str]]:
         """Yield index and key of each new prompt of this shard."""
         for index, prompt in enumerate(prompts):
             key = prompt_key(prompt)
             if not self.args.part.takes(key):
                 continue
-            short = bytes.fromhex(key)[:16]
-            is_new = short not in seen
-            seen.add(short)
+            is_new = seen.add(bytes.fromhex(key))
             self.counts["prompts" if is_new else "repeated_prompts"] += 1
             if is_new:
                 yield index, key
