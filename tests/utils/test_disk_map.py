@@ -4,7 +4,7 @@ import gc
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.utils.disk_map import DiskMap
@@ -12,6 +12,7 @@ from onetrunk.utils.disk_map import DiskMap
 KEYS = st.binary(max_size=3)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["set", "add"]), KEYS, st.binary(max_size=4))))
 def test_it_is_a_dict_that_keeps_the_order_of_insertion(steps):
     expected = {}
