@@ -61,7 +61,7 @@ class SlotBiased:
     def compare(self, pairs: Sequence[Pair], principle: Principle, done=None) -> list[Verdict]:
         verdicts = []
         for pair, fair in zip(pairs, self.judge.compare(pairs, principle), strict=True):
-            noise = random.Random(repr(pair)).gauss(0, self.noise)
+            noise = random.Random(repr((pair.prompt, pair.first, pair.second))).gauss(0, self.noise)
             logit = math.log(fair.probability / (1 - fair.probability))
             verdicts.append(Verdict(logistic(logit + self.bias + noise)))
         for index, verdict in enumerate(verdicts):

@@ -297,7 +297,10 @@ def quotes_of(folder: str | os.PathLike[str]) -> list[Quote]:
     Raises:
         ValueError: the folder holds no measurement of judges.
     """
-    run = read_run(folder)
+    try:
+        run = read_run(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds no measurement; give the output_dir of onetrunk judge") from error
     if run.verb != "judge":
         raise ValueError(f"{folder} holds a run of {run.verb}; give the output_dir of onetrunk judge")
     quotes = []

@@ -394,10 +394,13 @@ def _write_rows(
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
             counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
-            raise RuntimeError(
-                f"no row came out ({counts or 'the input holds no prompts'}); look at the completions: a higher"
-                " temperature or num_generations makes them differ, another judge or constitution tells them apart"
+            advice = (
+                "give at least two different completions of a prompt; another judge or constitution tells them apart"
+                if args.completions == "given"
+                else "look at the completions: a higher temperature or num_generations makes them differ, another judge"
+                " or constitution tells them apart"
             )
+            raise RuntimeError(f"no row came out ({counts or 'the input holds no prompts'}); {advice}")
     statistics = flow.statistics()
     return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
 
