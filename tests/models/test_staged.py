@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.multiprocessing
+from peft import LoraConfig, get_peft_model
 
+from onetrunk.models.base import decoder_layers
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.staged import _Call, _StageModule, keep_stage, staged, training_obstacle
+from onetrunk.models.staged import _Call, _drop, _StageModule, keep_stage, staged, training_obstacle
 from tests.models import late_cast_worker, staged_worker
 from tests.models.branches import a_pack, a_trunk, loss_of, same
 from tests.places import CPU, GPU, places
@@ -148,3 +150,15 @@ def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
     assert "norm.weight among what trains; train LoRA adapters only" in training_obstacle(trunk)
     assert training_obstacle(a_trunk()) is None
     assert staged(trunk) is None
+
+
+def test_a_layer_of_another_stage_keeps_its_adapters_also_frozen_ones():
+    """A frozen adapter is the reference of a continued policy, and every process can save it."""
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules="all-linear"))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    layer = decoder_layers(model)[0]
+    _drop(layer)
+    sizes = {name: parameter.numel() for name, parameter in layer.named_parameters()}
+    adapters = {name for name in sizes if ".lora_" in name}
+    assert adapters and {name for name, size in sizes.items() if size} == adapters

@@ -111,9 +111,10 @@ def training_obstacle(trunk: nn.Module) -> str | None:
 @torch.no_grad()
 def _drop(module: nn.Module) -> None:
     """Replace the frozen weights of a module by empty ones: to run it would be an error."""
-    for part in module.modules():
+    for path, part in module.named_modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if "lora_" in name or parameter.requires_grad:
+            # Frozen adapters, such as that of the reference, are saved whole.
+            if "lora_" in f"{path}.{name}" or parameter.requires_grad:
                 continue
             part._parameters[name] = nn.Parameter(
                 torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False

@@ -397,8 +397,8 @@ def _write_rows(
             advice = (
                 "give at least two different completions of a prompt; another judge or constitution tells them apart"
                 if args.completions == "given"
-                else "look at the completions: a higher temperature or num_generations makes them differ, another judge"
-                " or constitution tells them apart"
+                else "look at the completions: a higher temperature or num_generations makes them differ, another"
+                " judge or constitution tells them apart"
             )
             raise RuntimeError(f"no row came out ({counts or 'the input holds no prompts'}); {advice}")
     statistics = flow.statistics()
