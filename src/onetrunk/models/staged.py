@@ -179,6 +179,39 @@ class StagedTrunk:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
+    def num_tokens(self, pack: Pack) -> int:
+        """Return the tokens of a pack that cross between stages."""
+        return token_grid(self.trunk, pack, self.trunk.padding_free).num_tokens
+
+    def num_received(self, roles: Sequence[str]) -> int:
+        """Return how many states of each token the stage before hands over: one, or above the cut one per stream."""
+        return len(self._streams(self.layers.start, roles))
+
+    @torch.no_grad()
+    def run(
+        self, pack: Pack, roles: Sequence[str], temperature: float, received: tuple[Tensor, ...] | None
+    ) -> PackOutput | tuple[Tensor, ...]:
+        """Run one pack through this stage alone; return the states [N, H] for the next one, or the last one's outputs.
+
+        Args:
+            pack, roles, temperature: as TrunkModel takes them.
+            received: `num_received` states [N, H] of the stage before; None on the first stage.
+        """
+        result = self.trunk(
+            pack=pack, roles=roles, temperature=temperature, stage=StageInput(self.layers, received, self.is_last)
+        )
+        return result if self.is_last else self.as_sent(result)
+
+    def as_sent(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return states in the precision of the base: autocast's wrapper of the forward returns float32."""
+        return tuple(tensor.to(self.dtype) for tensor in states)
+
+    def known_outputs(
+        self, packs: Sequence[Pack], roles: Sequence[str], outputs: Sequence[PackOutput]
+    ) -> list[PackOutput]:
+        """Return on every stage the outputs of packs that the last one has from `run`; collective."""
+        return self._shared(outputs, self._call(packs, roles, temperature=1.0)) if packs else []
+
     @torch.no_grad()
     def outputs(self, packs: Sequence[Pack], roles: Sequence[str], temperature: float) -> list[PackOutput]:
         """Return the outputs of `roles` over each pack, on every stage."""
@@ -222,7 +255,7 @@ class StagedTrunk:
     def _call(
         self, packs: Sequence[Pack], roles: Sequence[str], temperature: float, entropy_grad: bool = False
     ) -> _Call:
-        lengths = [token_grid(self.trunk, pack, self.trunk.padding_free).num_tokens for pack in packs]
+        lengths = [self.num_tokens(pack) for pack in packs]
         return _Call(packs, tuple(roles), temperature, entropy_grad, lengths)
 
     def _first_input(self, call: _Call) -> tuple[Tensor, ...]:
@@ -242,8 +275,6 @@ class StagedTrunk:
 
     def _boundary(self, layer: int, call: _Call, has_gradients: bool) -> tuple[Tensor, ...]:
         """Return the shapes of what crosses to the stage that begins with a layer: equal ones for all packs."""
-        cut = self.trunk.cut
-        streams = self.trunk.streams(call.roles).values() if layer > cut else [False]
         return tuple(
             torch.empty(
                 call.longest,
@@ -252,8 +283,12 @@ class StagedTrunk:
                 device="meta",
                 requires_grad=has_gradients and trains,
             )
-            for trains in streams
+            for trains in self._streams(layer, call.roles)
         )
+
+    def _streams(self, layer: int, roles: Sequence[str]) -> list[bool]:
+        """Return which states enter a layer, by whether they get gradients."""
+        return list(self.trunk.streams(roles).values()) if layer > self.trunk.cut else [False]
 
     def _shared(self, outputs: Sequence[PackOutput], call: _Call) -> list[PackOutput]:
         """Return the outputs of the last stage, on every stage."""
@@ -321,8 +356,7 @@ class _StageModule(nn.Module):
             )
 
         if not stage.is_last:
-            # autocast's wrapper returns float32; the states have the precision of the base.
-            sent = [F.pad(out.to(stage.dtype), (0, 0, 0, call.longest - length)) for out in run()]
+            sent = [F.pad(states, (0, 0, 0, call.longest - length)) for states in stage.as_sent(run())]
             return tuple(sent) if len(sent) > 1 else sent[0]
         if self.loss_of is None:
             self.outputs.append(run())

@@ -12,7 +12,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -61,6 +61,7 @@ from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
+from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 
@@ -161,14 +162,18 @@ class ExperienceStream:
         # What reward functions draw from the global generators depends on the rollout alone too.
         seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
 
-        batch, rollout = self._sampled(iteration)
+        batch, rollout, scoring = self._sampled(iteration)
         sampled = time.perf_counter()
+        if scoring is not None:
+            share = torch.tensor([scoring.scored_share], device=self.accelerator.device)
+            self.metrics.add_rollout({"sampling/scored_early": self.data_parallel.gather(share).mean().item()})
 
         # The model runs over the packs in the background: reward functions may need the main thread. Collective
         # forwards have a certain order in the main thread only, and a trace sees only that one.
         formed = self._packs(rollout)
         starts_now = self.sampler.may_wait and not (self.is_collective or self.watch.trace.is_recording)
-        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
+        known = {} if scoring is None else scoring.outputs
+        model_run = Background(lambda: self._run_model(formed, known), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True), self.watch.phase("score"):
             early = {} if self.ahead is None else self.ahead.early_scores(iteration, self._poll)
             scored = self.sampler.score(batch, rollout, model_run.result, early, **self.reward_extras())
@@ -182,22 +187,39 @@ class ExperienceStream:
             self.ahead.finish(iteration)
         return experiences
 
-    def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout]:
-        """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead."""
+    def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout, StageScoring | None]:
+        """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead.
+
+        The last is there if the model is in pipeline stages: what they scored of the rollout while they sampled it.
+        """
         if self.ahead is not None:
             batch = self.ahead.begin(iteration)
             with self.stop_signals.giving_up(self.accelerator), self.watch.phase("generate"):
                 rollout = self.ahead.take(iteration, self._poll_waiting)
-            return batch, rollout
+            return batch, rollout, None
         batch, version = self.prompts(iteration), iteration * self.config.slots_per_rollout
         self.sampler.backend.sync(self.model(), version)
         alone = self.sampler.samples_together
         with self.stop_signals.giving_up(self.accelerator, alone=alone), self.watch.phase("generate"):
-            keywords: dict[str, Any] = {"trains": True, "captures_last": self.reads_next_values}
+            scoring = self._stage_scoring(batch, iteration)
+            keywords: dict[str, Any] = {
+                "trains": True,
+                "captures_last": self.reads_next_values,
+                "scoring": scoring,
+            }
             if self.config.pipeline_ahead and iteration + 1 < self.num_rollouts:
                 keywords["ahead"] = self.prompts(iteration + 1)
             rollout = self.sampler.generate(batch, version=version, **keywords)
-        return batch, rollout
+        return batch, rollout, scoring
+
+    def _stage_scoring(self, batch: PromptBatch, iteration: int) -> StageScoring | None:
+        stage = staged(self.model())
+        if stage is None:
+            return None
+        _, minibatches = self._deal(iteration)
+        pad_id, roles = self.sampler.params.pad_token_id, self._roles
+        limits, temperature = self._pack_limits, self.config.temperature
+        return StageScoring(stage, batch.prompt_ids, minibatches, limits, pad_id, roles, temperature)
 
     def shape(self, scored: ScoredRollout, packs: list[RolloutPack]) -> list[Experience]:
         """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns."""
@@ -284,14 +306,21 @@ class ExperienceStream:
 
     def _packs(self, rollout: Rollout) -> list[RolloutPack]:
         _, minibatches = self._deal(self.state.iteration)
-        limits = PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
         agree, pad_id = equal_counts(self.model(), self.accelerator), self.sampler.params.pad_token_id
-        return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)
+        return rollout_packs(rollout, minibatches, self._pack_limits, pad_id, self.accelerator.device, agree)
 
-    def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
-        roles = ("policy", "value", "reference") if self.config.beta else ("policy", "value")
+    @property
+    def _pack_limits(self) -> PackLimits:
+        return PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
+
+    @property
+    def _roles(self) -> tuple[str, ...]:
+        """The roles that score a rollout."""
+        return self.sampler.roles("policy", "value", *(("reference",) if self.config.beta else ()))
+
+    def _run_model(self, packs: Sequence[RolloutPack], known: Mapping[tuple[int, ...], Any]) -> list[RolloutPack]:
         try:
-            return self.scorer.run(packs, self.sampler.roles(*roles), self._poll)
+            return self.scorer.run(packs, self._roles, self._poll, known)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
@@ -513,7 +542,11 @@ class PackScorer:
 
     @torch.no_grad()
     def run(
-        self, packs: Sequence[RolloutPack], roles: Sequence[str], poll: Callable[[], None] = lambda: None
+        self,
+        packs: Sequence[RolloutPack],
+        roles: Sequence[str],
+        poll: Callable[[], None] = lambda: None,
+        known: Mapping[tuple[int, ...], PackOutput | None] | None = None,
     ) -> list[RolloutPack]:
         """Return the packs with the outputs of `roles`, and with `output.states` if there is a cache.
 
@@ -521,6 +554,7 @@ class PackScorer:
             packs: all or none with captured states; without them the frozen lower layers make the states.
             roles: as TrunkModel takes them.
             poll: called before each pack; may raise to give up.
+            known: outputs of packs by their rows, from pipeline stages that ran them while they sampled.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.
@@ -529,7 +563,7 @@ class PackScorer:
         self._were_captured = any(item.states is not None for item in packs)
         if self.cache is not None and not self._were_captured:
             roles = (*roles, "trunk")
-        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll)
+        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll, known or {})
         for item in packs if not scored else ():
             poll()
             output = self._outputs(item.pack, tuple(roles), item.states)
@@ -545,12 +579,20 @@ class PackScorer:
         return scored
 
     def _staged(
-        self, packs: Sequence[RolloutPack], roles: Sequence[str], poll: Callable[[], None]
+        self,
+        packs: Sequence[RolloutPack],
+        roles: Sequence[str],
+        poll: Callable[[], None],
+        known: Mapping[tuple[int, ...], PackOutput | None],
     ) -> list[RolloutPack]:
-        """Return the packs with the outputs of a model in pipeline stages, which runs them together."""
+        """Return the packs with the outputs of a model in pipeline stages, which run together those not yet known."""
         poll()
-        outputs = staged(self.model()).outputs([item.pack for item in packs], roles, self.temperature)
-        return [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
+        stage, by_rows = staged(self.model()), {tuple(item.rows): item.pack for item in packs}
+        rest = [rows for rows in by_rows if rows not in known]
+        outputs = stage.outputs([by_rows[rows] for rows in rest], roles, self.temperature)
+        shared = stage.known_outputs([by_rows[rows] for rows in known], roles, list(known.values()))
+        found = dict(zip([*rest, *known], [*outputs, *shared], strict=True))
+        return [replace(item, output=found[tuple(item.rows)]) for item in packs]
 
     def _outputs(self, pack: Pack, roles: Sequence[str], states: Tensor | None) -> PackOutput:
         """Return the model's outputs for a pack; after an out-of-memory error, joined from smaller parts."""
