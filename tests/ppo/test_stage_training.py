@@ -30,6 +30,7 @@ SCRIPT = str(Path(__file__).with_name("staged_runs.py"))
 CONFIG = str(ROOT / "accelerate_configs/pipelined.yaml")
 # Which cases a launch runs; no names: all of them, and resuming.
 LAUNCHED = {2: (), 4: ("shared", "kept")}
+SCORED_EARLY = "sampling/scored_early"
 NAMES = [(processes, name) for processes, names in LAUNCHED.items() for name in names or CASES]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 several = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -103,12 +104,17 @@ def test_all_processes_end_with_the_weights_of_one(place, processes, name):
     assert_same(ranks[0], alone, atol=2e-5, rtol=1e-4)
 
 
+def of_any_layout(log):
+    """Return a log without the metric that only pipelines have."""
+    return [{name: value for name, value in entry.items() if name != SCORED_EARLY} for entry in log]
+
+
 @launches
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
 def test_the_log_is_that_of_one_process(place, processes, name):
     alone, found = facts(place, 1, name), facts(place, processes, name)
     assert len(found["history"]) == len(alone["history"])
-    for entry, one in zip(found["history"], alone["history"], strict=True):
+    for entry, one in zip(of_any_layout(found["history"]), alone["history"], strict=True):
         assert entry.keys() == one.keys()
         for key in set(one) - {"mine/rows"}:
             # A token at the edge of the clip range may fall on either side: one of 40.
@@ -121,6 +127,21 @@ def test_the_log_is_that_of_one_process(place, processes, name):
         # What float rounding makes of 0 (sampling/logprob_gap_*) is absolute.
         expected = pytest.approx(alone["evaluation"], rel=1e-3, abs=1e-5)
         assert facts(place, processes, name, rank)["evaluation"] == expected
+
+
+@launches
+@pytest.mark.parametrize("place", places(2))
+def test_rows_are_scored_while_others_decode_and_the_first_ratio_is_1(place):
+    # With several batches, some rollouts end with one of them alone.
+    shares = [
+        entry[SCORED_EARLY] for name in CASES for entry in facts(place, 2, name)["history"] if SCORED_EARLY in entry
+    ]
+    assert shares and max(shares) > 0 and all(0 <= share <= 1 for share in shares)
+    for name in set(CASES) - {"autocast"}:
+        ratios = [
+            entry["policy/ratio_max"] for entry in facts(place, 2, name)["history"] if "policy/ratio_max" in entry
+        ]
+        assert ratios[0] == 1.0
 
 
 @launches
@@ -139,11 +160,11 @@ def test_a_pipeline_resumes_in_the_middle_of_a_rollout(place):
 def test_a_checkpoint_of_stages_goes_on_in_another_layout_and_the_other_way_round(written, processes, how):
     folder = launched(CPU, processes, "go-on", str(launched(CPU, written) / "stopped"), *how)
     whole = weights(CPU, 1, "whole")
-    log = json.loads((launched(CPU, 1) / "resumed-0.json").read_text())
+    log = of_any_layout(json.loads((launched(CPU, 1) / "resumed-0.json").read_text()))
     for rank in range(processes):
         assert_same(load_file(folder / f"resumed-{rank}.safetensors"), whole, atol=1e-4, rtol=1e-3)
         # Also the metrics that were counted, but not yet logged, at the checkpoint.
-        found = json.loads((folder / f"resumed-{rank}.json").read_text())
+        found = of_any_layout(json.loads((folder / f"resumed-{rank}.json").read_text()))
         assert [entry.keys() for entry in found] == [entry.keys() for entry in log]
         for entry, one in zip(found, log, strict=True):
             assert entry == pytest.approx(one, rel=2e-3, abs=0.03)
