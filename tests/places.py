@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ def join_group(place: str, folder: str, rank: int, world_size: int) -> torch.dev
     bound = {"device_id": device} if place == GPU else {}
     dist.init_process_group(BACKENDS[place], init_method=store, rank=rank, world_size=world_size, **bound)
     return device
+
+
+def launcher(config: str, processes: int) -> list[str]:
+    """Return the words in front of a script: Python, and for several processes accelerate with a shipped config."""
+    if processes == 1:
+        return [sys.executable]
+    shape = ["--num_processes", str(processes), "--main_process_port", "0"]
+    file = str(ROOT / f"accelerate_configs/{config}.yaml")
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *shape]
 
 
 def launch_environment(place: str, processes: int) -> dict[str, str]:

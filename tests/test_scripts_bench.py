@@ -182,7 +182,7 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
 @pytest.mark.slow
 def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
     options = "--stages 2 --stage_ms 60 --rows 2 --layers 2 --prompt 2 --completion 40 --repeats 1".split()
-    done = run("bench/pipeline.py", *options, cache=tmp_path)
+    done = run("bench_pipeline.py", *options, cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["same_tokens"] and found["tokens"] == 2 * 2 * 40 and found["bound"] == 2

@@ -21,7 +21,7 @@ from onetrunk.models.tensor_parallel import num_data_processes
 from tests.models import sharding_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.sharding_worker import CASES
-from tests.places import CPU, GPU, places
+from tests.places import CPU, places
 from tests.tiny import tiny_model
 
 LAYERS = 4
@@ -37,23 +37,14 @@ def launch(folder, world_size, layout, cases, place):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-# `make test` runs this; the others are slow.
-FAST = ("shared",)
-
-
-def marked(cases):
-    return [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 @cache
-def launched(cases, place):
-    return launch(Path(mkdtemp()), 2, Layout(), list(cases), place)
+def launched(place):
+    return launch(Path(mkdtemp()), 2, Layout(), list(CASES), place)
 
 
 def two(case, place):
-    """Return what each of two processes found in a case; the fast cases share a launch, and so do the slow ones."""
-    cases = FAST if case in FAST else tuple(name for name in CASES if name not in FAST)
-    return [rank[case] for rank in launched(CASES if place == GPU else cases, place)]
+    """Return what each of two processes found in a case; all cases share a launch."""
+    return [rank[case] for rank in launched(place)]
 
 
 def tolerance(case, place):
@@ -68,15 +59,16 @@ def tolerance(case, place):
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_outputs_and_gradients_are_those_of_a_whole_base(place, case):
     for found in two(case, place):
         assert max(found["output"], found["gradients"]) <= tolerance(case, place)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(place, case):
     for found in two(case, place):
@@ -88,8 +80,9 @@ def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(pla
             assert found["local"] * 2 == found["frozen"]
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(place, case):
     for found in two(case, place):
@@ -97,8 +90,9 @@ def test_a_rollout_gathers_each_unit_once_and_samples_what_a_whole_base_samples(
         assert found["completions"] and found["kinds_inside"] == ["Parameter"]
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(place, case):
     for found in two(case, place):
@@ -106,13 +100,15 @@ def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(plac
         assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(found["files"])
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("case", marked(GATHERS))
+@pytest.mark.parametrize("case", GATHERS)
 @pytest.mark.parametrize("place", places(2))
 def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_backward(place, case):
     assert two(case, place)[0]["gathers_in_two_steps"] == 2 * GATHERS[case]
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 @pytest.mark.parametrize("place", places(2))
 def test_accelerate_wraps_a_sharded_model_on_several_gpus(place):

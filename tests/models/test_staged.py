@@ -16,13 +16,11 @@ from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.staged import _Call, _drop, _StageModule, keep_stage, staged, training_obstacle
 from tests.models import late_cast_worker, staged_worker
 from tests.models.branches import a_pack, a_trunk, loss_of, same
-from tests.places import CPU, GPU, places
+from tests.places import CPU, places
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1800)]
 CASES = tuple(staged_worker.cases())
-# `make test` runs this; the others are slow.
-FAST = ("llama",)
 # By processes and stages: the three families in four stages of one layer, and two pipelines of two stages.
 OTHERS = {(4, 4): ("llama", "qwen2", "gemma2", "top-2"), (4, 2): ("llama", "top-2")}
 
@@ -38,11 +36,8 @@ launched = cache(launch)
 
 
 def two(case, place):
-    """Return what each of two processes found; the fast case has a launch of its own."""
-    cases = (
-        FAST if case in FAST and place == CPU else tuple(name for name in CASES if name not in FAST or place == GPU)
-    )
-    return [rank[case] for rank in launched(2, 2, cases, place)]
+    """Return what each of two processes found; all cases share a launch."""
+    return [rank[case] for rank in launched(2, 2, CASES, place)]
 
 
 def is_right(found, case):
@@ -51,7 +46,8 @@ def is_right(found, case):
     return all(found[name] <= bound for name in ("output", "trained output", "gradients"))
 
 
-@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_two_stages_have_the_outputs_and_gradients_of_one_process(case, place):
     for stage, found in enumerate(two(case, place)):
@@ -75,7 +71,8 @@ def test_four_processes_are_one_pipeline_or_two(processes, stages, case):
     assert all(found["schedules"] == 2 * ["Schedule1F1B"] for found in ranks)
 
 
-@pytest.mark.parametrize("case", [*FAST, pytest.param("uneven", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "uneven"])
 def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradients(case):
     ranks = two(case, CPU)
     layers = [found["layers"] for found in ranks]

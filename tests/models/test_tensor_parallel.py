@@ -16,7 +16,7 @@ from onetrunk.models.tensor_parallel import divide_frozen
 from tests.models import tensor_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.tensor_worker import CASES
-from tests.places import GPU, places
+from tests.places import places
 from tests.tiny import tiny_model
 
 FLOAT32 = [case for case in CASES if case not in ("float64", "bfloat16")]
@@ -30,23 +30,14 @@ def launch(folder, world_size, layout, cases, place):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-# `make test` runs this; the others are slow.
-FAST = ("shared",)
-
-
-def marked(cases):
-    return [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 @cache
-def launched(cases, place):
-    return launch(Path(mkdtemp()), 2, Layout(1, 1, tensor=2), cases, place)
+def launched(place):
+    return launch(Path(mkdtemp()), 2, Layout(1, 1, tensor=2), CASES, place)
 
 
 def two(case, place):
-    """Return what each of two processes found in a case; the fast cases share a launch, and so do the slow ones."""
-    cases = FAST if case in FAST else tuple(name for name in CASES if name not in FAST)
-    return [rank[case] for rank in launched(CASES if place == GPU else cases, place)]
+    """Return what each of two processes found in a case; all cases share a launch."""
+    return [rank[case] for rank in launched(place)]
 
 
 @pytest.fixture(scope="module", params=places(4))
@@ -65,7 +56,8 @@ def test_in_float64_a_divided_base_computes_what_a_whole_one_does(place):
         assert found["gradients"] < 1e-6
 
 
-@pytest.mark.parametrize("case", marked(FLOAT32))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FLOAT32)
 @pytest.mark.parametrize("place", places(2))
 def test_outputs_and_gradients_are_those_of_a_whole_base(case, place):
     for found in two(case, place):
@@ -82,7 +74,8 @@ def test_in_bfloat16_a_divided_base_is_as_close_to_float32_as_a_whole_one(place)
         assert divided < 1.5 * whole
 
 
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(case, place):
     for found in two(case, place):
@@ -93,13 +86,15 @@ def test_each_process_holds_its_share_of_every_matrix_and_all_that_trains(case, 
         assert found["stored"] == found["local"]
 
 
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_all_processes_of_a_group_sample_what_a_whole_base_samples(case, place):
     assert all(found["completions"] for found in two(case, place))
 
 
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("place", places(2))
 def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case, place):
     for found in two(case, place):
@@ -107,6 +102,7 @@ def test_saved_files_and_the_identity_of_the_base_are_those_of_a_whole_base(case
         assert {"adapter_model.safetensors", "value_head.safetensors", "base_model.json"} <= set(found["files"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", places(2))
 def test_no_forward_or_backward_gathers_a_matrix(place):
     """Two forwards with three roles."""

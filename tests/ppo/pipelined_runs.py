@@ -34,21 +34,6 @@ CASES = {
 }
 
 
-def resume(folder: Path) -> None:
-    """Stop in the middle of the second rollout, go on in a new trainer, and keep the weights."""
-    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_minibatches": 2, "num_rollouts": 3}
-    whole = make_trainer(folder / "whole", **case)
-    whole.train()
-    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
-    resumed = make_trainer(folder / "resumed", **case)
-    resumed.accelerator.wait_for_everyone()
-    resumed.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-6"))
-    rank = resumed.accelerator.process_index
-    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
-    save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
-    resumed.accelerator.end_training()
-
-
 def ahead(folder: Path) -> None:
     """Train with rows that start in the rollout before, whole and resumed between and inside rollouts."""
     case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "pipeline_ahead": True, "max_rollout_rows": 3}
@@ -114,7 +99,7 @@ def main(folder: Path, what: str = "") -> None:
     if not IS_ALONE:
         whole_layers(folder)
         ahead(folder)
-        resume(folder)
+        two_processes.resume(folder, **PIPELINED, num_rollouts=3).accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import StopAt, logged, make_trainer, trained_weights, without_wall_clock  # noqa: E402
+from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -37,7 +37,6 @@ CASES = {
     "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
 }
 BOTH = {"kept": {"trunk_cache": "off"}, "packed": {"trunk_cache": "off"}, "autocast": {"bf16": True}}
-RESUMED = {**two_processes.SHAPE, **two_processes.PLACE, "num_minibatches": 2, "value_head": "adapter"}
 
 
 def note_layers(folder: Path) -> None:
@@ -48,28 +47,6 @@ def note_layers(folder: Path) -> None:
     outer = [part().weight.numel() > 0 for part in (base.get_input_embeddings, base.get_output_embeddings)]
     rank = trainer.accelerator.process_index
     (folder / f"layers-{rank}.json").write_text(json.dumps({"held": held, "outer": outer}))
-
-
-def resume(folder: Path) -> None:
-    """Stop in the middle of the second rollout, and go on in a new trainer."""
-    case = {**RESUMED, **({} if IS_ALONE else STAGED)}
-    whole = make_trainer(folder / "whole", **case)
-    whole.train()
-    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
-    rank = whole.accelerator.process_index
-    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
-    go_on(folder, folder / "stopped")
-
-
-def go_on(folder: Path, stopped: Path, how: str = "stages") -> None:
-    """Go on from a run that was stopped, in this layout or in another one, and keep weights and log."""
-    case = {**RESUMED, **({} if IS_ALONE or how == "replicas" else STAGED)}
-    resumed = make_trainer(folder / "resumed", **case)
-    resumed.accelerator.wait_for_everyone()
-    resumed.train(resume_from_checkpoint=str(stopped / "checkpoint-6"))
-    rank = resumed.accelerator.process_index
-    save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
-    (folder / f"resumed-{rank}.json").write_text(json.dumps(without_wall_clock(resumed.state.log_history)))
 
 
 def ahead(folder: Path) -> None:
@@ -93,7 +70,7 @@ def main(folder: Path, names: list[str]) -> None:
         ahead(folder)
         return
     if names[:1] == ["go-on"]:
-        go_on(folder, Path(names[1]), *names[2:])
+        two_processes.go_on(folder, Path(names[1]), **({} if IS_ALONE or "replicas" in names else STAGED))
         return
     for name, settings in CASES.items():
         own = BOTH.get(name, {}) | ({} if IS_ALONE else {**STAGED, **settings})
@@ -101,7 +78,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names or CASES:
         two_processes.run(name, folder)
     if not names:
-        resume(folder)
+        two_processes.resume(folder, **({} if IS_ALONE else STAGED))
     if not names and not IS_ALONE:
         note_layers(folder)
 

@@ -1,10 +1,8 @@
 """A checkpoint resumes on another number of processes, in the middle of a rollout too, and ends where one run ends."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,18 @@ from onetrunk.ppo.metrics import merged_log
 from onetrunk.ppo.state import deal_packs
 from onetrunk.types import Experience
 from tests.models.branches import a_pack
+from tests.places import CPU, launch_environment, launcher
 from tests.ppo.support import assert_same
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("other_processes.py"))
 CHANGES = [(2, 1, "ddp"), (2, 4, "ddp"), (1, 2, "ddp"), ("fsdp2", 4, "fsdp2")]
 MIDDLE, BETWEEN, LOGGED = 2, 4, 6
 
 
 def launch(processes, output, checkpoint=None, config="ddp"):
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    file = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), "--main_process_port", "0"]
-    launcher = ["-m", "accelerate.commands.launch", *file, "--num_processes", str(processes)]
     words = [str(output), *([] if checkpoint is None else [str(checkpoint)])]
-    command = [sys.executable, *(launcher if processes > 1 else []), SCRIPT, *words]
+    command = [*launcher(config, processes), SCRIPT, *words]
+    env = launch_environment(CPU, processes)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((output / "facts-0.json").read_text())["world_size"] == processes

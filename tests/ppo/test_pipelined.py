@@ -4,21 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
-from safetensors.torch import load_file
 
 from onetrunk.ppo.checks import check_pipeline
 from tests import learning
-from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus
+from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, on_gpus
+from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.pipelined_runs import CASES
-from tests.ppo.support import assert_same, differ, make_config
+from tests.ppo.support import assert_same, make_config
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("pipelined_runs.py"))
+RUNS = Launches("pipelined_runs.py", {"alone": ALONE, "pipelined": Launch("pipelined"), "fsdp2": Launch("fsdp2")})
+launched, facts, weights = RUNS.folder, RUNS.facts, RUNS.weights
 CONFIGS = ["pipelined", "fsdp2"]
 LAUNCHES = [(CPU, how) for how in CONFIGS] + [on_gpus(GPU, how) for how in CONFIGS]
 launches = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -28,29 +26,6 @@ def several(function):
     for mark in launches:
         function = mark(function)
     return function
-
-
-@cache
-def launched(place: str, how: str, *what: str) -> Path:
-    """Run all cases, or `what`, in one launch ("alone", or with an accelerate config); return the folder."""
-    folder = Path(mkdtemp())
-    config = ["--config_file", str(ROOT / f"accelerate_configs/{how}.yaml"), "--num_processes", "2"]
-    launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"] if how != "alone" else []
-    env = launch_environment(place, 1 if how == "alone" else 2)
-    done = subprocess.run(
-        [sys.executable, *launcher, SCRIPT, str(folder), *what], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (folder / "stderr.txt").write_text(done.stderr)
-    return folder
-
-
-def facts(place, how, name, rank=0):
-    return json.loads((launched(place, how) / f"{name}-{rank}.json").read_text())
-
-
-def weights(place, how, name, rank=0, part=""):
-    return load_file(launched(place, how) / f"{name}-{rank}{part}.safetensors")
 
 
 @several
@@ -75,24 +50,14 @@ def test_of_a_sharded_base_a_stage_gathers_its_own_layers(place, how):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
 def test_two_stages_sample_the_completions_of_one_process(place, how, name):
-    alone = facts(place, "alone", name)["completions"]
-    ranks = [facts(place, how, name, rank)["completions"] for rank in (0, 1)]
-    assert len(alone) == 16 and all(len(own) == 8 for own in ranks)
-    for i in (0, 1):
-        both = ranks[0][4 * i : 4 * i + 4] + ranks[1][4 * i : 4 * i + 4]
-        assert sorted(both) == sorted(alone[8 * i : 8 * i + 8])
+    RUNS.require_rows_of_one(place, how, name)
 
 
 @several
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
 def test_a_job_with_two_layouts_ends_with_the_weights_of_one_process(place, how, name):
-    alone, before = weights(place, "alone", name), weights(place, "alone", name, part="-before")
-    ranks = [weights(place, how, name, rank) for rank in (0, 1)]
-    assert_same(ranks[1], ranks[0])
-    assert len(differ(alone, before)) > len(alone) / 2
-    # Another order of the sums, over 4 or 8 steps of float32.
-    assert_same(ranks[0], alone, atol=2e-5, rtol=1e-4)
+    RUNS.require_weights_of_one(place, how, name)
     gaps = [entry["sampling/logprob_gap_max"] for entry in facts(place, how, name)["history"] if "score/mean" in entry]
     assert len(gaps) == 2 and max(gaps) < 1e-5
 
@@ -100,9 +65,7 @@ def test_a_job_with_two_layouts_ends_with_the_weights_of_one_process(place, how,
 @several
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
 def test_an_evaluation_in_stages_is_that_of_one_process(place, how):
-    for rank in (0, 1):
-        expected = pytest.approx(facts(place, "alone", "shared")["evaluation"], rel=1e-3, abs=1e-5)
-        assert facts(place, how, "shared", rank)["evaluation"] == expected
+    RUNS.require_evaluation_of_one(place, how, "shared")
 
 
 @several

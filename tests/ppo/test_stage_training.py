@@ -5,10 +5,7 @@ Two processes are one pipeline, which trains on all rows; four are two, which tr
 
 import json
 import subprocess
-import sys
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import pytest
@@ -19,19 +16,19 @@ from onetrunk.ppo import checks
 from onetrunk.ppo.checks import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.dry_run import ModelSize, memory_lines
-from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus, places
+from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places
+from tests.ppo.launches import ALONE, SCORED_EARLY, Launch, Launches, of_any_layout
 from tests.ppo.staged_runs import CASES
-from tests.ppo.support import assert_same, differ, make_config
+from tests.ppo.support import assert_same, make_config
 from tests.stages.small_runs import make_material
 from tests.tiny import tiny_model
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("staged_runs.py"))
-CONFIG = str(ROOT / "accelerate_configs/pipelined.yaml")
-# Which cases a launch runs; no names: all of them, and resuming.
-LAUNCHED = {2: (), 4: ("shared", "kept")}
-SCORED_EARLY = "sampling/scored_early"
-NAMES = [(processes, name) for processes, names in LAUNCHED.items() for name in names or CASES]
+# By the number of processes.
+LAUNCHES = Launches(
+    "staged_runs.py", {1: ALONE, 2: Launch("pipelined", 2), 4: Launch("pipelined", 4, ("shared", "kept"))}
+)
+launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
+NAMES = [(processes, name) for processes in (2, 4) for name in LAUNCHES.named[processes].cases or CASES]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 several = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -40,27 +37,6 @@ def launches(function):
     for mark in several:
         function = mark(function)
     return function
-
-
-@cache
-def launched(place: str, processes: int, *words: str) -> Path:
-    """Run the cases in one launch; return the folder of the results."""
-    folder = Path(mkdtemp())
-    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
-    launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
-    command = [sys.executable, *launcher, SCRIPT, str(folder), *(words or LAUNCHED.get(processes, ()))]
-    done = subprocess.run(command, env=launch_environment(place, processes), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (folder / "stderr.txt").write_text(done.stderr)
-    return folder
-
-
-def facts(place, processes, name, rank=0):
-    return json.loads((launched(place, processes) / f"{name}-{rank}.json").read_text())
-
-
-def weights(place, processes, name, rank=0, part=""):
-    return load_file(launched(place, processes) / f"{name}-{rank}{part}.safetensors")
 
 
 @launches
@@ -81,52 +57,22 @@ def test_a_pipeline_counts_as_one_process_and_samples_its_rows(place, processes,
         found = facts(place, processes, name, rank)
         assert (found["world_size"], found["backend"]) == (processes, BACKENDS[place])
         assert found["local_bytes"] < facts(place, 1, name)["local_bytes"]
-    alone = facts(place, 1, name)["completions"]
-    ranks = [facts(place, processes, name, rank)["completions"] for rank in range(processes)]
-    firsts = ranks[::2]
     # Rewards are computed on the first stage only.
-    assert all(len(own) * len(firsts) == 16 for own in firsts) and not any(ranks[1::2])
-    rows = 8 // len(firsts)
-    for i in (0, 1):
-        together = [row for own in firsts for row in own[rows * i : rows * (i + 1)]]
-        assert sorted(together) == sorted(alone[8 * i : 8 * i + 8])
+    LAUNCHES.require_rows_of_one(place, processes, name, group=2)
 
 
 @launches
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
 def test_all_processes_end_with_the_weights_of_one(place, processes, name):
-    alone, before = weights(place, 1, name), weights(place, 1, name, part="-before")
-    ranks = [weights(place, processes, name, rank) for rank in range(processes)]
-    for other in ranks[1:]:
-        assert_same(other, ranks[0])
-    assert len(differ(alone, before)) > len(alone) / 2
-    # Another order of the sums, over 4 or 6 steps of float32.
-    assert_same(ranks[0], alone, atol=2e-5, rtol=1e-4)
-
-
-def of_any_layout(log):
-    """Return a log without the metric that only pipelines have."""
-    return [{name: value for name, value in entry.items() if name != SCORED_EARLY} for entry in log]
+    LAUNCHES.require_weights_of_one(place, processes, name)
 
 
 @launches
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
 def test_the_log_is_that_of_one_process(place, processes, name):
-    alone, found = facts(place, 1, name), facts(place, processes, name)
-    assert len(found["history"]) == len(alone["history"])
-    for entry, one in zip(of_any_layout(found["history"]), alone["history"], strict=True):
-        assert entry.keys() == one.keys()
-        for key in set(one) - {"mine/rows"}:
-            # A token at the edge of the clip range may fall on either side: one of 40.
-            tolerance = 0.03 if key.endswith("clip_fraction") else 2e-4
-            assert entry[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
-    assert found["mine"] == [16 / processes] * 2
-    assert found["beta"] == pytest.approx(alone["beta"])
-    assert found["moments"] == pytest.approx(alone["moments"], rel=1e-5)
-    for rank in range(processes):
-        # What float rounding makes of 0 (sampling/logprob_gap_*) is absolute.
-        expected = pytest.approx(alone["evaluation"], rel=1e-3, abs=1e-5)
-        assert facts(place, processes, name, rank)["evaluation"] == expected
+    LAUNCHES.require_log_of_one(place, processes, name)
+    assert facts(place, processes, name)["mine"] == [16 / processes] * 2
+    LAUNCHES.require_evaluation_of_one(place, processes, name)
 
 
 @launches
@@ -196,9 +142,7 @@ def commanded(folder: Path, processes: int, *options: str) -> subprocess.Complet
     folder.mkdir()
     make_material(folder)
     (folder / "reward.py").write_text(REWARD)
-    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
-    launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
-    command = [sys.executable, *launcher, str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options]
+    command = [*launcher("pipelined", processes), str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options]
     env = launch_environment(CPU, processes)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
@@ -263,6 +207,9 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization_config=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
+    monkeypatch.setattr(checks, "launch_layout", lambda: Layout(1, 1, tensor=2))
+    with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set it to 'local'"):
+        check_pipeline(launch)
     monkeypatch.setattr(checks, "launch_layout", Layout)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)

@@ -3,49 +3,22 @@
 Two processes form one group, which trains on all rows; four form two groups, which train on different rows.
 """
 
-import json
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
-
 import pytest
-from safetensors.torch import load_file
 
-from tests.places import BACKENDS, CPU, GPU, REPEATED, launch_environment, on_gpus, places
-from tests.ppo.support import assert_same, differ, make_trainer
+from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
+from tests.ppo.launches import ALONE, Launch, Launches
+from tests.ppo.support import assert_same, make_trainer
 from tests.ppo.two_processes import CASES, SHAPE
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("two_processes.py"))
-CONFIG = str(ROOT / "accelerate_configs/tensor_parallel.yaml")
-# Which cases a launch runs; no names: all of them, and resuming.
-LAUNCHED = {2: (), 4: ("shared", "kept", "judged")}
-NAMES = [(processes, name) for processes, names in LAUNCHED.items() for name in names or CASES]
+# By the number of processes.
+LAUNCHES = Launches(
+    "two_processes.py",
+    {1: ALONE, 2: Launch("tensor_parallel", 2), 4: Launch("tensor_parallel", 4, ("shared", "kept", "judged"))},
+)
+launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
+NAMES = [(processes, name) for processes in (2, 4) for name in LAUNCHES.named[processes].cases or CASES]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
-
-
-@cache
-def launched(place: str, processes: int) -> Path:
-    """Run the cases in one launch; return the folder of the results."""
-    folder = Path(mkdtemp())
-    env = launch_environment(place, processes)
-    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
-    launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
-    command = [sys.executable, *launcher, SCRIPT, str(folder), *LAUNCHED.get(processes, ())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-def facts(place, processes, name, rank=0):
-    return json.loads((launched(place, processes) / f"{name}-{rank}.json").read_text())
-
-
-def weights(place, processes, name, rank=0, part=""):
-    return load_file(launched(place, processes) / f"{name}-{rank}{part}.safetensors")
 
 
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
@@ -66,45 +39,20 @@ def test_the_base_is_really_divided_over_pairs_of_processes(place, processes, na
 
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
 def test_a_group_samples_the_same_rows_and_all_groups_together_those_of_one_process(place, processes, name):
-    alone = facts(place, 1, name)["completions"]
-    ranks = [facts(place, processes, name, rank)["completions"] for rank in range(processes)]
-    firsts = ranks[::2]
     # Rewards are computed on the first process of a group only.
-    assert all(len(own) * len(firsts) == 16 for own in firsts) and not any(ranks[1::2])
-    rows = 8 // len(firsts)
-    for i in (0, 1):
-        together = [row for own in firsts for row in own[rows * i : rows * (i + 1)]]
-        assert sorted(together) == sorted(alone[8 * i : 8 * i + 8])
+    LAUNCHES.require_rows_of_one(place, processes, name, group=2)
 
 
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
 def test_all_processes_end_with_the_weights_of_one(place, processes, name):
-    alone, before = weights(place, 1, name), weights(place, 1, name, part="-before")
-    ranks = [weights(place, processes, name, rank) for rank in range(processes)]
-    for other in ranks[1:]:
-        assert_same(other, ranks[0])
-    assert len(differ(alone, before)) > len(alone) / 2
-    # Another order of the sums, over 4 or 6 steps of float32.
-    assert_same(ranks[0], alone, atol=2e-5, rtol=1e-4)
+    LAUNCHES.require_weights_of_one(place, processes, name)
 
 
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
 def test_the_log_is_that_of_one_process(place, processes, name):
-    alone, several = facts(place, 1, name), facts(place, processes, name)
-    assert len(several["history"]) == len(alone["history"])
-    for found, one in zip(several["history"], alone["history"], strict=True):
-        assert found.keys() == one.keys()
-        for key in set(one) - {"mine/rows"}:
-            # A token at the edge of the clip range may fall on either side: one of 40.
-            tolerance = 0.03 if key.endswith("clip_fraction") else 2e-4
-            assert found[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
-    assert several["mine"] == [16 / processes] * 2
-    assert several["beta"] == pytest.approx(alone["beta"])
-    assert several["moments"] == pytest.approx(alone["moments"], rel=1e-5)
-    for rank in range(processes):
-        # What float rounding makes of 0 (sampling/logprob_gap_*) is absolute.
-        expected = pytest.approx(alone["evaluation"], rel=1e-3, abs=1e-5)
-        assert facts(place, processes, name, rank)["evaluation"] == expected
+    LAUNCHES.require_log_of_one(place, processes, name)
+    assert facts(place, processes, name)["mine"] == [16 / processes] * 2
+    LAUNCHES.require_evaluation_of_one(place, processes, name)
 
 
 @pytest.mark.parametrize("place", places(2))

@@ -5,7 +5,6 @@ They run twice: under DDP, and through the shipped fsdp2.yaml with a sharded bas
 
 import json
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,11 +12,10 @@ from tempfile import mkdtemp
 import pytest
 from safetensors.torch import load_file
 
-from tests.places import CPU, launch_environment
+from tests.places import CPU, launch_environment, launcher
 from tests.ppo.support import assert_same, trained_weights, without_wall_clock
 from tests.ppo.two_process_ahead import CASES, STOP, make
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("two_process_ahead.py"))
 # Float32 sums in another order, through 16 steps of SGD.
 ROUNDING = {"atol": 2e-5, "rtol": 0.0}
@@ -29,9 +27,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 def launched(how):
     """Run all cases in one launch with an accelerate config; return the folder of the results."""
     folder = Path(mkdtemp())
-    config = ["--config_file", str(ROOT / f"accelerate_configs/{how}.yaml"), "--num_processes", "2"]
-    launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
-    command = [sys.executable, *launcher, SCRIPT, str(folder)]
+    command = [*launcher(how, 2), SCRIPT, str(folder)]
     done = subprocess.run(command, env=launch_environment(CPU, 2), capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder

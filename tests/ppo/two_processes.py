@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from onetrunk.models.parallel import local_bytes  # noqa: E402
+from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
 from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,
@@ -52,6 +54,8 @@ CASES = {
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
     "dealt": {"num_minibatches": 4, "per_device_train_batch_size": 8},
 }
+
+RESUMED = {**SHAPE, **PLACE, "num_minibatches": 2, "value_head": "adapter"}
 
 
 def reward(prompts, completions, completion_ids, log_metric, **kwargs):
@@ -106,19 +110,24 @@ def run(name: str, folder: Path) -> None:
     save_file(before, folder / f"{name}-{rank}-before.safetensors")
 
 
-def resume(folder: Path) -> None:
-    """Stop in the middle of the second rollout, go on in a new trainer, and keep the weights."""
-    case = {**SHAPE, **PLACE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
-    whole = make_trainer(folder / "whole", **case)
+def resume(folder: Path, **settings: Any) -> PPOTrainer:
+    """Keep the weights of a whole run, and of one that stops in the middle of the second rollout and is resumed."""
+    whole = make_trainer(folder / "whole", **{**RESUMED, **settings})
     whole.train()
-    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **case).train()
-    resumed = make_trainer(folder / "resumed", **case)
+    make_trainer(folder / "stopped", callbacks=[StopAt(6)], **{**RESUMED, **settings}).train()
+    save_file(trained_weights(whole.model), folder / f"whole-{whole.accelerator.process_index}.safetensors")
+    return go_on(folder, folder / "stopped", **settings)
+
+
+def go_on(folder: Path, stopped: Path, **settings: Any) -> PPOTrainer:
+    """Resume a stopped run in a new trainer, in this layout or in another one, and keep weights and log."""
+    resumed = make_trainer(folder / "resumed", **{**RESUMED, **settings})
     resumed.accelerator.wait_for_everyone()
-    resumed.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-6"))
+    resumed.train(resume_from_checkpoint=str(stopped / "checkpoint-6"))
     rank = resumed.accelerator.process_index
-    save_file(trained_weights(whole.model), folder / f"whole-{rank}.safetensors")
     save_file(trained_weights(resumed.model), folder / f"resumed-{rank}.safetensors")
-    resumed.accelerator.end_training()
+    (folder / f"resumed-{rank}.json").write_text(json.dumps(without_wall_clock(resumed.state.log_history)))
+    return resumed
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -128,7 +137,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names or CASES:
         run(name, folder)
     if not names:
-        resume(folder)
+        resume(folder).accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -13,34 +13,31 @@ from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_by
 from onetrunk.models.pipeline import LayerSplit, StageCache, verify_split
 from onetrunk.ppo.memory import sampled_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from tests.places import GPU, places
+from tests.places import places
 from tests.ppo.support import make_config
 from tests.rollouts import pipeline_worker
 from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
 from tests.rollouts.small import KEYS, PROMPTS, tiny
 
-# `make test` runs these in one launch; the others are slow.
-FAST = ("gemma2, seeded", "lora, greedy", "lora, truncated", "refilled")
-
 
 def several(function):
     # One launch runs all cases of its number of processes.
-    return pytest.mark.timeout(3600)(pytest.mark.multi_process(function))
+    for mark in (pytest.mark.slow, pytest.mark.multi_process, pytest.mark.timeout(3600)):
+        function = mark(function)
+    return function
 
 
 @cache
-def launched(world_size, names, place):
+def launched(world_size, place):
     folder = Path(mkdtemp())
-    arguments = (str(folder), world_size, list(names), place)
+    arguments = (str(folder), world_size, list(CASES), place)
     torch.multiprocessing.spawn(pipeline_worker.work, args=arguments, nprocs=world_size)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def found(world_size, case, place):
     """Return what each process found in a case."""
-    names = FAST if world_size == 2 and case in FAST else tuple(name for name in CASES if name not in FAST)
-    names = tuple(CASES) if place == GPU or world_size == 4 else names
-    return [rank[case] for rank in launched(world_size, names, place)]
+    return [rank[case] for rank in launched(world_size, place)]
 
 
 def runs():
@@ -48,9 +45,7 @@ def runs():
         for place in places(world_size):
             for case in CASES:
                 values = place.values if hasattr(place, "values") else (place,)
-                marks = list(getattr(place, "marks", ()))
-                is_fast = world_size == 2 and case in FAST
-                yield pytest.param(world_size, case, *values, marks=marks if is_fast else [*marks, pytest.mark.slow])
+                yield pytest.param(world_size, case, *values, marks=getattr(place, "marks", ()))
 
 
 RUNS = list(runs())
@@ -107,7 +102,7 @@ def test_progress_counts_the_rows_of_all_stages(place):
 @several
 @pytest.mark.parametrize("place", places(2))
 def test_an_error_on_one_stage_ends_the_call_on_all_with_its_reason(place):
-    for stage, messages in enumerate(rank["faults"] for rank in launched(2, FAST, place)):
+    for stage, messages in enumerate(rank["faults"] for rank in launched(2, place)):
         assert "prompt 0 is empty" in messages["empty prompt"]
         assert ("stage 1 of the pipeline" in messages["empty prompt"]) == (stage == 0)
         assert "all processes must pass the same settings" in messages["other settings"]
@@ -118,7 +113,7 @@ def test_an_error_on_one_stage_ends_the_call_on_all_with_its_reason(place):
 @several
 @pytest.mark.parametrize("place", places(2))
 def test_rows_of_the_next_call_fill_free_places_and_name_the_version_that_sampled_them(place):
-    ranks = [rank["ahead"] for rank in launched(2, FAST, place)]
+    ranks = [rank["ahead"] for rank in launched(2, place)]
     for found in ranks:
         # Rows of this call are not delayed, and not changed.
         assert found["first_is_plain"] and found["first_versions"] == [1]
@@ -131,7 +126,7 @@ def test_rows_of_the_next_call_fill_free_places_and_name_the_version_that_sample
 @several
 @pytest.mark.parametrize("place", places(2))
 def test_each_stage_keeps_its_share_of_the_cache(place):
-    for rank in launched(2, FAST, place):
+    for rank in launched(2, place):
         # Both stages hold both processes' rows: 8 instead of 4, in half of the layers.
         assert rank["cache"]["pipeline"] == rank["cache"]["alone"] > 0
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from onetrunk import cli
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
+from tests.places import launcher
 from tests.stages.recipes import ROOT
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -78,9 +78,8 @@ def trained_on(verb):
 def launched(config, verb, *options, data=None):
     """Run a stage on two processes; return what it printed."""
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
-    files = [str(ROOT / f"accelerate_configs/{config}.yaml"), str(ROOT / f"scripts/{verb}.py")]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", files[0], "--num_processes", "2"]
-    command = [*launch, "--main_process_port", "0", files[1], *OPTIONS, *(data or trained_on(verb)), *options]
+    words = [*OPTIONS, *(data or trained_on(verb)), *options]
+    command = [*launcher(config, 2), str(ROOT / f"scripts/{verb}.py"), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
 
 

@@ -5,7 +5,6 @@ Two processes form one group, which trains on all rows; four form two groups, wh
 
 import json
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -18,10 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.models.reward_adapters import saved_base
-from tests.places import CPU, REPEATED, launch_environment, on_gpus, places
+from tests.places import CPU, REPEATED, launch_environment, launcher, on_gpus, places
 
-ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "accelerate_configs/tensor_parallel.yaml")
 WORKER = str(Path(__file__).with_name("stages_worker.py"))
 NOUNS = "cat dog bird fish tree house river stone".split()
 # SGD: weights are linear in the gradient, so that no sign of a rounding error decides. The norm of every gradient is
@@ -82,9 +79,7 @@ def make_material(folder):
 def launch(folder, place, processes, cases, name):
     """Run cases, {name: words}, in one launch."""
     (folder / f"{name}.cases").write_text(json.dumps(cases))
-    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
-    launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
-    command = [sys.executable, *launcher, WORKER, f"{name}.cases", name]
+    command = [*launcher("tensor_parallel", processes), WORKER, f"{name}.cases", name]
     env = launch_environment(place, processes)
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=3000)
 

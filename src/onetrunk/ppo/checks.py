@@ -97,13 +97,11 @@ def check_pipeline(args: PPOConfig) -> None:
             f" multiple of that number: accelerate launch --config_file accelerate_configs/pipelined.yaml"
             f" --num_processes {max(2, stages)} scripts/ppo.py ..., or set rollout_backend to 'local'"
         )
-    layout = launch_layout()
-    if layout is not None and layout.tensor > 1:
-        raise ValueError(
-            "rollout_backend 'pipelined' is not supported with tensor parallelism, which divides every layer; set it"
-            " to 'local', or launch with accelerate_configs/pipelined.yaml or fsdp2.yaml"
-        )
-    if layout is not None and args.pipeline_training:
+    reject_tensor_parallelism(
+        "rollout_backend 'pipelined'",
+        "which divides every layer; set it to 'local', or launch with accelerate_configs/pipelined.yaml or fsdp2.yaml",
+    )
+    if launch_layout() is not None and args.pipeline_training:
         raise ValueError(
             "pipeline_training divides the layers of the base over the processes, and the launch shards them"
             " (fsdp_config); launch with accelerate_configs/pipelined.yaml, or leave pipeline_training out"
@@ -176,12 +174,18 @@ def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
             f" its rollouts up to {args.versions_in_use} versions are in use; pass VLLMBackend(...,"
             f" keep_versions={args.versions_in_use}), or set use_vllm instead"
         )
+    reject_tensor_parallelism(
+        f"schedule {args.schedule!r}",
+        "whose processes must agree on every completion; set schedule to 'sync', or shard the base with"
+        " accelerate_configs/fsdp2.yaml",
+    )
+
+
+def reject_tensor_parallelism(setting: str, why: str) -> None:
+    """Raise ValueError if the launch divides the layers over its processes; `why` also says what to change."""
     layout = launch_layout()
     if layout is not None and layout.tensor > 1:
-        raise ValueError(
-            f"schedule {args.schedule!r} is not supported with tensor parallelism, whose processes must agree on every"
-            " completion; set schedule to 'sync', or shard the base with accelerate_configs/fsdp2.yaml"
-        )
+        raise ValueError(f"{setting} is not supported with tensor parallelism, {why}")
 
 
 def check_optimizer(optimizer: Any) -> None:

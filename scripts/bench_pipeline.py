@@ -1,9 +1,9 @@
 """Seconds of pipelined sampling: one batch at a time, the same cut into parts, and independent batches in flight.
 
-    python scripts/bench/pipeline.py --stages 4 --stage_ms 50
-    python scripts/bench/pipeline.py --stages 2 --stage_ms 50 --clock wall
-    python scripts/bench/pipeline.py --stages 2
-    python scripts/bench/pipeline.py --stages 2 --clock wall
+    python scripts/bench_pipeline.py --stages 4 --stage_ms 50
+    python scripts/bench_pipeline.py --stages 2 --stage_ms 50 --clock wall
+    python scripts/bench_pipeline.py --stages 2
+    python scripts/bench_pipeline.py --stages 2 --clock wall
 
 It starts the processes itself and prints one JSON line. All schedules sample the same rows with the same result:
 
