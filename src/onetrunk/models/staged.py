@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.speedups.padding_free import token_grid
-from onetrunk.models.training_stage import Stage, StagePlace, divide_layers, staged
+from onetrunk.models.training_stage import SCORED_AT_ONCE, Stage, StagePlace, base_obstacle, divide_layers, staged
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
 from onetrunk.types import Pack
 
-# Packs of one forward-only schedule, per stage: hidden states of all of them are in memory at once.
-SCORED_AT_ONCE = 4
 # The outputs of each role, by the shape that they have: of the completions [R, C], or one per row [R].
 OUTPUTS = {
     "policy": {"logprobs": 2, "entropy": 2},
@@ -51,17 +49,9 @@ def training_obstacle(trunk: nn.Module) -> str | None:
     """Return why a model cannot be trained in stages, or None; it continues "is not supported"."""
     if not isinstance(trunk, TrunkModel):
         return "for a model whose weights all train; set use_peft: true"
-    base = trunk.get_base_model()
-    if getattr(base, "quantization_method", None) is not None:
-        return "for a quantised base, whose layers load on one device at once; load it in bfloat16"
     if trunk.reward_branch is not None:
         return "with a reward adapter on the policy's trunk; score with a function, or with a model on a server"
-    others = [
-        name
-        for name, p in trunk.named_parameters()
-        if p.requires_grad and ".lora_" not in name and not name.startswith("value_head")
-    ]
-    return f"with {others[0]} among what trains; train LoRA adapters only (no modules_to_save)" if others else None
+    return base_obstacle(trunk, lambda name, _: name.startswith("value_head"))
 
 
 def pack_outputs(

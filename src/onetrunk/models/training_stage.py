@@ -25,12 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.base import backbone, decoder_layers
 from onetrunk.models.late_cast import cast_now
-from onetrunk.models.parallel import local_bytes, mark_divided, require_one_base
+from onetrunk.models.parallel import keep_whole_size, local_bytes, mark_divided, require_one_base
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.sources import keep_identity
 from onetrunk.models.tensor_parallel import process_mesh
 
 STAGED = "onetrunk_staged"
+# Microbatches of one forward-only schedule, per stage: hidden states of all of them are in memory at once.
+SCORED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ class StagePlace:
 # --- dividing the layers --------------------------------------------------------------------------------------------
 
 
+def base_obstacle(model: PeftModel, may_train: Callable[[str, nn.Parameter], bool]) -> str | None:
+    """Return why a base with adapters cannot be divided, or None; it continues "is not supported".
+
+    Args:
+        may_train: whether a parameter besides LoRA may train, by its name: that of a head.
+    """
+    if getattr(model.get_base_model(), "quantization_method", None) is not None:
+        return "for a quantised base, whose layers load on one device at once; load it in bfloat16"
+    others = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and ".lora_" not in name and not may_train(name, p)
+    ]
+    return f"with {others[0]} among what trains; train LoRA adapters only (no modules_to_save)" if others else None
+
+
 def divide_layers(model: PeftModel, split: LayerSplit, device: torch.device) -> tuple[StagePlace, str]:
     """Drop the frozen weights of other stages, move the rest to `device`; return the place and a line for the user.
 
@@ -63,6 +81,7 @@ def divide_layers(model: PeftModel, split: LayerSplit, device: torch.device) -> 
     """
     base, whole_bytes = model.get_base_model(), local_bytes(model)
     keep_identity(base)
+    keep_whole_size(base)
     require_one_base(model)
     mesh = process_mesh(split.num_stages)["tensor"]
     stage = mesh.get_local_rank()
