@@ -248,12 +248,12 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
         return keep_scorer_stage(self.model, split, self.args.device)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return the floating-point operations of a step; a stage counts those of the whole model."""
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Return the floating-point operations of a step; each stage counts an equal share of those of the model."""
         stage = staged(self.model)
         if stage is None:
             return super().floating_point_ops(inputs)
-        return 6 * inputs["input_ids"].numel() * stage.num_parameters
+        return 6 * inputs["input_ids"].numel() * stage.num_parameters / stage.num_stages
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the loop state, with the metrics since the last log."""

@@ -90,9 +90,6 @@ _EXACT = {name: group for group, names in _OF_NAME.items() for name in names.spl
 _PREFIXES = {name[:-1]: group for group, names in _OF_NAME.items() for name in names.split() if name.endswith("*")}
 # Classes whose names decide before _OF_NAME does: there, the class is the better answer.
 _CLASS_FIRST = (
-    *("StageTrainingConfig", "DatasetArguments", "TrainingDataArguments"),
-    *("JudgeConfig", "PPOJudgeArguments", "AlarmConfig"),
-)
     "StageTrainingConfig",
     "DatasetArguments",
     "TrainingDataArguments",
