@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.models import staged as staged_module
+from onetrunk.models import training_stage
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.build import build_trunk
 from onetrunk.models.late_cast import casting_later
 from onetrunk.models.parallel import local_bytes
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.sources import base_fingerprint, base_marks
-from onetrunk.models.staged import keep_stage, pack_outputs, reduce_gradients, staged
+from onetrunk.models.staged import keep_stage, pack_outputs
+from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.packing import make_pack
@@ -104,11 +105,11 @@ def noted_schedules() -> Iterator[list[str]]:
                 names.append(type(self).__bases__[0].__name__)
                 return super().step(*args, **keywords)
 
-        setattr(staged_module, schedule.__name__, Noted)
+        setattr(training_stage, schedule.__name__, Noted)
     try:
         yield names
     finally:
-        staged_module.Schedule1F1B, staged_module.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
+        training_stage.Schedule1F1B, training_stage.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
 
 
 def compare(rank: int, world_size: int, stages: int, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:

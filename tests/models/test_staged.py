@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.staged import _Call, _drop, _StageModule, keep_stage, staged, training_obstacle
+from onetrunk.models.staged import _Call, _StageModule, keep_stage, training_obstacle
+from onetrunk.models.training_stage import drop_frozen, staged
 from tests.models import late_cast_worker, staged_worker
 from tests.models.branches import a_pack, a_trunk, loss_of, same
 from tests.places import CPU, places
@@ -155,7 +156,7 @@ def test_a_layer_of_another_stage_keeps_its_adapters_also_frozen_ones():
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     layer = decoder_layers(model)[0]
-    _drop(layer)
+    drop_frozen(layer)
     sizes = {name: parameter.numel() for name, parameter in layer.named_parameters()}
     adapters = {name for name in sizes if ".lora_" in name}
     assert adapters and {name for name, size in sizes.items() if size} == adapters

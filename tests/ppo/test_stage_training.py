@@ -210,7 +210,9 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
     monkeypatch.setattr(checks, "launch_layout", lambda: Layout(1, 1, tensor=2))
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set it to 'local'"):
         check_pipeline(launch)
-    monkeypatch.setattr(checks, "launch_layout", Layout)
+    monkeypatch.undo()
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
     check_stage_training(make_config(tmp_path), quantization_config=object(), scores_on_trunk=True)

@@ -24,6 +24,7 @@ from datasets import Dataset
 from peft import PeftModel
 
 from onetrunk.data.sharded import ShardedRows
+from onetrunk.models.parallel import training_stages
 from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.utils.files import read_json
@@ -51,7 +52,7 @@ FREE_SETTINGS = frozenset(
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
     " trust_remote_code straggler_factor trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
     " write_report vllm_server_timeout vllm_gpu_memory_utilization vllm_max_model_length"
-    " vllm_enable_sleep_mode".split()
+    " vllm_enable_sleep_mode pipeline_training pipeline_stages pipeline_split pipeline_batches".split()
 )
 FREE_PREFIXES = (
     "logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile", "alarm_",
@@ -139,7 +140,8 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
     if isinstance(trainer.train_dataset, ShardedRows):
         settings["row_contents"] = trainer.train_dataset.contents
     ranks = DataParallel(trainer.accelerator)
-    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size}
+    tensor_parallel = ranks.group_size // training_stages()
+    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": tensor_parallel}
     settings["adapter"] = _adapter_settings(model) if has_adapter else None
     settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path
     # Tuples become lists, as in settings that are read from a file.
@@ -213,9 +215,9 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
 
 
 def check_group_settings(args: TrainingArguments) -> None:
-    """Raise ValueError for settings of SFT, reward or distillation that tensor parallelism cannot carry out."""
+    """Raise ValueError for settings of SFT, reward or distillation that a divided base cannot carry out."""
     reasons = {
-        "use_liger_kernel": "its kernels read whole matrices",
+        "use_liger_kernel": "its kernels read whole weights",
         "neftune_noise_alpha": "its noise must be the same on all processes of a group, which nothing ensures",
         "eval_use_gather_object": "it would count each row once per process of a group",
         "activation_offloading": "it lists the weights, which stay on the device, before they are divided",
@@ -226,8 +228,9 @@ def check_group_settings(args: TrainingArguments) -> None:
             used.append(f"accelerator_config.{name}")
             reasons[used[-1]] = "it deals rows out to processes, and the processes of a group share theirs"
     if used:
+        how = "pipeline_training" if training_stages() > 1 else "tensor parallelism"
         raise ValueError(
-            f"{used[0]} is not supported with tensor parallelism: {reasons[used[0]]}; leave it out, or launch with"
+            f"{used[0]} is not supported with {how}: {reasons[used[0]]}; leave it out, or launch with"
             " accelerate_configs/fsdp2.yaml"
         )
 

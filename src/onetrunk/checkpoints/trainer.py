@@ -84,9 +84,17 @@ from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.divided_head import keep_head_divided
-from onetrunk.models.parallel import is_divided, is_sharded, launch_layout, replicas_of_what_trains
+from onetrunk.models.parallel import (
+    group_size,
+    is_divided,
+    is_sharded,
+    launch_layout,
+    replicas_of_what_trains,
+    train_in_stages,
+    training_stages,
+)
 from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.models.tensor_parallel import GroupAccelerator, distribute_frozen
+from onetrunk.models.tensor_parallel import DataParallel, GroupAccelerator, distribute_frozen
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
@@ -126,7 +134,7 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._continue_tensorboard()
         self.heartbeat = Heartbeat.of(self.args.output_dir, self.args.process_index)
-        sharding = distribute_frozen(self.model, self._layout, self.args.device)
+        sharding = self.divide_base()
         if sharding is not None and self.args.should_log:
             tqdm.write(sharding, file=sys.stderr)
         self.add_callback(self._loop_events)
@@ -139,6 +147,10 @@ class ResumableTrainer(Trainer):
             self.add_callback(self.make_tensorboard())
 
     # --- hooks for subclasses ---------------------------------------------------------------------------------------
+
+    def divide_base(self) -> str | None:
+        """Divide the frozen base over the processes as the run asks; return a line for the user, if it was divided."""
+        return distribute_frozen(self.model, self._layout, self.args.device)
 
     def make_tensorboard(self) -> RunTensorBoard:
         """Return the callback that writes for TensorBoard."""
@@ -278,9 +290,9 @@ class ResumableTrainer(Trainer):
             return super()._prepare_for_training(*args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # A model that will be sharded moves unit by unit: the device may not hold it whole.
-        will_shard = self._layout is not None and self.args.world_size > 1 and not is_sharded(model)
-        if not will_shard:
+        # A model that will be sharded or divided moves in parts: the device may not hold it whole.
+        is_shared = (self._layout is not None or training_stages() > 1) and self.args.world_size > 1
+        if not is_shared or (self._layout is None and is_divided(model)) or is_sharded(model):
             super()._move_model_to_device(model, device)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -599,19 +611,20 @@ class ResumableTRLTrainer(ResumableTrainer):
         self._settings = plain_settings(self)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Accelerator; to it a group of tensor parallelism is one process."""
+        """Create the Accelerator; to it a group of processes that divides the base is one process."""
         super().create_accelerator_and_postprocess()
-        if self._group_size > 1:
+        if group_size() > 1:
             check_group_settings(self.args)
             GroupAccelerator.convert(self.accelerator)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the rows of an optimizer step; the processes of a group of tensor parallelism share theirs."""
-        return super().get_total_train_batch_size(args) // self._group_size
+        """Return the rows of an optimizer step; the processes of a group that divides the base share theirs."""
+        return super().get_total_train_batch_size(args) // group_size()
 
-    @property
-    def _group_size(self) -> int:
-        return 1 if self._layout is None else self._layout.tensor
+    def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what this process restores if the base was divided over another number of processes."""
+        ranks = DataParallel(self.accelerator)
+        return states[:: max(1, len(states) // ranks.num_processes)][ranks.process_index]
 
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings and digests that decide what the run computes."""
@@ -658,6 +671,7 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
     """
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any):
+        train_in_stages(1)  # Not supported here; another training of this process may have done so.
         if isinstance(train_dataset, ShardedRows):
             sample = train_dataset.sample()
             streamed = train_dataset.encoded(lambda rows: self._encode(rows))

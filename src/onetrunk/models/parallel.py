@@ -35,6 +35,7 @@ from onetrunk.models.sources import base_fingerprint, keep_identity
 USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
     f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
 )
+WHOLE_SIZE = "onetrunk_whole_size"
 GATHERED = "onetrunk_is_gathered"
 DIVIDED = "onetrunk_is_divided"
 # Set by `train_in_stages`.
@@ -117,6 +118,39 @@ def train_in_stages(stages: int) -> None:
 def training_stages() -> int:
     """Return the number of processes that train together as the stages of a pipeline; 1: there is no pipeline."""
     return _training["stages"]
+
+
+def check_stage_launch(what: str, stages: int | None, world_size: int, script: str, otherwise: str) -> None:
+    """Check that the processes of a launch form pipelines.
+
+    Args:
+        what: the setting that asks for them.
+        stages: processes of a pipeline; None: all.
+        world_size: number of processes.
+        script: that is launched.
+        otherwise: how to do without.
+
+    Raises:
+        ValueError: there is one process, or no multiple of the stages.
+    """
+    stages = stages or world_size
+    if world_size == 1 or world_size % stages:
+        raise ValueError(
+            f"{what} forms pipelines of {max(2, stages)} processes and {world_size} run; launch a multiple of that"
+            f" number: accelerate launch --config_file accelerate_configs/pipelined.yaml --num_processes"
+            f" {max(2, stages)} {script} ..., or {otherwise}"
+        )
+
+
+def check_stage_layout() -> None:
+    """Raise ValueError if the launch shards or divides the base, whose layers training stages divide."""
+    layout = launch_layout()
+    if layout is not None:
+        how = "divides every matrix (tensor parallelism)" if layout.tensor > 1 else "shards them (fsdp_config)"
+        raise ValueError(
+            f"pipeline_training divides the layers of the base over the processes, and the launch {how}; launch with"
+            " accelerate_configs/pipelined.yaml, or leave pipeline_training out"
+        )
 
 
 def group_size() -> int:
@@ -260,6 +294,20 @@ def is_sharded(model: nn.Module) -> bool:
 def mark_divided(base: nn.Module) -> None:
     """Note that the base is divided over a group of processes: its matrices, or its layers."""
     vars(base)[DIVIDED] = True
+
+
+def keep_whole_size(base: nn.Module) -> None:
+    """Note how large a base is, before layers of it are dropped, for `whole_size`."""
+    vars(base)[WHOLE_SIZE] = whole_size(base)
+
+
+def whole_size(model: nn.Module) -> tuple[int, int]:
+    """Return the numbers and the bytes of all weights of a model, also of those that other processes have."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if WHOLE_SIZE in vars(base):
+        return vars(base)[WHOLE_SIZE]
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
 
 
 def is_divided(model: nn.Module) -> bool:

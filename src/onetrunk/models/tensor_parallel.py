@@ -41,7 +41,6 @@ from onetrunk.models.parallel import (
     Layout,
     group_size,
     is_divided,
-    launch_layout,
     local_bytes,
     mark_divided,
     require_one_base,
@@ -370,7 +369,7 @@ class DataParallel:
 
 
 class GroupAccelerator(Accelerator):
-    """An Accelerator to which a group of tensor parallelism is one process, for trainers that know of no groups.
+    """An Accelerator to which a group that divides the base is one process, for trainers that know of no groups.
 
     What it deals out and reduces (rows of a DataLoader, metrics, counts) then counts each row once. What all processes
     must agree on is not reduced with it.
@@ -413,7 +412,7 @@ def forwards_of_first(model: nn.Module) -> Iterator[bool]:
         yield is_first
         return
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    group = process_mesh(launch_layout().tensor)["tensor"].get_group()
+    group = process_mesh(group_size())["tensor"].get_group()
     if 0 not in dist.get_process_group_ranks(group):
         yield False
         return

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.models.base import check_attention, check_decoder, load_base
 from onetrunk.models.build import check_model_type, check_new_adapter
-from onetrunk.models.parallel import launch_layout, train_in_stages
+from onetrunk.models.parallel import check_stage_launch, check_stage_layout, launch_layout, train_in_stages
 from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import PPOConfig
@@ -90,22 +90,14 @@ def check_pipeline(args: PPOConfig) -> None:
     """Check that the processes of a launch form pipelines, if the config asks for pipelined sampling."""
     if args.rollout_backend != "pipelined":
         return
-    stages, processes = args.pipeline_stages or args.world_size, args.world_size
-    if processes == 1 or processes % stages:
-        raise ValueError(
-            f"rollout_backend 'pipelined' forms pipelines of {max(2, stages)} processes and {processes} run; launch a"
-            f" multiple of that number: accelerate launch --config_file accelerate_configs/pipelined.yaml"
-            f" --num_processes {max(2, stages)} scripts/ppo.py ..., or set rollout_backend to 'local'"
-        )
+    what, otherwise = "rollout_backend 'pipelined'", "set rollout_backend to 'local'"
+    check_stage_launch(what, args.pipeline_stages, args.world_size, "scripts/ppo.py", otherwise)
     reject_tensor_parallelism(
-        "rollout_backend 'pipelined'",
+        what,
         "which divides every layer; set it to 'local', or launch with accelerate_configs/pipelined.yaml or fsdp2.yaml",
     )
-    if launch_layout() is not None and args.pipeline_training:
-        raise ValueError(
-            "pipeline_training divides the layers of the base over the processes, and the launch shards them"
-            " (fsdp_config); launch with accelerate_configs/pipelined.yaml, or leave pipeline_training out"
-        )
+    if args.pipeline_training:
+        check_stage_layout()
 
 
 def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.ppo.alarm_rules import RULES, AlarmConfig, stopping_alarms
 from onetrunk.ppo.server_settings import VLLMConfig
-from onetrunk.utils.options import TRUNK_CACHES, VALUE_HEADS, option, require_seed, require_truncation
+from onetrunk.utils.options import (
+    TRUNK_CACHES,
+    VALUE_HEADS,
+    is_whole,
+    option,
+    require_seed,
+    require_split,
+    require_truncation,
+)
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
@@ -350,7 +358,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
         whole += " per_device_train_batch_size per_device_eval_batch_size alarm_patience pipeline_batches"
         for name in whole.split():
-            _require(self, name, lambda v: _is_whole(v) and v > 0, "a whole number above 0")
+            _require(self, name, lambda v: is_whole(v) and v > 0, "a whole number above 0")
         positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
         for name in f"{positive} target_kl value_learning_rate gamma".split():
             _require(self, name, lambda v: _is_number(v) and v > 0, "a number above 0")
@@ -362,7 +370,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             _require(self, name, lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
-            _require(self, name, lambda v: _is_whole(v) and v >= 0, "0 or more")
+            _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")
         for name in ("padding_free", "score_early", "compile_decoding", "pipeline_ahead", "pipeline_training"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
@@ -429,17 +437,8 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                 f"schedule {self.schedule!r} samples during the update, and the processes of rollout_backend"
                 " 'pipelined' train then; set schedule to sync"
             )
-        _require(self, "pipeline_stages", lambda v: _is_whole(v) and v > 1, "a whole number above 1")
-        split = self.pipeline_split
-        if split is not None and not (isinstance(split, list) and all(_is_whole(n) and n > 0 for n in split)):
-            raise ValueError(f"pipeline_split is {split!r}; it must be a list of whole numbers above 0")
-        if split is not None and self.pipeline_stages is None:
-            self.pipeline_stages = len(split)
-        if split is not None and len(split) != self.pipeline_stages:
-            raise ValueError(
-                f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one"
-                " number of layers for each stage"
-            )
+        _require(self, "pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1")
+        require_split(self)
         if self.pipeline_training:
             self._check_stage_training()
 
@@ -521,10 +520,6 @@ def check_monitor(every: int, window: int, action: str, num_rows: int) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require(config: PPOSettings, name: str, holds: Callable[[Any], bool], expected: str) -> None:

@@ -30,8 +30,9 @@ from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory import offloaded_activations
-from onetrunk.models.staged import StagedTrunk, reduce_gradients, staged
+from onetrunk.models.staged import StagedTrunk
 from onetrunk.models.tensor_parallel import DataParallel
+from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ppo.alarms import Alarms

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import require_rows
 from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.models.parallel import whole_size
 from onetrunk.models.scorer import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.trainer import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
@@ -85,6 +86,34 @@ class DistillationCollator(PairCollator):
             "probability": torch.tensor([p for _, _, p in labelled], dtype=torch.float32),
         }
 
+    def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
+        """Return a batch as parts, at most so many, whose losses add up to that of the batch; pairs stay whole."""
+        device, num_rows = batch["input_ids"].device, len(batch["input_ids"])
+        partner = torch.arange(num_rows, device=device)
+        partner[batch["second"]] = batch["first"]
+        # The rows of a pair next to each other; the parts are cut between two groups.
+        order = partner.argsort(stable=True)
+        groups = partner[order].unique_consecutive(return_inverse=True)[1]
+        num_known, num_pairs = torch.isfinite(batch["scores"]).sum(), len(batch["first"])
+        parts = []
+        for chosen in torch.arange(int(groups[-1]) + 1, device=device).chunk(number):
+            indices = order[torch.isin(groups, chosen)]
+            place = torch.full((num_rows,), -1, device=device)
+            place[indices] = torch.arange(len(indices), device=device)
+            own = place[batch["first"]] >= 0
+            known = torch.isfinite(batch["scores"][indices]).sum()
+            part = {
+                **self.rows_of(batch, indices),
+                "scores": batch["scores"][indices],
+                "first": place[batch["first"][own]],
+                "second": place[batch["second"][own]],
+                "probability": batch["probability"][own],
+                "score_share": known / num_known.clamp(min=1),
+                "pair_share": own.sum() / max(num_pairs, 1),
+            }
+            parts.append(part)
+        return parts
+
 
 class RewardDistillationTrainer(RewardModelTrainer):
     """Trains a student on labelled rows: `prompt`, `chosen`, and any of `rejected`, `chosen_score`, `rejected_score`,
@@ -139,9 +168,12 @@ class RewardDistillationTrainer(RewardModelTrainer):
         return PairEncoder(tokenizer, self.reads_end, LABELS)
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the weighted sum of both losses, each a mean over the rows or pairs that it uses."""
+        """Return the weighted sum of both losses, each a mean over the rows or pairs that it uses.
+
+        Of a part of a batch (`DistillationCollator.parts`) it is the part's share of them.
+        """
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float() * self.unit
         loss = scores.new_zeros(())
@@ -150,10 +182,12 @@ class RewardDistillationTrainer(RewardModelTrainer):
         if self.args.regression_weight:
             target = torch.where(is_known, targets - self.scale.mean, 0.0)
             errors = torch.where(is_known, (scores - target) / self.scale.std, 0.0).square() / 2
-            loss = loss + self.args.regression_weight * errors.sum() / is_known.sum().clamp(min=1)
+            regression = errors.sum() / is_known.sum().clamp(min=1)
+            loss = loss + self.args.regression_weight * regression * inputs.get("score_share", 1.0)
         chosen, rejected, probability = scores[inputs["first"]], scores[inputs["second"]], inputs["probability"]
         if self.args.pairwise_weight and len(probability):
-            loss = loss + self.args.pairwise_weight * bradley_terry_loss(chosen, rejected, probability)
+            pairwise = bradley_terry_loss(chosen, rejected, probability)
+            loss = loss + self.args.pairwise_weight * pairwise * inputs.get("pair_share", 1.0)
         self.note_pairs(chosen.detach(), rejected.detach(), probability)
         # A batch that neither loss uses still runs backward, so that all processes stay in step.
         loss = loss + 0.0 * scores.sum()
@@ -195,7 +229,7 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
 
 def warn_if_larger(student: Any, num_teacher_parameters: int) -> None:
     """Warn of a student with more weights than its teacher, which would not be cheaper."""
-    size = sum(p.numel() for p in student.parameters())
+    size, _ = whole_size(student)
     if size > num_teacher_parameters:
         logger.warning(
             f"the student has {size:,} weights, more than the teacher's {num_teacher_parameters:,}: it will cost more"

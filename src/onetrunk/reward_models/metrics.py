@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from onetrunk.data.preferences import SIDES, stopped_column
+from onetrunk.models.parallel import whole_size
 from onetrunk.models.speedups.memory import peak_bytes
 from onetrunk.reward_models.teacher import Teacher
 from onetrunk.rewards.base import Completion
@@ -202,11 +203,11 @@ def cost_metrics(
         for reward in rewards:
             reward(prompts=prompts, completions=completions)
 
-    parameters = [p for reward in rewards for p in reward.model.parameters()]
-    weights = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    sizes = [whole_size(reward.model) for reward in rewards]
+    weights = sum(num_bytes for _, num_bytes in sizes) / 2**20
     activations = peak_bytes(score) / 2**20
     return {
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": sum(number for number, _ in sizes),
         "weights_mib": weights,
         "activations_mib": activations,
         "memory_mib": weights + activations,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from datasets import Dataset, Features, List, Value
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
@@ -31,21 +33,30 @@ from onetrunk.data.preferences import SIDES, validate_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
+from onetrunk.models.parallel import check_stage_launch, check_stage_layout, train_in_stages
+from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.scorer import READS_END, length_limit
+from onetrunk.models.staged_scorer import StagedScorer, keep_scorer_stage
+from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
+from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option, require_seed
 
 logger = logging.getLogger(__name__)
 
 ENCODED = ("chosen_ids", "rejected_ids")
+# The entries of a batch that the model reads; the others are labels.
+MODEL_INPUTS = ("input_ids", "attention_mask")
+# Microbatches of a batch, per stage of a pipeline: a process is then idle for less than a fifth of a step.
+BATCHES_PER_STAGE = 4
 
 
 @dataclass(repr=False)
-class RewardModelConfig(CheckpointConfig, SecretFreeArguments, RewardConfig):
-    """TRL's RewardConfig, and how the labels of the rows are used.
+class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArguments, RewardConfig):
+    """TRL's RewardConfig, how the labels of the rows are used, and how the base is divided over processes.
 
     Raises:
         ValueError: a value out of range.
@@ -103,6 +114,23 @@ class PairCollator:
         if self.pad_to_multiple_of:
             ids = F.pad(ids, (0, -ids.shape[1] % self.pad_to_multiple_of), value=self.pad_token_id)
         return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
+
+    def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
+        """Return a batch as parts, at most so many, whose losses add up to that of the batch."""
+        num_pairs = len(batch["input_ids"]) // 2
+        parts = []
+        for pairs in torch.arange(num_pairs, device=batch["input_ids"].device).chunk(number):
+            labels = {name: batch[name][pairs] for name in ("probability", "margin") if name in batch}
+            share = {"share": len(pairs) / num_pairs}
+            parts.append({**self.rows_of(batch, torch.cat([pairs, pairs + num_pairs])), **labels, **share})
+        return parts
+
+    def rows_of(self, batch: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
+        """Return input_ids and attention_mask of some rows of a batch, as wide as the longest of them."""
+        mask = batch["attention_mask"][indices]
+        width = int(mask.sum(1).max())
+        width += -width % (self.pad_to_multiple_of or 1)
+        return {"input_ids": batch["input_ids"][indices, :width], "attention_mask": mask[:, :width]}
 
 
 @dataclass(frozen=True)
@@ -188,6 +216,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **trl: Any,
     ):
+        join_pipeline(args, has_adapter=trl.get("peft_config") is not None or isinstance(model, PeftModel))
         if trl.get("peft_config") is not None:
             require_lora(trl["peft_config"], "peft_config")
         check_tokenizer(processing_class, model)
@@ -210,6 +239,21 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             processing_class=processing_class,
             **trl,
         )
+
+    def divide_base(self) -> str | None:
+        """Divide the frozen base over the processes as the run asks; return a line for the user, if it was divided."""
+        if not self.args.pipeline_training:
+            return super().divide_base()
+        stages = self.args.pipeline_stages or self.args.world_size
+        split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
+        return keep_scorer_stage(self.model, split, self.args.device)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Return the floating-point operations of a step; each stage counts an equal share of those of the model."""
+        stage = staged(self.model)
+        if stage is None:
+            return super().floating_point_ops(inputs)
+        return 6 * inputs["input_ids"].numel() * stage.num_parameters / stage.num_stages
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the loop state, with the metrics since the last log."""
@@ -284,16 +328,51 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         encoded = self.encode(eval_dataset, self.processing_class, self.args, "held-out")
         return super().evaluate(eval_dataset=encoded, **kwargs)
 
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Return the loss of a batch after its backward; in pipeline stages its parts are the microbatches."""
+        stage = staged(model)
+        if stage is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        parts = self._microbatches(inputs, stage)
+        total = torch.zeros((), device=self.accelerator.device)
+
+        def loss_of(number: int, run: Callable[..., Any]) -> Tensor:
+            loss = self.compute_loss(run, parts[number]) / self.current_gradient_accumulation_steps
+            total.add_(loss.detach())
+            # `reduce_gradients` adds those of all pipelines, whose losses are means over their own rows.
+            return loss / self.accelerator.num_processes
+
+        outputs = stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
+        if not stage.is_last:
+            # The metrics of the loss, from the outputs of the last stage.
+            with torch.no_grad():
+                for number, output in enumerate(outputs):
+                    loss_of(number, lambda output=output, **_: output)
+        if self.accelerator.sync_gradients:
+            reduce_gradients(stage.model)
+        return total
+
+    def _microbatches(self, inputs: dict[str, Any], stage: StagedScorer) -> list[dict[str, Any]]:
+        number = self.args.pipeline_batches or BATCHES_PER_STAGE * stage.num_stages
+        return send_to_device(self.data_collator.parts(inputs, number), self.accelerator.device)
+
     def compute_loss(
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the Bradley-Terry loss, plus a term that centres the scores on 0 (2312.09244, equation 2)."""
+        """Return the Bradley-Terry loss, plus a term that centres the scores on 0 (2312.09244, equation 2).
+
+        Of a part of a batch (`PairCollator.parts`) it is the part's share of the loss.
+        """
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
         loss = bradley_terry_loss(chosen, rejected, inputs.get("probability"), inputs.get("margin"))
         if self.args.center_rewards_coefficient:
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
         self.note_pairs(chosen.detach(), rejected.detach(), inputs.get("probability"))
+        loss = loss * inputs.get("share", 1.0)
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
@@ -314,6 +393,29 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             logs[name if mode == "train" else f"eval_{name}"] = total / count if count else float("nan")
         self.pair_sums[mode].clear()
         super().log(logs, start_time)
+
+
+def join_pipeline(args: RewardModelConfig, has_adapter: bool) -> None:
+    """Let the processes of a launch count as pipelines from now on, if they train as their stages.
+
+    Call it before the model is loaded: each process then loads what it keeps.
+
+    Raises:
+        ValueError: the launch does not fit, or all weights train.
+    """
+    if not args.pipeline_training:
+        train_in_stages(1)
+        return
+    if not has_adapter:
+        raise ValueError(
+            "pipeline_training divides the frozen base, and all weights of this model train; set use_peft: true, or"
+            " launch with accelerate_configs/ddp.yaml"
+        )
+    check_stage_layout()
+    check_stage_launch(
+        "pipeline_training", args.pipeline_stages, args.world_size, "scripts/reward.py", "leave pipeline_training out"
+    )
+    train_in_stages(args.pipeline_stages or args.world_size)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:

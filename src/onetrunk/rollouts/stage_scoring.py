@@ -102,7 +102,7 @@ class StageScoring:
         received = None
         if receive is not None:
             shape = (stage.num_received(self.roles), stage.num_tokens(pack), stage.hidden_size)
-            received = receive(math.prod(shape)).view(shape).unbind()
-        result = stage.run(pack, self.roles, self.temperature, received)
+            received = receive(math.prod(shape)).view(shape)
+        result = stage.run_alone(pack, self.roles, self.temperature, received)
         self.outputs[rows] = result if stage.is_last else None
-        return None if stage.is_last else torch.stack(result)
+        return None if stage.is_last else result

@@ -40,6 +40,7 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
+from onetrunk.reward_models.trainer import join_pipeline
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import TrainingDataArguments
@@ -182,6 +183,7 @@ def make_student(
 
     A new tokenizer is trained on the first of the datasets, the training rows; of streamed rows on a sample.
     """
+    join_pipeline(args, has_adapter=bool(student.use_peft))
     kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
     if student.student_vocab_size:

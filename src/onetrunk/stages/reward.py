@@ -23,7 +23,7 @@ from onetrunk.models.sources import load_config, pinned_source
 from onetrunk.models.tensor_parallel import forwards_of_first
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
-from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
+from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
 from onetrunk.stages.parsing import parse
@@ -64,6 +64,7 @@ def make_trainer(
     args: RewardArguments, model_args: ModelArguments, train: TrainingRows, held_out: Dataset | None
 ) -> RewardModelTrainer:
     name = model_args.model_name_or_path
+    join_pipeline(args, has_adapter=bool(model_args.use_peft))
     kwargs = load_kwargs(args, model_args, "a reward model")
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
     datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]

@@ -47,6 +47,31 @@ def require_truncation(top_p: float | None, top_k: int | None, prefix: str = "")
         raise ValueError(f"{prefix}top_k is {top_k!r}; set a whole number of tokens, where 0 leaves all of them in")
 
 
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number; a boolean is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_split(settings: Any) -> None:
+    """Check `pipeline_split` of settings, and set `pipeline_stages` to its length if that is None.
+
+    Raises:
+        ValueError: it is no list of numbers of layers, or not one number per stage.
+    """
+    split, stages = settings.pipeline_split, settings.pipeline_stages
+    if split is None:
+        return
+    if not (isinstance(split, list) and all(is_whole(n) and n > 0 for n in split)):
+        raise ValueError(f"pipeline_split is {split!r}; it must be a list of whole numbers above 0")
+    if stages is None:
+        settings.pipeline_stages = stages = len(split)
+    if len(split) != stages:
+        raise ValueError(
+            f"pipeline_split has {len(split)} numbers and pipeline_stages is {stages}; give one number of layers for"
+            " each stage"
+        )
+
+
 def documented(settings: T) -> T:
     """Decorate a dataclass of settings: its signature lists the fields, and its docstring explains each of them.
 

@@ -23,6 +23,7 @@ from onetrunk.data.names import looks_like_path, missing_path
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.judges.load import REWARD, JudgeConfig, names_a_judge
 from onetrunk.ppo.settings import PPOSettings
+from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.stages.eval.arguments import EvalArguments, check_purpose
 from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.options.helping import help_text, help_topic
@@ -131,6 +132,11 @@ class _Training(CheckpointConfig, _Inherited):
 
 
 @dataclass(repr=False)
+class _RewardTraining(StageTrainingConfig, _Training):
+    """The settings of a training of a reward model."""
+
+
+@dataclass(repr=False)
 class _PPO(PPOSettings, _Inherited):
     """PPOConfig without TrainingArguments, whose fields `_filled` adds."""
 
@@ -161,7 +167,7 @@ def _check_training(values: Values, defaults: Values) -> None:
     args = SimpleNamespace(**values)
     require_output_dir_is_set(args)
     check_seeds(args)
-    _filled(_Training, values, defaults)
+    _filled(_RewardTraining if "pipeline_training" in values else _Training, values, defaults)
     if not values.get("student_config"):
         _check_model(values, defaults)
 

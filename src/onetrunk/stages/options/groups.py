@@ -43,6 +43,7 @@ OF_CLASS = {
     "RewardDistillationConfig": "student",
     "RewardTrainingArguments": "model",
     "RewardModelConfig": "loss",
+    "StageTrainingConfig": "hardware",
     "AlarmConfig": "alarms",
     "CheckpointConfig": "checkpoints",
     "StageTrainingArguments": "checkpoints",
@@ -88,7 +89,14 @@ _OF_NAME = {
 _EXACT = {name: group for group, names in _OF_NAME.items() for name in names.split() if not name.endswith("*")}
 _PREFIXES = {name[:-1]: group for group, names in _OF_NAME.items() for name in names.split() if name.endswith("*")}
 # Classes whose names decide before _OF_NAME does: there, the class is the better answer.
-_CLASS_FIRST = ("DatasetArguments", "TrainingDataArguments", "JudgeConfig", "PPOJudgeArguments", "AlarmConfig")
+_CLASS_FIRST = (
+    "StageTrainingConfig",
+    "DatasetArguments",
+    "TrainingDataArguments",
+    "JudgeConfig",
+    "PPOJudgeArguments",
+    "AlarmConfig",
+)
 
 _TRAINING = "model_name_or_path dtype dataset_name eval_size"
 _RUN = "learning_rate num_train_epochs max_steps per_device_train_batch_size seed output_dir overwrite_output_dir"
