@@ -8,14 +8,12 @@ rows only (early_scores.py); everything else happens when a rollout is used.
 
 from __future__ import annotations
 
-import atexit
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import is_divided, is_sharded, reshard
+from onetrunk.models.parallel import is_divided, is_sharded
 from onetrunk.models.staged import staged
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
@@ -36,7 +34,6 @@ from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.memory import PackSize, join_rows, split_states
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.sampling import (
     PromptBatch,
@@ -48,6 +45,7 @@ from onetrunk.ppo.sampling import (
     prompt_batch,
     rollout_packs,
 )
+from onetrunk.ppo.scoring import Background, PackScorer
 from onetrunk.ppo.state import (
     StreamState,
     load_buffer,
@@ -64,8 +62,6 @@ from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
-
-T = TypeVar("T")
 
 
 class ExperienceStream:
@@ -518,177 +514,3 @@ def require_finite(experiences: Sequence[Experience], iteration: int) -> None:
             " KL and values: set score_clip or normalize_scores, or correct the reward functions. The weights are"
             " those before it"
         )
-
-
-class PackScorer:
-    """Runs the roles over packs in evaluation mode; with a cache, the frozen lower layers run once per pack.
-
-    Args:
-        model: returns the TrunkModel, wrapped or not.
-        accelerator: unwraps it.
-        temperature: of logprobs.
-        cache: keeps the trunk states.
-    """
-
-    def __init__(
-        self, model: Callable[[], nn.Module], accelerator: Accelerator, temperature: float, cache: TrunkCache | None
-    ):
-        self.model = model
-        self.accelerator = accelerator
-        self.temperature = temperature
-        self.cache = cache
-        self.pack_size = PackSize("the scoring")
-        self._were_captured = False
-
-    @torch.no_grad()
-    def run(
-        self,
-        packs: Sequence[RolloutPack],
-        roles: Sequence[str],
-        poll: Callable[[], None] = lambda: None,
-        known: Mapping[tuple[int, ...], PackOutput | None] | None = None,
-    ) -> list[RolloutPack]:
-        """Return the packs with the outputs of `roles`, and with `output.states` if there is a cache.
-
-        Args:
-            packs: all or none with captured states; without them the frozen lower layers make the states.
-            roles: as TrunkModel takes them.
-            poll: called before each pack; may raise to give up.
-            known: outputs of packs by their rows, from pipeline stages that ran them while they sampled.
-
-        Raises:
-            FloatingPointError: a logprob or a value is not finite.
-        """
-        self.model().eval()
-        self._were_captured = any(item.states is not None for item in packs)
-        if self.cache is not None and not self._were_captured:
-            roles = (*roles, "trunk")
-        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll, known or {})
-        for item in packs if not scored else ():
-            poll()
-            output = self._outputs(item.pack, tuple(roles), item.states)
-            if self.cache is not None:
-                states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
-                output = output._replace(states=self.cache.keep(states))
-            scored.append(replace(item, states=None, output=output))
-        reshard(self.model())
-        # A score that is not finite leaves out its row only.
-        outputs = [item.output._replace(states=None, scores=None) for item in scored]
-        if not torch.stack([x.isfinite().all() for output in outputs for x in output if x is not None]).all():
-            raise FloatingPointError("logprobs or values are not finite")
-        return scored
-
-    def _staged(
-        self,
-        packs: Sequence[RolloutPack],
-        roles: Sequence[str],
-        poll: Callable[[], None],
-        known: Mapping[tuple[int, ...], PackOutput | None],
-    ) -> list[RolloutPack]:
-        """Return the packs with the outputs of a model in pipeline stages, which run together those not yet known."""
-        poll()
-        stage, by_rows = staged(self.model()), {tuple(item.rows): item.pack for item in packs}
-        rest = [rows for rows in by_rows if rows not in known]
-        outputs = stage.outputs([by_rows[rows] for rows in rest], roles, self.temperature)
-        shared = stage.known_outputs([by_rows[rows] for rows in known], roles, list(known.values()))
-        found = dict(zip([*rest, *known], [*outputs, *shared], strict=True))
-        return [replace(item, output=found[tuple(item.rows)]) for item in packs]
-
-    def _outputs(self, pack: Pack, roles: Sequence[str], states: Tensor | None) -> PackOutput:
-        """Return the model's outputs for a pack; after an out-of-memory error, joined from smaller parts."""
-
-        def run() -> PackOutput:
-            parts = self.pack_size.parts(pack)
-            shares = [None] * len(parts) if states is None else split_states(states, parts)
-            return join_rows(
-                [
-                    self.model()(pack=part, states=share, roles=roles, temperature=self.temperature)
-                    for part, share in zip(parts, shares, strict=True)
-                ]
-            )
-
-        return self.pack_size.retry(run, [pack], before_retry=self._require_retry)
-
-    def _require_retry(self, reason: str) -> None:
-        """Raise RuntimeError if this process cannot run a pack in parts, because the others run it whole."""
-        model = self.accelerator.unwrap_model(self.model())
-        if is_sharded(model) or is_divided(model):
-            raise RuntimeError(
-                f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a"
-                " sharded base one process cannot retry, because the others wait in the same forward. Lower"
-                " per_device_train_batch_size, microbatch_tokens or max_completion_length, then resume"
-            )
-
-    def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
-        """Return the experiences as a checkpoint keeps them: without the states that the same forwards make again.
-
-        Captured states stay, because a forward would round them differently.
-        """
-        return list(experiences) if self._were_captured else [replace(e, states=None) for e in experiences]
-
-    @torch.no_grad()
-    def from_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
-        """Return the experiences of a checkpoint with their states, as saved or computed again."""
-        if self.cache is None:
-            return list(experiences)
-        self._were_captured = any(e.states is not None for e in experiences)
-        model = self.model()
-        model.eval()
-        restored = []
-        for experience in experiences:
-            states = experience.states
-            if states is None:
-                states = self._in_trunk_dtype(model(pack=experience.pack, roles=("trunk",)).states)
-            restored.append(replace(experience, states=self.cache.keep(states)))
-        reshard(model)
-        return restored
-
-    def _in_trunk_dtype(self, states: Tensor) -> Tensor:
-        # Accelerate's wrapper of forward returns float32; the trunk's own dtype holds every bit of it.
-        return states.to(self.accelerator.unwrap_model(self.model()).states_dtype)
-
-
-LONGEST_WAIT_S = 60.0
-
-
-class Background(Generic[T]):
-    """Runs `function` in a thread, while the main thread does what only it may do (user code, signals).
-
-    An error in the main thread is reported at once; the process then ends with the thread, or LONGEST_WAIT_S later.
-
-    Args:
-        function: takes nothing. Grad mode and autocast are set per thread: it sets what it needs.
-        device: the accelerator it works on, which is set per thread too.
-        starts_now: False to run it in the main thread, at `result`.
-    """
-
-    def __init__(self, function: Callable[[], T], device: torch.device, starts_now: bool = True):
-        self._function = function
-        self._device = device
-        self._values: list[T] = []
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if starts_now:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-            # At exit Python kills a daemon thread inside torch, which aborts with exit code 134.
-            atexit.register(self._thread.join, LONGEST_WAIT_S)
-
-    def _run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            self._values.append(self._function())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        """Wait, and return what the function returned or raise what it raised; it runs only once."""
-        if self._thread is None and not self._values:
-            self._values.append(self._function())
-        elif self._thread is not None:
-            self._thread.join()
-            atexit.unregister(self._thread.join)
-        if self._error is not None:
-            raise self._error
-        return self._values[0]
