@@ -78,7 +78,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
 ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -192,6 +192,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(parts, tmp_path):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_tests_count_as_failed_if_one_fails_or_none_runs(parts, tmp_path):
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
@@ -250,6 +251,7 @@ def test_speeds_are_tokens_over_seconds_and_an_update_counts_each_epoch(report):
     assert "trl" not in report.measurements({"trl": ran["trl"]})
 
 
+@pytest.mark.slow
 def test_operations_are_counted_without_views_and_a_token_costs_the_same_in_a_longer_completion(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     import torch

@@ -111,7 +111,7 @@ def kill_once(kind: str, folder: Path, seed: int) -> str:
     return phase
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_killed_at_a_random_moment_resumes_exactly(tmp_path, seed):
     kind = KINDS[seed % len(KINDS)]

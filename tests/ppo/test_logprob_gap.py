@@ -64,6 +64,7 @@ def test_of_several_rollouts_in_one_log_the_largest_gap_is_logged():
     assert figures[f"{GAP}max"] == 0.75 and figures[f"{GAP}mean"] == 0.5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1"}, {"temperature": 0.7}])
 def test_in_float32_the_sampler_is_the_policy_that_trains(tmp_path, settings):
     trainer = trained(tmp_path, num_rollouts=3, eval_dataset=prompts(3), **settings)

@@ -16,7 +16,7 @@ from tests.tiny import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -105,6 +105,7 @@ def test_what_push_to_hub_hands_on_stands_in_the_card(tmp_path):
     assert card.text.strip().startswith("# a-policy") and 'from_pretrained("someone/a-policy")' in card.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_its_card_too(tmp_path):
     trained(tmp_path, num_rollouts=2, save_strategy="steps", save_steps=1, value_head="adapter")
     first, last = ((tmp_path / f"checkpoint-{step}" / "README.md").read_text() for step in (1, 2))

@@ -141,7 +141,7 @@ class Jittery(CopyBackend):
         return super().generate_as(role, version, prompt_ids, params, keys)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rollout_rows", [None, 3])
 def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_path, max_rollout_rows):
     settings = {"max_staleness": 2, "max_rollout_rows": max_rollout_rows}
@@ -187,7 +187,7 @@ def test_an_evaluation_changes_neither_the_version_nor_the_completions_of_a_roll
 # --- resuming and stopping --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "staleness"), [("one_step", None), ("async", 2)], ids=["one step", "two rollouts ahead"]
 )

@@ -34,6 +34,7 @@ def stub():
         yield server
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "settings"),
     [("llama", {}), ("llama", {"adapter_layers": "top-1", "value_head": "adapter"}), (None, {})],
@@ -147,6 +148,7 @@ class HoldsOneRow(StubVLLM):
         await super()._complete(body, writer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["one_step", "async"])
 def test_rows_of_a_call_are_scored_while_another_row_of_it_decodes(tmp_path, schedule):
     scored = []

@@ -93,6 +93,7 @@ def test_the_markdown_shows_the_pngs_next_to_it(tmp_path):
     assert "````text\n</pre><script>alert(1)</script> ``` | <b>\n````" in text
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_a_report_although_its_last_line_is_cut(tmp_path):
     folder = write_ppo_run(tmp_path / "killed", finished=False)
     with (folder / "_report" / "log.jsonl").open("a") as file:
@@ -107,6 +108,7 @@ def test_a_running_run_says_what_it_does(tmp_path, monkeypatch):
         assert read_run(folder).status.startswith("running, in phase")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_says_so_while_its_process_still_lives_and_not_after_it_was_resumed(tmp_path):
     folder = write_ppo_run(tmp_path / "stopped", finished=False)
     log = folder / "_report" / "log.jsonl"

@@ -240,6 +240,7 @@ def rows_in_a_file(folder, monkeypatch, repeat=1):
     return load_rows(folder / "rows.jsonl")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", [{}, {"use_margin": True, "max_length": 9}])
 def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, tmp_path, monkeypatch, settings):
     mapped = a_trainer(base, tmp_path / "mapped", rows_in_a_file(tmp_path, monkeypatch), max_steps=6, **settings)

@@ -43,7 +43,7 @@ def there(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_a_finished_run_that_is_repeated_changes_no_byte(there, capsys, verb):
     assert run(verb, *OPTIONS[verb]) == 0
@@ -72,7 +72,7 @@ def without_costs(content: bytes) -> bytes:
     return json.dumps({key: value for key, value in json.loads(content).items() if key != "cost"}).encode()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_a_run_that_has_its_last_checkpoint_and_not_all_of_its_result_writes_the_same_result(there, verb):
     """One file is gone, or all that are written after the last checkpoint, as where the run died right after it."""

@@ -96,6 +96,7 @@ def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, 
     assert all(row["chosen"][0]["role"] == "assistant" and len(row["chosen"]) == 1 for row in rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dataset", ["prompts.jsonl", "turns.jsonl"])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_with(
@@ -116,6 +117,7 @@ def test_overwriting_leaves_no_file_of_the_old_settings_beside_the_new_ones(pref
     assert [path.name for path in (tmp_path / "out/data").iterdir()] == ["preferences.parquet"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_the_shards_together_are_the_unsharded_set(prefs, tmp_path, suffix):
     # One prompt a chunk: no batch that a shard could change
@@ -145,6 +147,7 @@ def test_a_stream_and_another_order_give_the_same_rows(prefs, inputs, tmp_path):
     assert content(read_rows(tmp_path / "c/data/preferences.jsonl")) == content(map(json.loads, rows.splitlines()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dataset", ["prompts.jsonl", "turns.jsonl"])
 def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path, dataset):
     options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
@@ -295,6 +298,7 @@ def test_ray_samples_the_same_bytes_as_the_local_engine(prefs, tmp_path):
     assert_same_rows(tmp_path / "local", tmp_path / "ray")
 
 
+@pytest.mark.slow
 def test_workers_that_get_pickled_chunks_give_the_bytes_of_one_process_also_in_a_job_array(
     prefs, tmp_path, monkeypatch
 ):

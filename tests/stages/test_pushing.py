@@ -48,7 +48,7 @@ def new(tmp_path):
     return ["--output_dir", str(tmp_path / "out")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", TRAINING)
 def test_what_was_trained_is_pushed_when_asked(hub, tmp_path, verb):
     more = {"ppo": {"value_head.safetensors", "metrics.json"}}.get(verb, set())
@@ -152,6 +152,7 @@ def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", ["reward", "distill"])
 def test_a_reward_model_that_is_not_pushed_is_measured_all_the_same(hub, tmp_path, capsys, verb):
     hub.refusals["/commit/"] = 403

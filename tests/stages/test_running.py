@@ -107,7 +107,7 @@ sys.exit(run_stage("eval", lambda argv: (), work, []))
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
 )

@@ -86,6 +86,7 @@ def test_every_side_of_an_evaluation_samples_under_its_own_name_and_ends_as_in_t
     assert stub.adapters == {} and not stub.missing and not list((tmp_path / "served/_adapters").iterdir())
 
 
+@pytest.mark.slow
 def test_a_base_model_publishes_nothing_and_an_opponent_on_another_base_samples_in_this_process(
     stub, inputs, tmp_path, caplog
 ):

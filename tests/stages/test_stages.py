@@ -201,6 +201,7 @@ def test_sft_trains_a_lora_adapter_that_ppo_takes(there):
     assert (there / "runs/ppo-lora/reference/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_ppo_and_eval_run_on_a_base_in_4_bit(there):
     pytest.importorskip("bitsandbytes")
     quantised = ["--load_in_4bit", "true", "--dtype", "float32"]
