@@ -50,7 +50,8 @@ def a_scorer(family: str = "llama", dtype: torch.dtype = torch.float32, **settin
 
 
 def with_adapter(base: Any, **settings: Any) -> PeftModel:
-    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "SEQ_CLS", **settings})
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = LoraConfig(**{"r": 4, "target_modules": targets, "task_type": "SEQ_CLS", **settings})
     model = get_peft_model(base, config)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):

@@ -79,10 +79,10 @@ def make_material(folder):
     write(folder / "pairs.jsonl", pairs)
 
 
-def launch(folder, place, processes, cases, name):
+def launch(folder, place, processes, cases, name, config=CONFIG):
     """Run cases, {name: words}, in one launch."""
     (folder / f"{name}.cases").write_text(json.dumps(cases))
-    config = ["--config_file", CONFIG, "--num_processes", str(processes), "--main_process_port", "0"]
+    config = ["--config_file", config, "--num_processes", str(processes), "--main_process_port", "0"]
     launcher = [] if processes == 1 else ["-m", "accelerate.commands.launch", *config]
     command = [sys.executable, *launcher, WORKER, f"{name}.cases", name]
     env = launch_environment(place, processes)
