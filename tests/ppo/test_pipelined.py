@@ -149,7 +149,29 @@ REWARD = """
 def shortest(completions, **kwargs):
     return [-float(len(c)) for c in completions]
 """
-# Stage 1 kills itself once, in the second turn of the third rollout.
+# Stage 1 kills itself once: in the second turn of the third rollout, or in the second microbatch of its update.
+DYING_IN_UPDATE = """
+import os, runpy, signal, sys
+from pathlib import Path
+from onetrunk.models import staged
+
+original = staged._StageModule.forward
+turns = 0
+
+def forward(module, *received):
+    global turns
+    is_due = Path("fate").exists() and Path("out/checkpoint-2").is_dir() and module.loss_of is not None
+    if os.environ["RANK"] == "1" and is_due:
+        turns += 1
+        if turns == 2:
+            Path("fate").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return original(module, *received)
+
+staged._StageModule.forward = forward
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 DYING = """
 import os, runpy, signal, sys
 from pathlib import Path
@@ -179,6 +201,7 @@ def prepared(folder: Path) -> Path:
     make_material(folder)
     (folder / "reward.py").write_text(REWARD)
     (folder / "dying.py").write_text(DYING)
+    (folder / "dying_in_update.py").write_text(DYING_IN_UPDATE)
     return folder
 
 
@@ -208,12 +231,19 @@ def finished(folder: Path, *how: str) -> None:
 
 
 @several
-def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("dying.py", ""),
+        ("dying_in_update.py", "--pipeline_training true --per_device_train_batch_size 2"),
+    ],
+)
+def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path, script, options):
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
     folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
     (folder / "fate").touch()
-    first, second = started(folder)
+    first, second = started(folder, script, options)
     try:
         assert first.wait() == 1
     finally:
@@ -224,8 +254,8 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
     assert "where it waited for stage 1 (process 1) of the pipeline: rank 1 (process " in log
     assert "was killed or crashed" in log and "Traceback" not in log and "--resume auto" in log
     assert not (folder / "fate").exists() and (folder / "out" / "checkpoint-2").is_dir()
-    finished(folder)
-    finished(whole)
+    finished(folder, script, options)
+    finished(whole, script, options)
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
         assert (folder / "out" / name).read_bytes() == (whole / "out" / name).read_bytes()
 

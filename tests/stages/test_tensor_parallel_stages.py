@@ -76,10 +76,10 @@ def make_material(folder):
     write(folder / "pairs.jsonl", pairs)
 
 
-def launch(folder, place, processes, cases, name):
+def launch(folder, place, processes, cases, name, config="tensor_parallel"):
     """Run cases, {name: words}, in one launch."""
     (folder / f"{name}.cases").write_text(json.dumps(cases))
-    command = [*launcher("tensor_parallel", processes), WORKER, f"{name}.cases", name]
+    command = [*launcher(config, processes), WORKER, f"{name}.cases", name]
     env = launch_environment(place, processes)
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=3000)
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -20,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from onetrunk.rollouts.stage_links import StageLost
+from onetrunk.models.pipeline import StageLost, is_broken_link
 from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -37,10 +35,6 @@ NO_BEAT = "without a heartbeat: it has ended, or does not share output_dir"
 START, TRAIN, GATHER, UPDATE, SAVE, FAILED = "start", "train", "gather", "update", "save", "failed"
 # In these phases a process may be waiting for the others.
 WAITING = (TRAIN, GATHER, UPDATE, SAVE)
-# What gloo and torch.distributed say when the connection to another process breaks or its answer does not come.
-BROKEN = re.compile(
-    r"gloo|Connection (closed|reset) by peer|NCCL|ProcessGroup|Socket Timeout|Timed out (waiting|after)|Broken pipe"
-)
 
 
 class LostRanks(RuntimeError):
@@ -283,9 +277,7 @@ class Lost:
 def is_connection_error(error: BaseException | None) -> bool:
     """Return whether an error says that the connection to another process broke, or that it gave no answer."""
     while error is not None and not isinstance(error, LostRanks):
-        if isinstance(error, torch.distributed.DistError):
-            return True
-        if isinstance(error, RuntimeError) and BROKEN.search(str(error)) and torch.distributed.is_initialized():
+        if is_broken_link(error):
             return True
         error = error.__cause__
     return False

@@ -8,11 +8,13 @@ the offsets of masks from a layer of the cache that they never fill.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -21,6 +23,53 @@ from onetrunk.costs import ModelShape, decode_split
 from onetrunk.models.base import backbone, computes, decoder_layers, probe_inputs
 from onetrunk.models.cut import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
+
+# What gloo and torch.distributed say when the connection to another process breaks or its answer does not come.
+BROKEN = re.compile(
+    r"gloo|Connection (closed|reset) by peer|NCCL|ProcessGroup|Socket Timeout|Timed out (waiting|after)|Broken pipe"
+)
+
+
+class StageLost(RuntimeError):
+    """The connection to another stage broke.
+
+    Args:
+        stage: of this process.
+        peer: names the other stage.
+        when: what the stages did together, a clause.
+    """
+
+    def __init__(self, stage: int, peer: str, when: str):
+        super().__init__(
+            f"stage {stage} of the pipeline (process {dist.get_rank()}) lost {peer} while {when}; look at the output"
+            " of that process, whose end came first, then resume the run from its last checkpoint"
+        )
+        self.peer = peer
+
+
+def is_broken_link(error: BaseException) -> bool:
+    """Return whether an error says by itself that the connection to another process broke, or gave no answer."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(str(error))) and dist.is_initialized()
+
+
+@contextlib.contextmanager
+def naming_lost_stage(stage: int, num_stages: int, when: str) -> Iterator[None]:
+    """Turn an error about a broken connection to another stage of the pipeline into StageLost.
+
+    Args:
+        stage, num_stages: of this process. Of two stages the other one is named.
+        when: as StageLost takes it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, StageLost) or not is_broken_link(error):
+            raise
+        other = 1 - stage
+        peer = "another stage" if num_stages > 2 else f"stage {other} (process {dist.get_rank() + other - stage})"
+        raise StageLost(stage, peer, when) from error
 
 
 @dataclass(frozen=True)

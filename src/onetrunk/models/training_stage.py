@@ -26,13 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 from onetrunk.models.base import backbone, decoder_layers
 from onetrunk.models.late_cast import cast_now
 from onetrunk.models.parallel import keep_whole_size, local_bytes, mark_divided, require_one_base
-from onetrunk.models.pipeline import LayerSplit
+from onetrunk.models.pipeline import LayerSplit, naming_lost_stage
 from onetrunk.models.sources import keep_identity
 from onetrunk.models.tensor_parallel import process_mesh
 
 STAGED = "onetrunk_staged"
 # Microbatches of one forward-only schedule, per stage: hidden states of all of them are in memory at once.
 SCORED_AT_ONCE = 4
+# What stages do together, where one of them is lost.
+WHEN = "the model scored or was updated"
 
 
 @dataclass(frozen=True)
@@ -189,13 +191,14 @@ class Stage:
         # The schedule divides these into microbatches; every stage knows the real ones.
         inputs = (torch.zeros(count, device=self.device),) if self.is_first else ()
         targets = torch.zeros(count, device=self.device) if self.is_last and has_gradients else None
-        try:
-            kind(stage, count, **loss).step(*inputs, target=targets, return_outputs=False)
-        except RuntimeError as error:
-            # An error of the model's forward is raised as it was, without the wrapper of the library.
-            if error.__cause__ is None:
-                raise
-            raise error.__cause__ from None
+        with naming_lost_stage(self.stage, self.num_stages, WHEN):
+            try:
+                kind(stage, count, **loss).step(*inputs, target=targets, return_outputs=False)
+            except RuntimeError as error:
+                # An error of the model's forward is raised as it was, without the wrapper of the library.
+                if error.__cause__ is None:
+                    raise
+                raise error.__cause__ from None
 
     def _pipeline_stage(
         self, module: nn.Module, longest: int, streams_at: Callable[[int], Sequence[bool]], has_gradients: bool
@@ -225,7 +228,8 @@ class Stage:
         """Return float32 numbers [size] that the last stage has, on every stage."""
         if flat is None:
             flat = torch.empty(size, device=self.device)
-        dist.broadcast(flat, dist.get_global_rank(self.group, self.num_stages - 1), group=self.group)
+        with naming_lost_stage(self.stage, self.num_stages, WHEN):
+            dist.broadcast(flat, dist.get_global_rank(self.group, self.num_stages - 1), group=self.group)
         return flat
 
 
@@ -235,7 +239,12 @@ def reduce_gradients(model: nn.Module) -> None:
 
     Each process has those of its own layers, and of its own rows if there are several pipelines.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    stage = staged(model)
+    with naming_lost_stage(stage.stage, dist.get_world_size(), WHEN):
+        _reduce([p for p in model.parameters() if p.requires_grad])
+
+
+def _reduce(trained: Sequence[nn.Parameter]) -> None:
     has_gradient = torch.tensor([p.grad is not None for p in trained], device=trained[0].device, dtype=torch.float32)
     dist.all_reduce(has_gradient)
     reduced = [p for p, count in zip(trained, has_gradient.tolist(), strict=True) if count]

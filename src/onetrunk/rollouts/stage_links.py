@@ -17,18 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onetrunk.models.pipeline import StageLost
+
 T = TypeVar("T")
-
-
-class StageLost(RuntimeError):
-    """The connection to another stage broke; `peer` names it."""
-
-    def __init__(self, stage: int, process: int, peer: str):
-        super().__init__(
-            f"stage {stage} of the pipeline (process {process}) lost {peer} while rows were sampled; look at the"
-            " output of that process, whose end came first, then resume the run"
-        )
-        self.peer = peer
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -182,4 +173,4 @@ class StageLinks:
             yield
         except RuntimeError as error:
             peer = "another stage" if stage is None else f"stage {stage} (process {self._process(stage)})"
-            raise StageLost(self.stage, self._process(self.stage), peer) from error
+            raise StageLost(self.stage, peer, "rows were sampled") from error
