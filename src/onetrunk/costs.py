@@ -194,7 +194,8 @@ def sampling_bytes(
 SCORED_AT_ONCE = 4
 
 
-def stage_weights(shape: ModelShape, sizes: Sequence[int]) -> list[int]:
+@functools.cache
+def stage_weights(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the number of frozen weights that each training stage holds; one stage has all of them.
 
     The first stage has the embedding besides its layers, and the last the head: tied weights are on both.
@@ -204,25 +205,26 @@ def stage_weights(shape: ModelShape, sizes: Sequence[int]) -> list[int]:
         sizes: layers of each stage.
     """
     if len(sizes) == 1:
-        return [shape.parameters]
+        return (shape.parameters,)
     dense = replace(shape, num_experts=0).layer_parameters
     layers = [dense] * shape.num_dense_layers + [shape.layer_parameters] * (shape.num_layers - shape.num_dense_layers)
     ends = list(itertools.accumulate(sizes))
     weights = [sum(layers[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
     weights[0] += shape.head_parameters
     weights[-1] += shape.head_parameters
-    return weights
+    return tuple(weights)
 
 
 def stage_share(shape: ModelShape, sizes: Sequence[int]) -> float:
     """Return the share of a decoder's weights that the largest training stage holds; `sizes` as in stage_weights."""
-    return max(stage_weights(shape, sizes)) / shape.parameters
+    return max(stage_weights(shape, tuple(sizes))) / shape.parameters
 
 
-def layers_above(sizes: Sequence[int], adapted: int) -> list[int]:
+@functools.cache
+def layers_above(sizes: tuple[int, ...], adapted: int) -> tuple[int, ...]:
     """Return how many of the layers of each stage are among the last `adapted` ones, which have adapters."""
     cut, ends = sum(sizes) - adapted, itertools.accumulate(sizes)
-    return [max(0, min(size, end - cut)) for size, end in zip(sizes, ends, strict=True)]
+    return tuple(max(0, min(size, end - cut)) for size, end in zip(sizes, ends, strict=True))
 
 
 def packs_in_flight(stage: int, stages: int, packs: int) -> int:
@@ -245,7 +247,8 @@ class Streams:
     gradients: int
 
 
-def stage_streams(sizes: Sequence[int], adapted: int, branches: int, has_reference: bool) -> list[Streams]:
+@functools.cache
+def stage_streams(sizes: tuple[int, ...], adapted: int, branches: int, has_reference: bool) -> tuple[Streams, ...]:
     """Return what crosses each boundary of training stages, those before the first and after the last stage included.
 
     Args:
@@ -259,7 +262,7 @@ def stage_streams(sizes: Sequence[int], adapted: int, branches: int, has_referen
         Streams(branches + has_reference, branches, branches) if layer > cut else Streams(1, 1, 0)
         for layer in itertools.accumulate(sizes[:-1])
     ]
-    return [Streams(0, 0, 0), *inner, Streams(0, 0, 0)]
+    return (Streams(0, 0, 0), *inner, Streams(0, 0, 0))
 
 
 def stage_buffers(boundaries: Sequence[Streams], stage: int, packs: int, all_packs: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onetrunk.costs import (
+    kept_activations_bytes,
     layers_above,
     packs_in_flight,
     sampling_bytes,
@@ -138,17 +139,23 @@ def train_memories(job: Job, train: TrainLayout, has_reward_server: bool) -> lis
     if not train.is_staged:
         return [_process_memory(job, train, has_reward_server, job.adapted_layers)]
     sizes, streams = train.sizes(job.shape), streams_of(job, train)
-    adapted, weights = layers_above(sizes, job.adapted_layers), stage_weights(job.shape, sizes)
-    all_packs = packs_of(job, train).number
+    weights, above = stage_weights(job.shape, sizes), layers_above(sizes, job.adapted_layers)
+    all_packs, tokens = packs_of(job, train).number, forward_tokens(job, train)
     packs = all_packs // job.num_minibatches
-    state = forward_tokens(job, train) * job.shape.hidden_size * job.itemsize
-    found = []
-    for stage, layers in enumerate(adapted):
-        memory = _process_memory(job, train, has_reward_server, layers * packs_in_flight(stage, len(sizes), packs))
-        buffers = stage_buffers(streams, stage, packs, all_packs)
-        for (phase, parts), held in zip(memory.items(), buffers, strict=True):
-            memory[phase] = parts | {"weights": weights[stage] * train.base_bytes, "buffers": held * state}
-        found.append(memory)
+    state = tokens * job.shape.hidden_size * job.itemsize
+    shared, found = _process_memory(job, train, has_reward_server, 0), []
+    for stage, layers in enumerate(above):
+        flying = layers * job.trained_copies * packs_in_flight(stage, len(sizes), packs)
+        kept = kept_activations_bytes(job.shape, tokens, flying, job.itemsize, train.is_checkpointed)
+        own = {"weights": weights[stage] * train.base_bytes}
+        score, update = (held * state for held in stage_buffers(streams, stage, packs, all_packs))
+        active = shared["update"]["activations"] + kept * train.device.rates.working_set
+        found.append(
+            {
+                "score": shared["score"] | own | {"buffers": score},
+                "update": shared["update"] | own | {"buffers": update, "activations": active},
+            }
+        )
     return found
 
 

@@ -391,7 +391,7 @@ def shares_of(job: Job, layout: TrainLayout) -> list[Share]:
     ]
 
 
-def streams_of(job: Job, layout: TrainLayout) -> list[Streams]:
+def streams_of(job: Job, layout: TrainLayout) -> tuple[Streams, ...]:
     """Return the hidden states that cross each boundary of the stages of a layout."""
     return stage_streams(layout.sizes(job.shape), job.adapted_layers, job.trained_copies, job.has_reference)
 
