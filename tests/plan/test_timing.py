@@ -14,6 +14,7 @@ from onetrunk.plan import errors
 from onetrunk.plan.job import Lengths
 from onetrunk.plan.rates import Rates
 from onetrunk.plan.timing import (
+    LATENCY_S,
     LOCAL,
     PIPELINED,
     SERVER,
@@ -133,37 +134,36 @@ def staged(stages=2, split=(), data=1, **changes):
 def test_two_training_stages_by_hand():
     # 16 rows of 200 tokens in 2 minibatches: 4 packs of 2 rows. The last stage has 2 of the 4 layers and the head.
     one = job(lengths=EVEN, is_padding_free=True)
-    score, update = (time(one, staged(split=(2, 2))) for time in (score_time, update_time))
-    layers, head, flops = forward_flops(SMALL, 400, 2), head_flops(SMALL, 200), device().tflops * 1e12
+    score, update = (time(one, staged(split=(2, 2), tflops=0.001)) for time in (score_time, update_time))
+    layers, head, flops = forward_flops(SMALL, 400, 2), head_flops(SMALL, 200), 1e9
     # Forward and gradients, 4 epochs of 8 packs. A minibatch fills and empties the pipeline: 4 + 2 - 1 packs.
     pack = 2 * (layers + 1.5 * head) / flops
     assert update.parts["compute"] == pytest.approx(4 * 8 * pack)
-    assert update.parts["bubble"] == pytest.approx(4 * 2 * pack)
+    assert update.parts["bubble"] == pytest.approx(4 * 2 * (pack + LATENCY_S))
     # Scoring: policy and reference, all 8 packs together.
     assert score.parts["compute"] == pytest.approx(8 * (2 * layers + 2 * head) / flops)
     assert score.parts["bubble"] == pytest.approx(score.parts["compute"] / 8)
     # 24 packs are scored in three sequences of 4 x 2.
-    many = score_time(replace(one, rollout_batch_size=48), staged(split=(2, 2)))
+    many = score_time(replace(one, rollout_batch_size=48), staged(split=(2, 2), tflops=0.001))
     assert many.parts["bubble"] == pytest.approx(3 / 24 * many.parts["compute"])
 
 
 def test_training_stages_send_hidden_states_and_sum_gradients():
     one, slow = job(lengths=EVEN, is_padding_free=True), staged(link_gb_s=0.001, network_gb_s=0.0001)
     state, sums = 400 * 64 * 2, 2 * 4 * one.trained_weights * 0.5
-    latency = 2e-5
     # The first stage sends the states of policy and reference.
     link = score_time(one, slow).parts["link"]
-    assert link == pytest.approx(8 * (2 * state / 1e6 + latency))
+    assert link == pytest.approx(8 * (2 * state / 1e6 + LATENCY_S))
     # The update sends states in one direction and gradients in the other; 8 optimizer steps sum what trains.
     link = update_time(one, slow).parts["link"]
-    assert link == pytest.approx(4 * 8 * (state / 1e6 + latency) + 8 * (sums / 1e6 + 2 * latency))
+    assert link == pytest.approx(4 * 8 * (state / 1e6 + LATENCY_S) + 8 * (sums / 1e6 + 2 * LATENCY_S))
     # Below the adapters there are no gradients to send, and one forward serves all roles.
     top = replace(one, adapted_layers=1)
     uneven = replace(slow, split=(3, 1))
-    assert score_time(top, uneven).parts["link"] == pytest.approx(8 * (state / 1e6 + latency))
+    assert score_time(top, uneven).parts["link"] == pytest.approx(8 * (state / 1e6 + LATENCY_S))
     # A pipeline that does not fit one machine sends over the network.
     crossing = replace(slow, per_node=1)
-    assert score_time(one, crossing).parts["link"] == pytest.approx(8 * (2 * state / 1e5 + latency))
+    assert score_time(one, crossing).parts["link"] == pytest.approx(8 * (2 * state / 1e5 + LATENCY_S))
 
 
 @settings(deadline=None, max_examples=60)
