@@ -333,6 +333,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     """Return the main numbers of a plan as JSON values."""
     return {
         "schedule": plan.schedule,
+        "training": plan.train.words,
         "engine": plan.sample.engine,
         "devices": plan.devices,
         "iteration_s": plan.iteration_s,

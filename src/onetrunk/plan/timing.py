@@ -91,6 +91,14 @@ class TrainLayout:
         """Whether it trains in the stages of a pipeline."""
         return self.stages > 1
 
+    @property
+    def words(self) -> str:
+        """How the devices are divided, in words."""
+        if self.is_staged:
+            return f"{self.data} x {self.stages} stages"
+        shared = f"{self.tensor} per matrix" if self.tensor > 1 else f"{self.shards} shards" if self.shards > 1 else ""
+        return f"{self.data} x {shared or 'whole base'}"
+
     def sizes(self, shape: ModelShape) -> tuple[int, ...]:
         """Return the layers of each stage."""
         return self.split or decode_split(shape, self.stages)
