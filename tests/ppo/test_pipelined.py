@@ -301,8 +301,10 @@ def watch():
 pipelined.PipelinedBackend.generate = noted
 threading.Thread(target=watch, daemon=True).start()
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-Path(f"private-{os.environ['RANK']}.json").write_text(json.dumps(peak[0]))
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    Path(f"private-{os.environ['RANK']}.json").write_text(json.dumps(peak[0]))
 """
 
 
@@ -369,9 +371,9 @@ def test_the_memory_of_each_training_stage_is_within_15_percent_of_the_plan(tmp_
 
     folder = with_long_prompts(prepared(tmp_path))
     tiny_model("llama", **HEAVY).to(torch.bfloat16).save_pretrained(folder / "base")
-    finished(folder, "watched.py", "--rollout_batch_size 48 --num_rollouts 2 --max_completion_length 12 --bf16 false"
+    finished(folder, "watched.py", "--rollout_batch_size 24 --num_rollouts 2 --max_completion_length 12 --bf16 false"
              " --per_device_train_batch_size 2 --pipeline_split 4 8 --max_prompt_length 50 --pipeline_training true"
-             " --num_minibatches 4 --dtype float32")  # fmt: skip
+             " --num_minibatches 3 --dtype float32")  # fmt: skip
     monkeypatch.chdir(folder)
     # What a process uses while it samples, its share of mapped files included.
     stages = check_stages(check_on_this_machine(folder, _imported_gib()))

@@ -211,13 +211,13 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
     assert plan(*words, "--write", tmp_path / "plan") == 0
     out = capsys.readouterr().out
     for part in (
-        "2 x 4, trained in 4 stages, forwards of", "2 x 4 stages of a pipeline", "stages of 17 + 17 + 17 + 13 layers,"
+        "2 x 4, trained in 4 stages, forwards of", "2 x 4 stages of a pipeline", "stages of 16 + 16 + 17 + 15 layers,"
         " which sample, score and update", "GiB of each stage, generate: ", "GiB of each stage, update: ", "buffers",
         "pipelined pp4", "sharded over 8 (RTX4090-24GB): generate needs",
     ):  # fmt: skip
         assert part in out, part
     script = (tmp_path / "plan" / "launch.sh").read_text()
-    assert "--rollout_backend pipelined --pipeline_stages 4 --pipeline_split 17 17 17 13" in script
+    assert "--rollout_backend pipelined --pipeline_stages 4 --pipeline_split 16 16 17 15" in script
     assert "--pipeline_training true" in script and "--activation_offloading false --schedule sync" in script
     config = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert (config["distributed_type"], config["num_processes"], config["num_machines"]) == ("MULTI_GPU", 8, 4)
