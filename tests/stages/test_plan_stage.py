@@ -226,6 +226,16 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
 STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
 
 
+def test_the_memory_of_the_heaviest_stage_is_that_of_the_plan(capsys):
+    assert plan(*MODEL, "--hardware", "2xH100", "--json", *STAGED) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert set(best["stages_gib"]) == set(best["memory_gib"]) == {"generate", "score", "update"}
+    for phase, stages in best["stages_gib"].items():
+        assert len(stages) == 2 and max(stages) == pytest.approx(best["memory_gib"][phase])
+    assert plan(*MODEL, "--hardware", "2xH100", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["best"]["stages_gib"] == {}
+
+
 def test_a_recipe_that_trains_in_stages_is_planned_so(capsys):
     words = [*MODEL, "--hardware", "4xH100", "--json", *STAGED]
 

@@ -209,6 +209,10 @@ def json_text(job: Job, ranking: Sequence[Ranked], cost: Cost, market: str, arou
             "memory_parts_gib": {
                 phase: {part: value / GIB for part, value in parts.items()} for phase, parts in best.memory.items()
             },
+            "stages_gib": {
+                phase: [sum(parts.values()) / GIB for parts in stages]
+                for phase, stages in (stage_memory(job, best).items() if best.train.is_staged else ())
+            },
             "idle": best.idle(),
             "bottlenecks": {name: phase.bottleneck for name, phase in best.phases.items()},
             "host_gib": host_gib(job, best),
