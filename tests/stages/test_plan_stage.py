@@ -266,8 +266,14 @@ def test_a_recipe_that_cannot_train_in_stages_says_why(words, code, parts, capsy
     assert all(part in error for part in parts), error
 
 
-def test_a_setting_of_the_recipe_that_excludes_training_stages_is_named(capsys):
+def test_a_setting_of_the_recipe_that_excludes_training_stages_is_named(small, tmp_path, capsys):
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(small)}))
     for setting, reason in (
+        (
+            ["--reward_funcs", str(tmp_path / "reward")],
+            f"the reward {tmp_path / 'reward'} is an adapter on the policy",
+        ),
         (["--trunk_cache", "cpu"], "trunk_cache cpu keeps the output of layers"),
         (["--capture_trunk_states", "true"], "capture_trunk_states keeps states"),
         (["--load_in_4bit", "true"], "a quantised base loads on one device as a whole"),

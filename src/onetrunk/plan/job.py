@@ -6,11 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.memory import ADAM_8BIT_BYTES, ADAM_BYTES
-from onetrunk.plan.shapes import ITEMSIZES, ModelFacts
+from onetrunk.plan.shapes import ADAPTER_CONFIG, ITEMSIZES, ModelFacts
 
 # Weights in 4 bits with the constants of their blocks; the embedding and the head stay in bfloat16.
 NF4_BYTES, INT8_BYTES = 0.516, 1.0
@@ -267,7 +268,8 @@ def _stage_obstacle(values: Mapping[str, Any]) -> str | None:
         return "capture_trunk_states keeps states for the layers above the cut"
     if values["trunk_cache"] not in ("auto", "off"):
         return f"trunk_cache {values['trunk_cache']} keeps the output of layers that other processes have"
-    return None
+    adapters = [spec for spec in _rewards(values) if (Path(spec).expanduser() / ADAPTER_CONFIG).is_file()]
+    return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
 
 
 def _rewards(values: Mapping[str, Any]) -> list[str]:
