@@ -9,6 +9,7 @@ everything, which a test holds it to.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -258,8 +259,14 @@ def front(items: Iterable[object], key: Callable[[object], tuple[float, ...]]) -
     return [item for _, item in kept]
 
 
-def train_options(job: Job, pools: Sequence[Pool], space: Space) -> list[TrainOption]:
+def train_options(job: Job, pools: Sequence[Pool], space: Space) -> Sequence[TrainOption]:
     """Return the trainer's layouts of every pool, whether they fit or not."""
+    return _train_options(job, tuple(pools), space)
+
+
+# The search needs them, and then what tells why the others do not fit.
+@functools.lru_cache(maxsize=1)
+def _train_options(job: Job, pools: tuple[Pool, ...], space: Space) -> tuple[TrainOption, ...]:
     options = []
     for pool in pools:
         for layout in train_layouts(job, pool, space):
@@ -273,7 +280,7 @@ def train_options(job: Job, pools: Sequence[Pool], space: Space) -> list[TrainOp
                 gone = ("activations", "logits", "transient", "buffers", *(["weights"] if layout.is_staged else []))
                 kept = sum(value for part, value in memory["score"].items() if part not in gone)
                 options.append(TrainOption(pool, layout, served, seconds, peak, kept, memory))
-    return options
+    return tuple(options)
 
 
 def kind_of(layout: TrainLayout) -> str:
@@ -365,7 +372,7 @@ def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candid
     servers = _server_front(job, pools, space, fitting[0].layout)
     for train in _for_servers(fitting):
         for server in servers:
-            same = server.pool is train.pool
+            same = server.pool == train.pool
             if same and train.devices + server.layout.count > train.pool.count:
                 continue
             publish = publish_seconds(job, train.layout, server.layout)
