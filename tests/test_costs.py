@@ -106,7 +106,8 @@ def test_what_a_training_stage_runs_and_keeps_by_hand():
     assert layers_above((2, 3, 3), 5) == (0, 2, 3)
     # Three stages: the first runs three forwards before its first backward, the last alternates at once.
     assert [packs_in_flight(stage, 3, 9) for stage in (0, 1, 2)] == [3, 2, 1]
-    assert [packs_in_flight(stage, 3, 1) for stage in (0, 1, 2)] == [1, 1, 1]
+    # Two packs: all forwards come first, on every stage.
+    assert [packs_in_flight(stage, 3, 2) for stage in (0, 1, 2)] == [2, 2, 2]
     # The first boundary is below the adapters: one forward for all roles, and no gradients. Above them each of two
     # adapters and the reference has its own.
     boundaries = stage_streams((2, 3, 3), 5, branches=2, has_reference=True)

@@ -228,8 +228,11 @@ def layers_above(sizes: tuple[int, ...], adapted: int) -> tuple[int, ...]:
 
 
 def packs_in_flight(stage: int, stages: int, packs: int) -> int:
-    """Return the packs whose activations a stage holds at once: by 1F1B it runs `stages - stage` forwards first."""
-    return min(stages - stage, packs)
+    """Return the packs whose activations a stage holds at once: by 1F1B it runs `stages - stage` forwards first.
+
+    Fewer packs than stages run by GPipe's order: all forwards, then all backwards.
+    """
+    return packs if packs < stages else stages - stage
 
 
 @dataclass(frozen=True)
