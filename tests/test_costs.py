@@ -6,15 +6,22 @@ import pytest
 from torch import nn
 
 from onetrunk.costs import (
+    SCORED_AT_ONCE,
     Gathers,
     ModelShape,
+    Streams,
     forward_flops,
     gathers,
     head_flops,
     held_bytes,
     kv_cache_bytes,
+    layers_above,
+    packs_in_flight,
     reuse_saving,
+    stage_buffers,
     stage_share,
+    stage_streams,
+    stage_weights,
     trunk_states_bytes,
 )
 from onetrunk.models.base import decoder_layers
@@ -86,3 +93,34 @@ def test_a_training_stage_holds_its_layers_and_the_embedding_or_the_head():
     assert stage_share(replace(SHAPE, is_tied=False), (3, 5)) == (5 * 120 + 40) / (8 * 120 + 80)
     # A stage in between has neither.
     assert stage_share(SHAPE, (1, 6, 1)) == 6 * 120 / (8 * 120 + 40)
+    # Tied weights are on both ends, so that together the stages hold more than one process does.
+    assert stage_weights(SHAPE, (5, 3)) == (5 * 120 + 40, 3 * 120 + 40)
+    # The first layers of a mixture of experts may be dense.
+    mixture = replace(SHAPE, num_experts=4, experts_per_token=1, expert_size=3, num_dense_layers=2, is_tied=False)
+    assert sum(stage_weights(mixture, (1, 4, 3))) == mixture.parameters
+    assert stage_weights(mixture, (1, 4, 3))[0] == 120 + 40
+
+
+def test_what_a_training_stage_runs_and_keeps_by_hand():
+    # Adapters on the last 5 of 8 layers, in stages of 2, 3 and 3: two of them are in the second stage.
+    assert layers_above((2, 3, 3), 5) == (0, 2, 3)
+    # Three stages: the first runs three forwards before its first backward, the last alternates at once.
+    assert [packs_in_flight(stage, 3, 9) for stage in (0, 1, 2)] == [3, 2, 1]
+    # Two packs: all forwards come first, on every stage.
+    assert [packs_in_flight(stage, 3, 2) for stage in (0, 1, 2)] == [2, 2, 2]
+    # The first boundary is below the adapters: one forward for all roles, and no gradients. Above them each of two
+    # adapters and the reference has its own.
+    boundaries = stage_streams((2, 3, 3), 5, branches=2, has_reference=True)
+    assert boundaries == (Streams(0, 0, 0), Streams(1, 1, 0), Streams(3, 2, 2), Streams(0, 0, 0))
+    # 9 packs in a minibatch and 18 in a rollout, of which 12 are scored together. The second stage has a buffer for
+    # what each pack receives and for its gradients, and keeps what it sent of the 2 packs in flight.
+    assert stage_buffers(boundaries, 1, 9, 18) == (12 * (1 + 3), 9 * 1 + 9 * 2 + 2 * 2)
+    assert stage_buffers(boundaries, 2, 9, 18) == (12 * 3, 9 * 2)
+    # Scoring of few packs has fewer buffers.
+    assert stage_buffers(boundaries, 2, 2, 4)[0] == 4 * 3
+
+
+def test_packs_are_scored_as_many_at_a_time_as_costs_say():
+    from onetrunk.models import staged
+
+    assert staged.SCORED_AT_ONCE == SCORED_AT_ONCE

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -190,22 +190,104 @@ def sampling_bytes(
     return stages
 
 
-def stage_share(shape: ModelShape, sizes: Sequence[int]) -> float:
-    """Return the share of a decoder's weights that the largest training stage holds.
+# Packs of one forward-only schedule of training stages, per stage: hidden states of all of them are in memory at once.
+SCORED_AT_ONCE = 4
 
-    The first stage has the embedding besides its layers, and the last the head, which are equally large.
+
+@functools.cache
+def stage_weights(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of frozen weights that each training stage holds; one stage has all of them.
+
+    The first stage has the embedding besides its layers, and the last the head: tied weights are on both.
 
     Args:
         shape: of the decoder.
         sizes: layers of each stage.
     """
-    outer = [0] * len(sizes)
-    outer[0] = outer[-1] = shape.head_parameters
-    both = shape.head_parameters * (1 if shape.is_tied else 2)
     if len(sizes) == 1:
-        return 1.0
-    layers = [size * shape.layer_parameters for size in sizes]
-    return max(map(sum, zip(layers, outer, strict=True))) / (sum(layers) + both)
+        return (shape.parameters,)
+    dense = replace(shape, num_experts=0).layer_parameters
+    layers = [dense] * shape.num_dense_layers + [shape.layer_parameters] * (shape.num_layers - shape.num_dense_layers)
+    ends = list(itertools.accumulate(sizes))
+    weights = [sum(layers[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    weights[0] += shape.head_parameters
+    weights[-1] += shape.head_parameters
+    return tuple(weights)
+
+
+def stage_share(shape: ModelShape, sizes: Sequence[int]) -> float:
+    """Return the share of a decoder's weights that the largest training stage holds; `sizes` as in stage_weights."""
+    return max(stage_weights(shape, tuple(sizes))) / shape.parameters
+
+
+@functools.cache
+def layers_above(sizes: tuple[int, ...], adapted: int) -> tuple[int, ...]:
+    """Return how many of the layers of each stage are among the last `adapted` ones, which have adapters."""
+    cut, ends = sum(sizes) - adapted, itertools.accumulate(sizes)
+    return tuple(max(0, min(size, end - cut)) for size, end in zip(sizes, ends, strict=True))
+
+
+def packs_in_flight(stage: int, stages: int, packs: int) -> int:
+    """Return the packs whose activations a stage holds at once: by 1F1B it runs `stages - stage` forwards first.
+
+    Fewer packs than stages run by GPipe's order: all forwards, then all backwards.
+    """
+    return packs if packs < stages else stages - stage
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Hidden states [tokens, hidden_size] that cross from one training stage to the next, for one pack.
+
+    Args:
+        scored: in scoring: one per role above the cut, and one for all roles below it.
+        trained: in the update, forward.
+        gradients: in the update, backward: none below the cut.
+    """
+
+    scored: int
+    trained: int
+    gradients: int
+
+
+@functools.cache
+def stage_streams(sizes: tuple[int, ...], adapted: int, branches: int, has_reference: bool) -> tuple[Streams, ...]:
+    """Return what crosses each boundary of training stages, those before the first and after the last stage included.
+
+    Args:
+        sizes: layers of each stage.
+        adapted: layers with adapters, the last ones.
+        branches: adapters that train, each with hidden states of its own: policy, and the value's own.
+        has_reference: whether the reference is scored.
+    """
+    cut = sum(sizes) - adapted
+    inner = [
+        Streams(branches + has_reference, branches, branches) if layer > cut else Streams(1, 1, 0)
+        for layer in itertools.accumulate(sizes[:-1])
+    ]
+    return (Streams(0, 0, 0), *inner, Streams(0, 0, 0))
+
+
+def stage_buffers(boundaries: Sequence[Streams], stage: int, packs: int, all_packs: int) -> tuple[int, int]:
+    """Return the hidden states of a pack's size that a training stage holds in scoring and in the update.
+
+    torch.distributed.pipelining has a buffer for what each pack of a schedule receives, forward and backward. It keeps
+    what was sent until the pack's backward; in scoring until the end.
+
+    Args:
+        boundaries: `stage_streams`.
+        stage: whose buffers are counted.
+        packs: of a minibatch.
+        all_packs: of a rollout, of which SCORED_AT_ONCE per stage are scored together.
+    """
+    stages = len(boundaries) - 1
+    before, after = boundaries[stage], boundaries[stage + 1]
+    scored = min(SCORED_AT_ONCE * stages, all_packs)
+    flying = packs_in_flight(stage, stages, packs)
+    return (
+        scored * (before.scored + after.scored),
+        packs * (before.trained + after.gradients) + flying * after.trained,
+    )
 
 
 # Hidden states that a layer keeps for the backward, per token, in units of the hidden size: attention with its

@@ -7,7 +7,8 @@ import yaml
 
 from onetrunk.plan.calibrate import Calibration, Observation, fit_rates, hardware_text, predicted
 from onetrunk.plan.check import check_lines, check_run
-from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.evaluate import stage_memory
+from onetrunk.plan.hardware import GIB, load_catalog
 from onetrunk.plan.rates import Rates, non_negative_fit
 from onetrunk.stages.options.schema import load_options
 from tests.plan.support import LENGTHS, device, job
@@ -101,6 +102,32 @@ def test_a_run_is_compared_per_rollout_with_its_own_settings(run_dir):
     assert "3 rollouts of 16 rows" in text and "not calibrated" in text and "rewards.py:polite counts as free" in text
     line = next(line for line in checked.lines if line.what == "update")
     assert f"{line.error:+.0%}" in text
+
+
+def test_a_run_that_trained_in_stages_is_compared_stage_by_stage(run_dir):
+    record, log = run_dir / "_report" / "run.json", run_dir / "_report" / "log.jsonl"
+    about = json.loads(record.read_text())
+    about["settings"] |= {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
+    record.write_text(json.dumps(about))
+    text = log.read_text().replace('"num_processes": 1', '"num_processes": 4')
+    log.write_text(
+        text.replace(
+            '"completion/length"', '"memory/stage_0_gib": 0.8, "memory/stage_1_gib": 0.7, "completion/length"'
+        )
+    )
+    checked = check_run(run_dir, DEFAULTS, load_catalog(), {"prompt_tokens": 20.0})
+    train, sample = checked.plan.train, checked.plan.sample
+    # Two pipelines of two stages: each has half of the 16 rows.
+    assert (train.data, train.stages, train.count) == (2, 2, 4) == (sample.replicas, sample.stages, sample.count)
+    lines = {line.what: line for line in checked.lines}
+    assert (lines["stage 0"].measured, lines["stage 1"].measured) == (0.8, 0.7)
+    memory = stage_memory(checked.job, checked.plan)["generate"]
+    for stage in (0, 1):
+        assert lines[f"stage {stage}"].predicted == pytest.approx(sum(memory[stage].values()) / GIB)
+    # The base is not whole on a stage: one of two equal layers, and the tied embedding.
+    shape = checked.job.shape
+    assert [parts["weights"] for parts in memory] == [4 * (shape.layer_parameters + shape.head_parameters)] * 2
+    assert "4 x CPU" in "\n".join(check_lines(checked))
 
 
 @pytest.mark.parametrize(

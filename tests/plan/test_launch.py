@@ -32,6 +32,12 @@ PLANS = {
     "reward": (TrainLayout(DEVICE, 4), SampleLayout(DEVICE, LOCAL, 4), "sync", True),
     "apart": (TrainLayout(DEVICE, 8), SampleLayout(DEVICE, SERVER, 8), "async", True),
     "stages": (TrainLayout(DEVICE, 4, shards=4), SampleLayout(DEVICE, PIPELINED, 2, 1, 2, 2, 16), "sync", False),
+    "staged": (
+        TrainLayout(DEVICE, 2, rows=512, stages=4),
+        SampleLayout(DEVICE, PIPELINED, 2, 1, 4, 4, 32),
+        "sync",
+        False,
+    ),
     "pipeline": (TrainLayout(DEVICE, 4), SampleLayout(DEVICE, SERVER, 1, 2, 2, 2), "one_step", False),
 }
 
@@ -69,9 +75,11 @@ def check_settings(launch: Launch, words: list[str]) -> None:
     assert settings.use_vllm is (plan.sample.engine not in (LOCAL, PIPELINED))
     assert (settings.rollout_backend == "pipelined") is (plan.sample.engine == PIPELINED)
     if plan.sample.engine == PIPELINED:
-        # 16 rows of two stages, so 8 per process; the split is the one that a run would choose, 28 layers in all.
-        assert (settings.pipeline_stages, settings.pipeline_batches, settings.max_rollout_rows) == (2, 2, 8)
-        assert settings.pipeline_split == list(decode_split(launch.job.shape, 2)) == [15, 13]
+        # 16 rows of two stages, or 32 of four, so 8 per process; the split is the one that a run would choose.
+        stages = plan.sample.stages
+        assert (settings.pipeline_stages, settings.pipeline_batches, settings.max_rollout_rows) == (stages, stages, 8)
+        assert settings.pipeline_split == list(decode_split(launch.job.shape, stages))
+    assert settings.pipeline_training is plan.train.is_staged
     if plan.sample.engine == SERVER:
         assert len(settings.vllm_server_base_url) == plan.sample.replicas
     if plan.train.rows == 512:

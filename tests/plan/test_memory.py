@@ -1,10 +1,14 @@
 """Memory against hand-worked numbers, and against published measurements that the constants were not fitted on."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onetrunk.plan.errors import WITHIN, cross_checked, published
+from onetrunk.plan.evaluate import sample_memory, train_memories, train_memory
 from onetrunk.plan.hardware import GIB
 from onetrunk.plan.memory import (
     FITTED,
@@ -19,7 +23,8 @@ from onetrunk.plan.memory import (
     training_parts,
 )
 from onetrunk.plan.shapes import read_model
-from tests.plan.support import SMALL
+from onetrunk.plan.timing import PIPELINED, SampleLayout, TrainLayout
+from tests.plan.support import LENGTHS, SMALL, device, job, job_7b
 
 
 def test_the_parts_of_a_lora_training_by_hand():
@@ -52,6 +57,75 @@ def test_offloading_leaves_the_working_set_alone():
         training_parts(Training(SMALL, 1000, 2.0, trained=5000, is_offloaded=is_offloaded)) for is_offloaded in (0, 1)
     )
     assert kept["activations"] - offloaded["activations"] == pytest.approx(1000 * 64 * 4 * 2)
+
+
+def test_the_memory_of_two_training_stages_by_hand():
+    # 16 rows of 350 tokens at most in 2 minibatches, forwards of 2 rows: 4 packs. One layer on the first stage.
+    one = job(adapted_layers=2, is_padding_free=True)
+    train = TrainLayout(device(), 1, rows=2, stages=2, split=(1, 3), is_checkpointed=True)
+    tokens = 2 * LENGTHS.width
+    first, last = train_memories(one, train, has_reward_server=False)
+    alone = train_memory(one, replace(train, stages=1, split=()), has_reward_server=False)
+    outer = SMALL.head_parameters
+    for memory, layers in ((first, 1), (last, 3)):
+        # The embedding is on the first stage, the tied head on the last, both as large as the other.
+        assert memory["update"]["weights"] == 2 * (layers * SMALL.layer_parameters + outer)
+        for part in ("adapters", "gradients", "optimizer", "runtime"):
+            assert memory["update"][part] == alone["update"][part]
+        # What the frozen layers compute is not kept.
+        assert "states" not in memory["update"] and "states" in alone["update"]
+    state = tokens * 64 * 2
+    # Checkpointed, the two adapted layers on the last stage keep their inputs, of the one pack in flight.
+    working = alone["update"]["activations"] - 2 * state
+    assert first["update"]["activations"] == pytest.approx(working)
+    assert last["update"]["activations"] == pytest.approx(working + 2 * state)
+    # The boundary is below the adapters: one state per pack, no gradients. Scoring has all 8 packs in work.
+    assert (first["score"]["buffers"], last["score"]["buffers"]) == (8 * state, 8 * state)
+    assert (first["update"]["buffers"], last["update"]["buffers"]) == (2 * state, 4 * state)
+    # The stage that needs most counts.
+    assert train_memory(one, train, has_reward_server=False)["update"] == last["update"]
+    # While it samples, a stage has the cache of its layers, next to its weights.
+    sample = SampleLayout(device(), PIPELINED, 1, 1, 2, 2, 16, (1, 3))
+    parts = sample_memory(one, train, sample, last["score"])["generate"]
+    assert parts["weights"] == last["update"]["weights"] and "buffers" not in parts
+    assert parts["kv_cache"] == 2 * 2 * 16 * LENGTHS.width * 3 * 2 * 16
+
+
+def test_the_first_training_stage_keeps_the_activations_of_as_many_packs_as_there_are_stages():
+    one = job(is_padding_free=True)
+    train = TrainLayout(device(), 1, rows=1, stages=4, is_checkpointed=True)
+    stages = [memory["update"]["activations"] for memory in train_memories(one, train, False)]
+    state = LENGTHS.width * 64 * 2
+    # One layer each; 4, 3, 2 and 1 packs in flight.
+    assert [a - b for a, b in itertools.pairwise(stages)] == pytest.approx([state] * 3)
+    # Two packs in a minibatch: every stage runs both forwards first.
+    few = [memory["update"]["activations"] for memory in train_memories(one, replace(train, rows=4), False)]
+    assert few[0] == few[1] == few[2] == few[3]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    stages=st.integers(2, 28),
+    adapted=st.integers(1, 28),
+    rows=st.sampled_from([1, 4, 16]),
+    is_checkpointed=st.booleans(),
+)
+def test_a_training_stage_never_holds_more_weights_than_one_process_and_never_less_state(
+    stages, adapted, rows, is_checkpointed
+):
+    one = job_7b(adapted_layers=adapted)
+    train = TrainLayout(device(), 1, rows=rows, is_checkpointed=is_checkpointed)
+    alone = train_memory(one, train, False)
+    memories = train_memories(one, replace(train, stages=stages), False)
+    held = [memory["update"]["weights"] for memory in memories]
+    # Not tied: all stages together hold each weight once.
+    assert sum(held) == one.shape.parameters * 2 and max(held) < alone["update"]["weights"]
+    for phase in ("score", "update"):
+        assert all(memory[phase]["optimizer"] == alone[phase]["optimizer"] for memory in memories)
+    # One more stage never makes the largest share of the weights larger.
+    if stages < 28:
+        more = train_memories(one, replace(train, stages=stages + 1), False)
+        assert max(memory["score"]["weights"] for memory in more) <= max(held)
 
 
 def test_a_server_divides_weights_and_cache_over_tensor_and_stages():

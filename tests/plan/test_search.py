@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from onetrunk.costs import decode_split
 from onetrunk.plan.evaluate import evaluate, train_memory, usable_bytes
 from onetrunk.plan.hardware import GIB, load_catalog
 from onetrunk.plan.search import (
@@ -21,7 +22,7 @@ from onetrunk.plan.search import (
     train_layouts,
     value_of,
 )
-from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER
+from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, most_rows_of
 from tests.plan.support import SMALL, device, job, job_7b, pool
 
 FEW = Space(tokens=(2048, 8192))
@@ -42,7 +43,7 @@ def everything(one_job, pools, space):
                 inner = [s for engine in (LOCAL, PIPELINED, COLOCATED) if engine in space.engines
                          for s in inner_layouts(one_job, train, engine, own)]  # fmt: skip
                 pairs = [("sync", sample) for sample in inner if "sync" in space.schedules]
-                if SERVER in space.engines:
+                if SERVER in space.engines and not train.is_staged:
                     for other in pools:
                         for sample in server_layouts(one_job, other, space):
                             if other is not own or used + sample.count <= own.count:
@@ -72,6 +73,8 @@ SPACES = given(
     second=st.booleans(),
     has_reward=st.booleans(),
     engines=st.sampled_from([(LOCAL, PIPELINED, COLOCATED, SERVER), (LOCAL,), (PIPELINED,), (SERVER,)]),
+    stage_training=st.sampled_from([None, None, True, False]),
+    adapted=st.sampled_from([4, 1]),
 )
 
 
@@ -97,13 +100,21 @@ def test_the_search_equals_trying_everything_where_all_kinds_of_plans_fit(object
     assert plans > 1000
 
 
-def check_equal_to_everything(count, memory, speed, rows, spread, objective, second, has_reward, engines):
-    one = job(rollout_batch_size=rows, reward=SMALL if has_reward else None)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_search_equals_trying_everything_where_layers_are_trained_in_stages(objective):
+    # 0.82 GiB for each stage, of which 0.78 are the process.
+    assert check_equal_to_everything(4, 0.9, 1.0, 8, 0.9, objective, False, False, (LOCAL, PIPELINED), True) > 30
+
+
+def check_equal_to_everything(
+    count, memory, speed, rows, spread, objective, second, has_reward, engines, stage_training=None, adapted=4
+):
+    one = job(rollout_batch_size=rows, reward=SMALL if has_reward else None, adapted_layers=adapted)
     one = replace(one, lengths=replace(one.lengths, spread=spread))
     pools = [pool(count, memory_gib=memory, tflops=speed)]
     if second:
         pools.append(pool(2, name="E", memory_gib=8.0, tflops=10 * speed, usd_per_hour=5.0))
-    space = Space(tokens=(1024,), engines=engines, pipelines=(1, 2))
+    space = Space(tokens=(1024,), engines=engines, pipelines=(1, 2), stage_training=stage_training)
     tried = [objective_of(plan, objective) for plan in everything(one, pools, space)]
     ranking = search(one, pools, space, objective)
     assert bool(tried) == bool(ranking)
@@ -147,12 +158,62 @@ def test_a_pipeline_of_the_trainers_processes_wins_where_the_gathered_base_does_
     one, four = job_7b(), [pool(4, memory_gib=12.0)]
     engines = {engine: Space(tokens=(2048,), engines=(engine,)) for engine in (LOCAL, PIPELINED)}
     assert all(entry.plan.train.tensor > 1 for entry in search(one, four, engines[LOCAL]))
-    best = search(one, four, engines[PIPELINED])[0].plan
+    sharded = replace(engines[PIPELINED], stage_training=False)
+    best = search(one, four, sharded)[0].plan
     assert (best.sample.stages, best.sample.replicas, best.train.shards) == (4, 1, 4)
     # Three stages do not divide four processes. With room for the base, replicas are faster.
-    assert not search(one, four, replace(engines[PIPELINED], stages=3))
+    assert not search(one, four, replace(sharded, stages=3))
     both = Space(tokens=(2048,), engines=(LOCAL, PIPELINED))
     assert search(one, [pool(4)], both)[0].plan.sample.engine == LOCAL
+
+
+def test_training_stages_win_over_slow_links_and_where_heads_do_not_divide():
+    # Three devices do not divide four key-value heads, and 15.2 GB of weights do not fit one of 16 GiB with the rest.
+    plan = search(job_7b(), [pool(3, memory_gib=16.0)], FEW)[0].plan
+    assert (plan.train.data, plan.train.stages, plan.sample.engine) == (1, 3, PIPELINED)
+    assert plan.sample.sizes(job_7b().shape) == plan.train.sizes(job_7b().shape) == decode_split(job_7b().shape, 3)
+    assert plan.sample.count == plan.train.count == plan.count == 3 and plan.schedule == "sync"
+    # Four divide them, and the products of a group are faster than stages, while the link is fast.
+    assert search(job_7b(), [pool(4, memory_gib=12.0)], FEW)[0].plan.train.tensor > 1
+    # On machines of their own they share nothing but the network, where hidden states are the least to send.
+    apart = replace(pool(4, memory_gib=12.0, network_gb_s=0.5), per_node=1)
+    plan = search(job_7b(), [apart], FEW)[0].plan
+    assert plan.train.is_staged and plan.phases["update"].bottleneck != "link"
+    without = search(job_7b(), [apart], replace(FEW, stage_training=False))[0].plan
+    assert without.train.shards > 1 and without.iteration_s > 2 * plan.iteration_s
+
+
+def test_stages_of_a_recipe_are_those_of_training_and_sampling():
+    one, split = job_7b(), (10, 18)
+    space = Space(tokens=(2048,), engines=(PIPELINED,), stages=2, split=split, stage_training=True)
+    ranking = search(one, [pool(4)], space)
+    assert {(entry.plan.train.data, entry.plan.train.stages) for entry in ranking} == {(2, 2)}
+    assert all(entry.plan.train.split == entry.plan.sample.split == split for entry in ranking)
+    # Rows of a process are bounded as in a run: those of a stage.
+    capped = search(replace(one, max_rollout_rows=4), [pool(2)], space)[0].plan
+    assert most_rows_of(replace(one, max_rollout_rows=4), capped.sample) == 8
+
+
+def test_what_excludes_training_stages_is_told():
+    def reasons(one, **changes):
+        return [line for line in rejected(one, [pool(2)], replace(FEW, **changes)) if "training in pipeline" in line]
+
+    (line,) = reasons(job_7b(stage_obstacle="fp16 scales gradients"))
+    assert line == "training in pipeline stages is not tried: fp16 scales gradients"
+    (line,) = reasons(job_7b(), base_bytes=(0.516,))
+    assert "quantised base" in line
+    (line,) = reasons(job_7b(is_offloaded=True), keeps_settings=True)
+    assert "activation_offloading" in line
+    # Other settings of a forward do not exclude them, and without a second device nobody asks.
+    assert reasons(job_7b(is_offloaded=True)) == [] and reasons(job_7b(), base_bytes=(2.0, 0.516)) == []
+    assert not any("pipeline stages" in line for line in rejected(job_7b(stage_obstacle="x"), [pool(1)], FEW))
+    # None of them is in any layout.
+    staged = [o for o in train_layouts(job_7b(), pool(4), Space(base_bytes=(2.0, 0.516))) if o.is_staged]
+    assert staged and all(o.base_bytes == 2.0 and o.shards == o.tensor == 1 and not o.is_offloaded for o in staged)
+    assert not any(o.is_staged for o in train_layouts(job_7b(), pool(4), Space(schedules=("async",))))
+    # Each stage has a layer, and 16 are the most.
+    sizes = {o.stages for o in train_layouts(job(), pool(8), FEW)}
+    assert sizes == {1, 2, 3, 4} and max(o.stages for o in train_layouts(job_7b(), pool(32), FEW)) == 16
 
 
 def test_the_objectives_choose_differently():

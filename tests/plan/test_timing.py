@@ -6,12 +6,15 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onetrunk.costs import forward_flops, gathers, head_flops, slowest_stage
 from onetrunk.plan import errors
 from onetrunk.plan.job import Lengths
 from onetrunk.plan.rates import Rates
 from onetrunk.plan.timing import (
+    LATENCY_S,
     LOCAL,
     PIPELINED,
     SERVER,
@@ -120,6 +123,79 @@ def test_an_update_is_two_forwards_and_with_checkpointing_three():
     layers, head = forward_flops(SMALL, tokens, 4), 1.5 * head_flops(SMALL, tokens // 2)
     assert plain.seconds == pytest.approx(2 * (layers + head) / (own.tflops * 1e12))
     assert kept.seconds == pytest.approx(1.5 * plain.seconds)
+
+
+def staged(stages=2, split=(), data=1, **changes):
+    """Return a layout that trains in stages, on devices without any overhead and with forwards of two rows."""
+    own = device(**{"rates": IDEAL, "link_gb_s": 1e12, **changes})
+    return TrainLayout(own, data, rows=2, stages=stages, split=split)
+
+
+def test_two_training_stages_by_hand():
+    # 16 rows of 200 tokens in 2 minibatches: 4 packs of 2 rows. The last stage has 2 of the 4 layers and the head.
+    one = job(lengths=EVEN, is_padding_free=True)
+    score, update = (time(one, staged(split=(2, 2), tflops=0.001)) for time in (score_time, update_time))
+    layers, head, flops = forward_flops(SMALL, 400, 2), head_flops(SMALL, 200), 1e9
+    # Forward and gradients, 4 epochs of 8 packs. A minibatch fills and empties the pipeline: 4 + 2 - 1 packs.
+    pack = 2 * (layers + 1.5 * head) / flops
+    assert update.parts["compute"] == pytest.approx(4 * 8 * pack)
+    assert update.parts["bubble"] == pytest.approx(4 * 2 * (pack + LATENCY_S))
+    # Scoring: policy and reference, all 8 packs together.
+    assert score.parts["compute"] == pytest.approx(8 * (2 * layers + 2 * head) / flops)
+    assert score.parts["bubble"] == pytest.approx(score.parts["compute"] / 8)
+    # 24 packs are scored in three sequences of 4 x 2.
+    many = score_time(replace(one, rollout_batch_size=48), staged(split=(2, 2), tflops=0.001))
+    assert many.parts["bubble"] == pytest.approx(3 / 24 * many.parts["compute"])
+
+
+def test_training_stages_send_hidden_states_and_sum_gradients():
+    one, slow = job(lengths=EVEN, is_padding_free=True), staged(link_gb_s=0.001, network_gb_s=0.0001)
+    state, sums = 400 * 64 * 2, 2 * 4 * one.trained_weights * 0.5
+    # The first stage sends the states of policy and reference.
+    link = score_time(one, slow).parts["link"]
+    assert link == pytest.approx(8 * (2 * state / 1e6 + LATENCY_S))
+    # The update sends states in one direction and gradients in the other; 8 optimizer steps sum what trains.
+    link = update_time(one, slow).parts["link"]
+    assert link == pytest.approx(4 * 8 * (state / 1e6 + LATENCY_S) + 8 * (sums / 1e6 + 2 * LATENCY_S))
+    # Below the adapters there are no gradients to send, and one forward serves all roles.
+    top = replace(one, adapted_layers=1)
+    uneven = replace(slow, split=(3, 1))
+    assert score_time(top, uneven).parts["link"] == pytest.approx(8 * (state / 1e6 + LATENCY_S))
+    # A pipeline that does not fit one machine sends over the network.
+    crossing = replace(slow, per_node=1)
+    assert score_time(one, crossing).parts["link"] == pytest.approx(8 * (2 * state / 1e5 + LATENCY_S))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    stages=st.integers(2, 4),
+    adapted=st.integers(1, 4),
+    copies=st.integers(1, 2),
+    has_reference=st.booleans(),
+    rows=st.sampled_from([8, 16, 32]),
+    is_checkpointed=st.booleans(),
+    keeps_states=st.booleans(),
+)
+def test_stages_are_never_faster_than_their_share_and_more_packs_leave_less_idle(
+    stages, adapted, copies, has_reference, rows, is_checkpointed, keeps_states
+):
+    one = job(lengths=EVEN, adapted_layers=adapted, trained_copies=copies, has_reference=has_reference,
+              rollout_batch_size=rows, is_padding_free=True, keeps_states=keeps_states)  # fmt: skip
+    # Slow, so that latencies do not count.
+    layout = replace(staged(stages, tflops=0.001), is_checkpointed=is_checkpointed)
+    alone = TrainLayout(layout.device, 1, rows=2, is_checkpointed=is_checkpointed)
+    for time in (score_time, update_time):
+        parts, whole = time(one, layout).parts, time(one, alone).seconds
+        busy = sum(value for name, value in parts.items() if name not in ("bubble", "link"))
+        # All stages together do at least the work of one process: the slowest does its share or more.
+        assert busy >= whole / stages * (1 - 1e-9)
+        assert parts["bubble"] > 0
+        larger = time(replace(one, rollout_batch_size=2 * rows), layout)
+        assert larger.parts["bubble"] / larger.seconds <= parts["bubble"] / sum(parts.values()) * (1 + 1e-9)
+    # Replicas of the pipeline divide its rows.
+    two = update_time(replace(one, rollout_batch_size=2 * rows), replace(layout, data=2))
+    same = update_time(one, layout)
+    assert two.parts["compute"] == pytest.approx(same.parts["compute"])
 
 
 def test_fewer_adapted_layers_save_their_share_of_the_update():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
+from onetrunk.costs import ModelShape, kept_activations_bytes
 from onetrunk.models import parallel
 from onetrunk.models.parallel import Layout
 from onetrunk.ppo import checks
@@ -196,6 +197,20 @@ def test_the_dry_run_counts_the_weights_of_the_largest_stage(tmp_path):
         args = make_config(tmp_path, **settings)
         lines = memory_lines(tiny_model("llama").config, size, args, model, longest=8)
         assert lines[0] == f"{expected:9.3f} GiB weights of the base"
+
+
+def test_the_dry_run_counts_the_packs_that_a_stage_has_in_work(tmp_path):
+    # Rows of 1 GiB in float32 per layer if only inputs are kept: 2**20 tokens of 16 x 16 numbers.
+    model, config = ModelArguments("base", dtype="float32"), tiny_model("llama").config
+    size = ModelSize(num_layers=4, first_layer=1, base=0, trained=0)
+    one_row = {"per_device_train_batch_size": 1, "num_minibatches": 2, "activation_checkpointing": True}
+    kept = kept_activations_bytes(ModelShape.from_config(config), 2**20, 1, 4, True) / 2**30
+    # The first stage has one layer with adapters and two packs in flight, the second two layers and one pack.
+    for settings, layers in (({}, 3), ({**STAGED, "pipeline_split": [2, 2]}, 2)):
+        args = make_config(tmp_path, **one_row, **settings)
+        lines = memory_lines(config, size, args, model, longest=2**20 - args.max_completion_length)
+        (line,) = [line for line in lines if "in the largest forward" in line]
+        assert line == f"{layers * kept:9.3f} GiB in the largest forward, {2**20} tokens"
 
 
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monkeypatch):

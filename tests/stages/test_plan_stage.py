@@ -205,6 +205,85 @@ def test_a_plan_shows_and_writes_a_pipeline_of_the_trainers_processes(tmp_path, 
     assert ranking and {entry["engine"] for entry in ranking} == {"pipelined"}
 
 
+def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
+    # Two cards in each of four machines: nothing else holds the 66 GB of weights.
+    words = ["--model", "Qwen/Qwen2.5-32B", "--hardware", "2xRTX4090", "--nodes", "4"]
+    assert plan(*words, "--write", tmp_path / "plan") == 0
+    out = capsys.readouterr().out
+    for part in (
+        "2 x 4, trained in 4 stages, forwards of", "2 x 4 stages of a pipeline", "stages of 16 + 16 + 17 + 15 layers,"
+        " which sample, score and update", "GiB of each stage, generate: ", "GiB of each stage, update: ", "buffers",
+        "pipelined pp4", "sharded over 8 (RTX4090-24GB): generate needs",
+    ):  # fmt: skip
+        assert part in out, part
+    script = (tmp_path / "plan" / "launch.sh").read_text()
+    assert "--rollout_backend pipelined --pipeline_stages 4 --pipeline_split 16 16 17 15" in script
+    assert "--pipeline_training true" in script and "--activation_offloading false --schedule sync" in script
+    config = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
+    assert (config["distributed_type"], config["num_processes"], config["num_machines"]) == ("MULTI_GPU", 8, 4)
+
+
+STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
+
+
+def test_the_memory_of_the_heaviest_stage_is_that_of_the_plan(capsys):
+    assert plan(*MODEL, "--hardware", "2xH100", "--json", *STAGED) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert set(best["stages_gib"]) == set(best["memory_gib"]) == {"generate", "score", "update"}
+    for phase, stages in best["stages_gib"].items():
+        assert len(stages) == 2 and max(stages) == pytest.approx(best["memory_gib"][phase])
+    assert plan(*MODEL, "--hardware", "2xH100", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["best"]["stages_gib"] == {}
+
+
+def test_a_recipe_that_trains_in_stages_is_planned_so(capsys):
+    words = [*MODEL, "--hardware", "4xH100", "--json", *STAGED]
+
+    def trained(*more):
+        assert plan(*words, *more) == 0
+        return {
+            (entry["devices"]["H100-80GB"], entry["training"])
+            for entry in json.loads(capsys.readouterr().out)["ranking"]
+        }
+
+    assert trained() == {(4, "2 x 2 stages")}
+    assert trained("--pipeline_stages", "4") == {(4, "1 x 4 stages")}
+    assert trained("--pipeline_split", "10", "18") == {(4, "2 x 2 stages")}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (["--pipeline_split", "10", "19"], 2, ["pipeline_split has 29 layers and the model 28"]),
+        (["--dtypes", "nf4"], 1, ["training in pipeline stages is not tried: a quantised base"]),
+        (["--trunk_cache", "cpu"], 2, ["trunk_cache is 'cpu' and pipeline_training"]),
+        (["--schedules", "one_step"], 1, ["nothing fits"]),
+    ],
+)
+def test_a_recipe_that_cannot_train_in_stages_says_why(words, code, parts, capsys):
+    assert plan(*MODEL, "--hardware", "4xH100", *STAGED, *words) == code
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts), error
+
+
+def test_a_setting_of_the_recipe_that_excludes_training_stages_is_named(small, tmp_path, capsys):
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(small)}))
+    for setting, reason in (
+        (
+            ["--reward_funcs", str(tmp_path / "reward")],
+            f"the reward {tmp_path / 'reward'} is an adapter on the policy",
+        ),
+        (["--trunk_cache", "cpu"], "trunk_cache cpu keeps the output of layers"),
+        (["--capture_trunk_states", "true"], "capture_trunk_states keeps states"),
+        (["--load_in_4bit", "true"], "a quantised base loads on one device as a whole"),
+    ):
+        assert plan(*MODEL, "--hardware", "2xH100", *setting) == 0
+        out = capsys.readouterr().out
+        assert "what does not fit at its best, or is not tried" in out
+        assert f"training in pipeline stages is not tried: {reason}" in out
+
+
 def test_the_answer_imports_neither_torch_nor_transformers():
     code = (
         "import sys; from onetrunk import cli; code = cli.main(['plan', '--model', 'Qwen/Qwen2.5-7B', '--hardware',"
@@ -224,22 +303,28 @@ def test_help_explains_every_option(capsys):
 
 
 @pytest.mark.slow
-def test_the_files_of_a_cpu_plan_really_train(tmp_path):
-    """Plan the tiny recipe for one CPU process, run the launch script, and check the run against the plan."""
-    python, env = sys.executable, None
+@pytest.mark.multi_process
+@pytest.mark.parametrize("kind", ["one", "staged"])
+def test_the_files_of_a_cpu_plan_really_train(kind, tmp_path):
+    """Plan the tiny recipe for CPU processes, run the launch script, and check the run against the plan."""
+    python = sys.executable
     subprocess.run([python, "recipes/tiny/make_data.py"], check=True, timeout=600)
     model = ["--model", "runs/tiny/base", "--config", "recipes/tiny/ppo.yaml"]
     short = ["--num_rollouts", "2", "--rollout_batch_size", "16", "--num_ppo_epochs", "1"]
     folder, output = tmp_path / "plan", tmp_path / "run"
-    command = [python, "-m", "onetrunk", "plan", *model, *short, "--hardware", "1xCPU", "--write", str(folder)]
+    where = ["--hardware", "1xCPU"] if kind == "one" else ["--hardware", "2xCPU", *STAGED]
+    command = [python, "-m", "onetrunk", "plan", *model, *short, *where, "--write", str(folder)]
     subprocess.run(command, check=True, timeout=600)
     script = (folder / "launch.sh").read_text().replace("exec onetrunk", f"exec {python} -m onetrunk")
+    script = script.replace("exec accelerate launch", f"exec {python} -m accelerate.commands.launch")
+    assert ("--pipeline_stages 2" in script and "--pipeline_training true" in script) == (kind == "staged")
     script = script.replace(" --resume auto", f" {' '.join(short)} --output_dir {output} --eval_strategy no"
                             " --reward_funcs recipes/tiny/rewards.py:polite --resume auto")  # fmt: skip
     (folder / "launch.sh").write_text(script)
-    done = subprocess.run(["bash", str(folder / "launch.sh")], capture_output=True, text=True, timeout=1500, env=env)
+    done = subprocess.run(["bash", str(folder / "launch.sh")], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / "adapter_model.safetensors").is_file()
     done = subprocess.run([python, "-m", "onetrunk", "plan", "--check", str(output)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout and "peak memory" in done.stdout
+    assert ("stage 0" in done.stdout and "stage 1" in done.stdout) == (kind == "staged")

@@ -10,7 +10,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +195,11 @@ def _plan_of_run(job: Job, device: Device, processes: int, settings: Mapping[str
     if settings.get("rollout_backend") == PIPELINED:
         split = tuple(settings["pipeline_split"] or ())
         stages = settings["pipeline_stages"] or len(split) or processes
-        batches = settings["pipeline_batches"] or stages
-        own = (device, PIPELINED, max(1, processes // stages), 1, stages, batches)
-        return evaluate(job, train, SampleLayout(*own, split=split), job.schedule)
+        pipelines, batches = max(1, processes // stages), settings["pipeline_batches"] or stages
+        if settings.get("pipeline_training"):
+            train = replace(train, data=pipelines, stages=stages, split=split)
+        own = (device, PIPELINED, pipelines, 1, stages, batches)
+        return evaluate(job, train, SampleLayout(*own, split=split, per_node=train.per_node), job.schedule)
     engine = SERVER if job.uses_server else LOCAL
     return evaluate(job, train, SampleLayout(device, engine, processes), job.schedule)
 
@@ -220,7 +222,7 @@ def _stage_lines(job: Job, plan: Plan, timed: Sequence[Mapping[str, Any]]) -> li
     if plan.sample.engine != PIPELINED:
         return []
     lines, stages = [], stage_parts(job, plan.train, plan.sample)
-    # What every process holds besides what a stage adds.
+    # What every process holds besides what its stage does.
     held = plan.peaks()["generate"] - max(sum(parts.values()) for parts in stages)
     for stage, parts in enumerate(stages):
         measured = [float(entry[name]) for entry in timed if (name := f"memory/stage_{stage}_gib") in entry]

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onetrunk.costs import sampling_bytes, trunk_states_bytes
+from onetrunk.costs import (
+    kept_activations_bytes,
+    layers_above,
+    packs_in_flight,
+    sampling_bytes,
+    stage_buffers,
+    stage_weights,
+    trunk_states_bytes,
+)
 from onetrunk.plan.hardware import GIB, Device
 from onetrunk.plan.job import Job
 from onetrunk.plan.memory import FP32, Training, decode_parts, server_parts, training_parts
@@ -26,6 +34,7 @@ from onetrunk.plan.timing import (
     product_seconds,
     publish_seconds,
     score_time,
+    streams_of,
     update_time,
 )
 
@@ -114,12 +123,49 @@ def usable_bytes(device: Device) -> float:
 
 
 def train_memory(job: Job, train: TrainLayout, has_reward_server: bool) -> dict[str, dict[str, float]]:
-    """Return the bytes of a trainer's device, by part, in scoring and in the update."""
+    """Return the bytes of a trainer's device, by part, in scoring and in the update.
+
+    Of training stages it is the one that needs most in each phase.
+    """
+    stages = train_memories(job, train, has_reward_server)
+    return {
+        phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values()))
+        for phase in ("score", "update")
+    }
+
+
+def train_memories(job: Job, train: TrainLayout, has_reward_server: bool) -> list[dict[str, dict[str, float]]]:
+    """Return the bytes of the device of each training stage, by phase and part; without stages there is one."""
+    if not train.is_staged:
+        return [_process_memory(job, train, has_reward_server, job.adapted_layers)]
+    sizes, streams = train.sizes(job.shape), streams_of(job, train)
+    weights, above = stage_weights(job.shape, sizes), layers_above(sizes, job.adapted_layers)
+    all_packs, tokens = packs_of(job, train).number, forward_tokens(job, train)
+    packs = all_packs // job.num_minibatches
+    state = tokens * job.shape.hidden_size * job.itemsize
+    shared, found = _process_memory(job, train, has_reward_server, 0), []
+    for stage, layers in enumerate(above):
+        flying = layers * job.trained_copies * packs_in_flight(stage, len(sizes), packs)
+        kept = kept_activations_bytes(job.shape, tokens, flying, job.itemsize, train.is_checkpointed)
+        own = {"weights": weights[stage] * train.base_bytes}
+        score, update = (held * state for held in stage_buffers(streams, stage, packs, all_packs))
+        active = shared["update"]["activations"] + kept * train.device.rates.working_set
+        found.append(
+            {
+                "score": shared["score"] | own | {"buffers": score},
+                "update": shared["update"] | own | {"buffers": update, "activations": active},
+            }
+        )
+    return found
+
+
+def _process_memory(job: Job, train: TrainLayout, has_reward_server: bool, layers: int) -> dict[str, dict[str, float]]:
+    """Return the bytes of a process in scoring and in the update; `layers` keep the activations of a pack."""
     rates = train.device.rates
     tokens = forward_tokens(job, train)
     training = Training(
         job.shape, tokens, train.base_bytes, job.trained_weights, job.optimizer_bytes, train.shards, train.tensor,
-        job.adapted_layers * job.trained_copies, job.itemsize, is_checkpointed=train.is_checkpointed,
+        layers * job.trained_copies, job.itemsize, is_checkpointed=train.is_checkpointed,
         is_offloaded=train.is_offloaded, gathers=train.shards > 1,
     )  # fmt: skip
     update = training_parts(training)
@@ -127,8 +173,8 @@ def train_memory(job: Job, train: TrainLayout, has_reward_server: bool) -> dict[
     update["activations"] *= rates.working_set
     update["runtime"] += rates.runtime_gib * GIB
     rows = max(1, job.rows // train.data)
-    # A sharded or divided base keeps the states on each device of a group.
-    if job.adapted_layers < job.shape.num_layers and job.keeps_states:
+    # A sharded or divided base keeps the states on each device of a group; training stages keep none.
+    if job.adapted_layers < job.shape.num_layers and job.keeps_states and not train.is_staged:
         held = int(rows * job.lengths.row * (1.0 if job.is_padding_free else PADDING))
         update["states"] = trunk_states_bytes(job.shape, held, int(job.itemsize))
     if job.reward is not None and not has_reward_server:
@@ -148,6 +194,15 @@ def forward_tokens(job: Job, train: TrainLayout) -> int:
     return int(min(most, max(train.tokens, job.lengths.width)))
 
 
+# Parts that stay while a trainer's device samples.
+KEPT = ("weights", "adapters", "gradients", "optimizer", "states", "reward", "runtime")
+
+
+def _kept(trainer: Mapping[str, float]) -> dict[str, float]:
+    """Return the bytes of a trainer's device that stay while it samples, by part."""
+    return {name: trainer[name] for name in KEPT if name in trainer}
+
+
 def sample_memory(
     job: Job, train: TrainLayout, sample: SampleLayout, trainer: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
@@ -161,12 +216,11 @@ def sample_memory(
     mine = -(-job.rows // sample.replicas)
     rows = min(mine, most_rows_of(job, sample))
     width = job.lengths.width if sample.engine in OWN_LOOP else job.lengths.row
-    kept = ("weights", "adapters", "gradients", "optimizer", "states", "reward", "runtime")
     if sample.engine == PIPELINED:
-        parts = {name: trainer[name] for name in kept if name in trainer}
-        return {"generate": parts | max(stage_parts(job, train, sample), key=lambda stage: sum(stage.values()))}
+        heaviest = max(stage_parts(job, train, sample), key=lambda stage: sum(stage.values()))
+        return {"generate": _kept(trainer) | heaviest}
     if sample.engine == LOCAL:
-        parts = {name: trainer[name] for name in kept if name in trainer}
+        parts = _kept(trainer)
         added = decode_parts(job.shape, rows, width, job.itemsize, sample.tensor)
         if train.shards > 1:
             added["transient"] = job.shape.parameters * train.base_bytes / train.tensor
@@ -175,24 +229,43 @@ def sample_memory(
     served = server_parts(job.shape, rows, width, min(2.0, job.base_bytes), adapters, sample.tensor, sample.stages)
     if sample.engine == SERVER:
         return {"server": served}
-    parts = {name: trainer[name] for name in kept if name in trainer}
+    parts = _kept(trainer)
     for name, value in served.items():
         parts[name] = parts.get(name, 0.0) + value
     return {"generate": parts}
 
 
 def stage_parts(job: Job, train: TrainLayout, sample: SampleLayout) -> list[dict[str, float]]:
-    """Return the bytes that sampling adds in each stage of a PIPELINED sampler, by part."""
+    """Return the bytes that sampling adds in each stage of a PIPELINED sampler, by part.
+
+    Stages that also train differ in their weights, which are among the parts then.
+    """
     rows = min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
-    return sampling_bytes(
+    sizes = sample.sizes(job.shape)
+    stages = sampling_bytes(
         job.shape,
-        sample.sizes(job.shape),
+        sizes,
         rows,
         job.lengths.width,
         job.itemsize,
         batches=sample.in_flight,
         gathered=train.base_bytes if train.shards > 1 else 0.0,
     )
+    if not train.is_staged:
+        return stages
+    weights = stage_weights(job.shape, sizes)
+    return [parts | {"weights": n * train.base_bytes} for parts, n in zip(stages, weights, strict=True)]
+
+
+def stage_memory(job: Job, plan: Plan) -> dict[str, list[dict[str, float]]]:
+    """Return the bytes of each training stage of a plan by part, for each phase."""
+    stages = train_memories(job, plan.train, plan.has_reward_server)
+    sampling = stage_parts(job, plan.train, plan.sample)
+    return {
+        "generate": [_kept(stage["score"]) | parts for stage, parts in zip(stages, sampling, strict=True)],
+        "score": [stage["score"] for stage in stages],
+        "update": [stage["update"] for stage in stages],
+    }
 
 
 def reward_seconds(job: Job, train: TrainLayout) -> float:
@@ -260,6 +333,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     """Return the main numbers of a plan as JSON values."""
     return {
         "schedule": plan.schedule,
+        "training": plan.train.words,
         "engine": plan.sample.engine,
         "devices": plan.devices,
         "iteration_s": plan.iteration_s,

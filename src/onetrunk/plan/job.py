@@ -6,11 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.memory import ADAM_8BIT_BYTES, ADAM_BYTES
-from onetrunk.plan.shapes import ITEMSIZES, ModelFacts
+from onetrunk.plan.shapes import ADAPTER_CONFIG, ITEMSIZES, ModelFacts
 
 # Weights in 4 bits with the constants of their blocks; the embedding and the head stay in bfloat16.
 NF4_BYTES, INT8_BYTES = 0.516, 1.0
@@ -114,6 +115,7 @@ class Job:
         reward_bytes: bytes of a weight of it.
         keeps_states: the states at the cut stay on the device (trunk_cache auto or device).
         captures_states: sampling provides the states at the cut, so scoring does not run the layers below it.
+        stage_obstacle: the setting that excludes training in pipeline stages, with why; None: nothing does.
         assumed: what the recipe did not say, for people.
     """
 
@@ -141,6 +143,7 @@ class Job:
     optimizer_bytes: float = ADAM_BYTES
     keeps_states: bool = True
     captures_states: bool = False
+    stage_obstacle: str | None = None
     is_padding_free: bool = False
     compiles: bool = False
     schedule: str = "sync"
@@ -228,6 +231,7 @@ def job_of(
         reward_bytes=4.0 if on_cpu else min(2.0, reward.itemsize if reward else 2.0),
         num_rollouts=rollouts,
         captures_states=(not is_half) if captures is None else bool(captures),
+        stage_obstacle=_stage_obstacle(values),
         assumed=tuple(assumed),
         **_settings(values),
     )
@@ -254,6 +258,18 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "save_every": int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
         "keeps_checkpoints": values.get("save_total_limit"),
     }
+
+
+def _stage_obstacle(values: Mapping[str, Any]) -> str | None:
+    """Return the setting that a run with pipeline_training would reject; a plan sets the others itself."""
+    if values["fp16"]:
+        return "fp16 scales gradients"
+    if values["capture_trunk_states"]:
+        return "capture_trunk_states keeps states for the layers above the cut"
+    if values["trunk_cache"] not in ("auto", "off"):
+        return f"trunk_cache {values['trunk_cache']} keeps the output of layers that other processes have"
+    adapters = [spec for spec in _rewards(values) if (Path(spec).expanduser() / ADAPTER_CONFIG).is_file()]
+    return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
 
 
 def _rewards(values: Mapping[str, Any]) -> list[str]:

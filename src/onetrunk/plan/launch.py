@@ -142,11 +142,13 @@ def settings_of(launch: Launch) -> list[str]:
 
 
 def pipeline_settings(job: Job, plan: Plan) -> list[str]:
-    """Return the options with which the trainer's processes sample as a pipeline."""
+    """Return the options with which the trainer's processes sample, and may train, as a pipeline."""
     sample = plan.sample
     words = ["--rollout_backend", "pipelined", "--pipeline_stages", str(sample.stages)]
     words += ["--pipeline_split", *map(str, sample.sizes(job.shape)), "--pipeline_batches", str(sample.in_flight)]
-    if sample.rows // sample.stages < job.rows // plan.train.data:
+    if plan.train.is_staged:
+        words += ["--pipeline_training", "true"]
+    if sample.rows < job.rows // sample.replicas:
         words += ["--max_rollout_rows", str(sample.rows // sample.stages)]
     # Settings of the recipe that belong to another sampler.
     words += ["--use_vllm", "false"] if job.uses_server else []

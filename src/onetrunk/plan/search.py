@@ -9,6 +9,7 @@ everything, which a test holds it to.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from onetrunk.plan.evaluate import (
     usable_bytes,
 )
 from onetrunk.plan.hardware import GIB, Catalog, Pool
-from onetrunk.plan.job import Job
+from onetrunk.plan.job import INT8_BYTES, Job
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
@@ -62,6 +63,8 @@ class Space:
         keeps_settings: microbatch, checkpointing and offloading stay as the recipe has them.
         pipelines: stages of a server's pipeline that are tried.
         stages: of a pipeline of the trainer's processes; None: all that divide them.
+        split: layers of each of these stages; empty: those that the run chooses by itself.
+        stage_training: whether the trainer's processes score and update in such stages too; None: both are tried.
         tokens: of a forward that are tried.
         serves_reward: the reward model may have a device of its own.
     """
@@ -72,6 +75,8 @@ class Space:
     keeps_settings: bool = False
     pipelines: Sequence[int] = (1,)
     stages: int | None = None
+    split: tuple[int, ...] = ()
+    stage_training: bool | None = None
     tokens: Sequence[int] = TOKENS
     serves_reward: bool = True
 
@@ -113,12 +118,42 @@ def train_layouts(job: Job, pool: Pool, space: Space) -> Iterator[TrainLayout]:
     for data in (d for d in range(1, min(prompts, pool.count) + 1) if prompts % d == 0):
         if (prompts // data * job.num_generations) % job.num_minibatches:
             continue
-        for tensor in _divisions(job, pool):
-            if data * tensor > pool.count:
-                continue
+        for base in _divided_layouts(job, pool, space, data):
+            yield from (_with(base, *choice) for choice in _settings(job, space) if _may_have(base, *choice))
+
+
+def _divided_layouts(job: Job, pool: Pool, space: Space, data: int) -> Iterator[TrainLayout]:
+    """Yield the ways in which `data` processes, groups or pipelines with different rows hold the base."""
+    for tensor in _divisions(job, pool) if not space.stage_training else ():
+        if data * tensor <= pool.count:
             for shards in _shard_counts(data, tensor, pool):
-                base = TrainLayout(pool.device, data, tensor, shards, pool.per_node)
-                yield from (_with(base, *choice) for choice in _settings(job, space))
+                yield TrainLayout(pool.device, data, tensor, shards, pool.per_node)
+    if _offers_stages(space) and stage_obstacle(job, space) is None:
+        for stages in _pipeline_sizes(job, pool.count // data, space.stages):
+            yield TrainLayout(pool.device, data, per_node=pool.per_node, stages=stages, split=space.split)
+
+
+def _offers_stages(space: Space) -> bool:
+    """Return whether layouts may train in pipeline stages, which always sample in them, before the next update."""
+    return space.stage_training is not False and PIPELINED in space.engines and "sync" in space.schedules
+
+
+def stage_obstacle(job: Job, space: Space) -> str | None:
+    """Return why the recipe excludes training in pipeline stages, or None."""
+    if job.stage_obstacle is not None:
+        return job.stage_obstacle
+    if all(size <= INT8_BYTES for size in space.base_bytes or (job.base_bytes,)):
+        return "a quantised base loads on one device as a whole"
+    if space.keeps_settings and job.is_offloaded:
+        return "activation_offloading wraps a whole forward"
+    return None
+
+
+def _may_have(
+    base: TrainLayout, base_bytes: float, forward: tuple[int, int], checkpointed: bool, offloaded: bool
+) -> bool:
+    """Return whether a layout can have these settings; those of `_with`."""
+    return not base.is_staged or (base_bytes > INT8_BYTES and not offloaded)
 
 
 def _with(
@@ -171,30 +206,39 @@ def server_layouts(job: Job, pool: Pool, space: Space) -> Iterator[SampleLayout]
 
 
 def inner_layouts(
-    job: Job, train: TrainLayout, engine: str, pool: Pool, stages: int | None = None
+    job: Job, train: TrainLayout, engine: str, pool: Pool, stages: int | None = None, split: tuple[int, ...] = ()
 ) -> Iterator[SampleLayout]:
-    """Yield the layouts of a sampler that shares the trainer's devices; `stages` as in Space."""
-    rows = -(-job.rows // train.data)
+    """Yield the layouts of a sampler that shares the trainer's devices; `stages` and `split` as in Space."""
+    # Of a process; training stages have the same rows.
+    rows = -(-job.rows // (train.data * train.stages))
     caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
+    if train.is_staged:
+        if engine == PIPELINED:
+            yield from (_pipelined(train, train.data, train.stages, train.split, cap) for cap in caps)
+        return
     if engine == LOCAL:
         yield from (SampleLayout(train.device, LOCAL, train.data, train.tensor, rows=cap) for cap in caps)
         return
     if engine == PIPELINED:
-        for count in _stage_counts(job, train, stages):
-            # As many rows per process as without a pipeline.
-            replicas, own = train.data // count, (train.device, PIPELINED)
-            yield from (SampleLayout(*own, replicas, 1, count, count, cap * count) for cap in caps)
+        counts = _pipeline_sizes(job, train.data, stages) if train.tensor == 1 else ()
+        for count in (count for count in counts if train.data % count == 0):
+            yield from (_pipelined(train, train.data // count, count, split, cap) for cap in caps)
         return
     # The colocated engine belongs to one process, and reads a whole base.
     if train.tensor == 1 and train.shards == 1 and not pool.device.is_cpu:
         yield from (SampleLayout(train.device, COLOCATED, train.data, rows=cap) for cap in SERVED_ROWS)
 
 
-def _stage_counts(job: Job, train: TrainLayout, stages: int | None) -> list[int]:
-    """Return the stages of a pipeline of the trainer's processes that are tried; tensor parallelism excludes it."""
-    most = min(train.data, job.shape.num_layers, MOST_STAGES) if train.tensor == 1 else 1
-    counts = range(2, most + 1) if stages is None else [stages] if 2 <= stages <= most else []
-    return [count for count in counts if train.data % count == 0]
+def _pipelined(train: TrainLayout, pipelines: int, stages: int, split: tuple[int, ...], rows: int) -> SampleLayout:
+    """Return pipelines of the trainer's processes that decode `rows` rows per process, as many as without them."""
+    own = (train.device, PIPELINED, pipelines, 1, stages, stages, rows * stages)
+    return SampleLayout(*own, split=split, per_node=train.per_node)
+
+
+def _pipeline_sizes(job: Job, most: int, stages: int | None) -> Sequence[int]:
+    """Return the stages of a pipeline that are tried; each has a layer, and tensor parallelism excludes it."""
+    most = min(most, job.shape.num_layers, MOST_STAGES)
+    return range(2, most + 1) if stages is None else [stages] if 2 <= stages <= most else []
 
 
 def reward_places(job: Job, pool: Pool, space: Space) -> tuple[bool, ...]:
@@ -215,8 +259,14 @@ def front(items: Iterable[object], key: Callable[[object], tuple[float, ...]]) -
     return [item for _, item in kept]
 
 
-def train_options(job: Job, pools: Sequence[Pool], space: Space) -> list[TrainOption]:
+def train_options(job: Job, pools: Sequence[Pool], space: Space) -> Sequence[TrainOption]:
     """Return the trainer's layouts of every pool, whether they fit or not."""
+    return _train_options(job, tuple(pools), space)
+
+
+# The search needs them, and then what tells why the others do not fit.
+@functools.lru_cache(maxsize=1)
+def _train_options(job: Job, pools: tuple[Pool, ...], space: Space) -> tuple[TrainOption, ...]:
     options = []
     for pool in pools:
         for layout in train_layouts(job, pool, space):
@@ -226,13 +276,17 @@ def train_options(job: Job, pools: Sequence[Pool], space: Space) -> list[TrainOp
                 memory = train_memory(job, layout, served)
                 seconds = scored(job, layout, served).seconds + update_time(job, layout).seconds
                 peak = max(sum(parts.values()) for parts in memory.values())
-                kept = sum(v for k, v in memory["score"].items() if k not in ("activations", "logits", "transient"))
+                # Weights of training stages belong to the sampler: its stage that needs most may be another one.
+                gone = ("activations", "logits", "transient", "buffers", *(["weights"] if layout.is_staged else []))
+                kept = sum(value for part, value in memory["score"].items() if part not in gone)
                 options.append(TrainOption(pool, layout, served, seconds, peak, kept, memory))
-    return options
+    return tuple(options)
 
 
 def kind_of(layout: TrainLayout) -> str:
-    """Return how the base stands on the devices: whole, sharded or divided."""
+    """Return how the base stands on the devices: whole, sharded, divided, or in stages."""
+    if layout.is_staged:
+        return "staged"
     return "divided" if layout.tensor > 1 else "sharded" if layout.shards > 1 else "whole"
 
 
@@ -245,9 +299,12 @@ def _fronts(items: Iterable, group: Callable, key: Callable) -> list:
 
 
 def _for_servers(options: Sequence[TrainOption]) -> list[TrainOption]:
-    """Return what may win next to servers: seconds and devices count, memory only has to fit."""
+    """Return what may win next to servers: seconds and devices count, memory only has to fit.
+
+    Training stages always sample themselves.
+    """
     return _fronts(
-        options,
+        [option for option in options if not option.layout.is_staged],
         lambda o: (o.pool.device.name, kind_of(o.layout), o.has_reward_server),
         lambda o: (o.devices, o.seconds),
     )
@@ -257,8 +314,8 @@ def _for_sharing(options: Sequence[TrainOption]) -> list[TrainOption]:
     """Return what may win with a sampler on the same devices: what stays in memory while it samples counts, too."""
     return _fronts(
         options,
-        lambda o: (o.pool.device.name, o.layout.data, o.layout.tensor, o.layout.shards, o.has_reward_server,
-                   o.layout.base_bytes),
+        lambda o: (o.pool.device.name, o.layout.data, o.layout.tensor, o.layout.shards, o.layout.stages,
+                   o.has_reward_server, o.layout.base_bytes),
         lambda o: (o.seconds, o.kept),
     )  # fmt: skip
 
@@ -309,13 +366,13 @@ def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candid
     for train in _for_sharing(fitting):
         for engine in (LOCAL, PIPELINED, COLOCATED):
             if engine in space.engines and "sync" in space.schedules:
-                yield from _inner_candidates(job, train, engine, inner, space.stages)
+                yield from _inner_candidates(job, train, engine, inner, space)
     if SERVER not in space.engines or not fitting:
         return
     servers = _server_front(job, pools, space, fitting[0].layout)
     for train in _for_servers(fitting):
         for server in servers:
-            same = server.pool is train.pool
+            same = server.pool == train.pool
             if same and train.devices + server.layout.count > train.pool.count:
                 continue
             publish = publish_seconds(job, train.layout, server.layout)
@@ -329,15 +386,15 @@ def _inner_candidates(
     train: TrainOption,
     engine: str,
     known: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]],
-    stages: int | None,
+    space: Space,
 ) -> Iterator[Candidate]:
     """Yield the fastest sampler on the trainer's own devices that fits; fewer rows at once take less memory."""
     layout = train.layout
-    key = (engine, layout.device.name, layout.data, layout.tensor, layout.shards, layout.base_bytes)
+    key = (engine, layout.device.name, layout.data, layout.tensor, layout.shards, layout.stages, layout.base_bytes)
     if key not in known:
         own = replace(job, base_bytes=layout.base_bytes)
         known[key] = []
-        for sample in inner_layouts(job, layout, engine, train.pool, stages):
+        for sample in inner_layouts(job, layout, engine, train.pool, space.stages, space.split):
             parts = sample_memory(job, layout, sample, {})["generate"]
             time = generate_time(job if engine == COLOCATED else own, sample)
             known[key].append((sample, time, sum(parts.values())))
@@ -430,12 +487,11 @@ def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
     closest: dict[str, tuple[float, str]] = {}
     for option in train_options(job, pools, space):
         layout = option.layout
-        kind = f"tensor parallel x{layout.tensor}" if layout.tensor > 1 else (
-            f"sharded over {layout.shards}" if layout.shards > 1 else "whole base on each device"
-        )  # fmt: skip
+        kind = _way(layout)
         room = usable_bytes(layout.device)
         own = [engine for engine in (LOCAL, PIPELINED) if engine in space.engines] or [LOCAL]
-        samples = [s for engine in own for s in inner_layouts(job, layout, engine, option.pool, space.stages)]
+        chosen = (option.pool, space.stages, space.split)
+        samples = [sample for engine in own for sample in inner_layouts(job, layout, engine, *chosen)]
         for sample in samples:
             memory = option.memory | sample_memory(job, layout, sample, option.memory["score"])
             peaks = {phase: sum(parts.values()) for phase, parts in memory.items()}
@@ -448,7 +504,20 @@ def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
                     f" of which {part} {memory[phase][part] / GIB:.1f}"
                 )
                 closest[kind] = (ratio, text)
-    return [text for _, text in sorted(closest.values())]
+    lines = [text for _, text in sorted(closest.values())]
+    obstacle = stage_obstacle(job, space)
+    if obstacle is not None and _offers_stages(space) and max(pool.count for pool in pools) > 1:
+        lines.append(f"training in pipeline stages is not tried: {obstacle}")
+    return lines
+
+
+def _way(layout: TrainLayout) -> str:
+    """Return how a layout divides the base, in words."""
+    if layout.is_staged:
+        return f"trained in {layout.stages} stages"
+    if layout.tensor > 1:
+        return f"tensor parallel x{layout.tensor}"
+    return f"sharded over {layout.shards}" if layout.shards > 1 else "whole base on each device"
 
 
 def smallest_hardware(job: Job, catalog: Catalog, space: Space, market: str) -> tuple[Pool, float] | None:

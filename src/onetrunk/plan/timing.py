@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from onetrunk.costs import (
+    SCORED_AT_ONCE,
     ModelShape,
+    Streams,
     decode_split,
     forward_flops,
     gathers,
     head_flops,
     kv_cache_bytes,
+    layers_above,
     slowest_stage,
+    stage_streams,
 )
 from onetrunk.plan.hardware import Device
 from onetrunk.plan.job import INT8_BYTES, Job, Lengths
@@ -54,12 +58,14 @@ class TrainLayout:
 
     Args:
         device: of the trainer's processes.
-        data: processes with different rows.
+        data: processes, or pipelines of them, with different rows.
         tensor: devices that divide every matrix.
         shards: devices that share one copy of the base; 1: each has it whole.
         per_node: devices of one machine.
         base_bytes: bytes of a weight.
         rows, tokens: most rows and tokens of a forward.
+        stages: devices of a pipeline, each with layers of its own; 1: every device runs all layers.
+        split: layers of each stage; empty: those that the run chooses by itself.
     """
 
     device: Device
@@ -72,11 +78,30 @@ class TrainLayout:
     tokens: int = 8192
     is_checkpointed: bool = False
     is_offloaded: bool = False
+    stages: int = 1
+    split: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
         """Devices in all."""
-        return self.data * self.tensor
+        return self.data * self.tensor * self.stages
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it trains in the stages of a pipeline."""
+        return self.stages > 1
+
+    @property
+    def words(self) -> str:
+        """How the devices are divided, in words."""
+        if self.is_staged:
+            return f"{self.data} x {self.stages} stages"
+        shared = f"{self.tensor} per matrix" if self.tensor > 1 else f"{self.shards} shards" if self.shards > 1 else ""
+        return f"{self.data} x {shared or 'whole base'}"
+
+    def sizes(self, shape: ModelShape) -> tuple[int, ...]:
+        """Return the layers of each stage."""
+        return self.split or decode_split(shape, self.stages)
 
 
 @dataclass(frozen=True)
@@ -91,6 +116,7 @@ class SampleLayout:
         in_flight: independent batches in the pipeline.
         rows: most rows of a replica that decode at once.
         split: layers of each stage of a PIPELINED sampler; empty: those that the run chooses by itself.
+        per_node: devices of one machine.
     """
 
     device: Device
@@ -101,6 +127,7 @@ class SampleLayout:
     in_flight: int = 1
     rows: int = 1_000_000
     split: tuple[int, ...] = ()
+    per_node: int = 8
 
     @property
     def count(self) -> int:
@@ -205,7 +232,8 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
         parts["link"] = parts.get("link", 0.0) + layout.stages * LATENCY_S
     if layout.engine == PIPELINED:
         wire = (layout.stages - 1) * rows * shape.hidden_size * itemsize
-        parts["link"] += wire / (device.link_gb_s * 1e9 * rates.link)
+        gb_s = pipeline_gb_s(device, layout.stages, layout.count, layout.per_node)
+        parts["link"] += wire / (gb_s * 1e9 * rates.link)
     return parts
 
 
@@ -343,18 +371,61 @@ def packs_of(job: Job, layout: TrainLayout) -> Packs:
     return Packs(number, tokens, rows * job.lengths.completion * padding / number)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process runs of a forward: frozen layers below the adapters, layers with adapters, and the head.
+
+    Args:
+        after, before: what crosses to the next stage of a pipeline, and from the stage before.
+    """
+
+    below: int
+    above: int
+    has_head: bool = True
+    before: Streams = Streams(0, 0, 0)
+    after: Streams = Streams(0, 0, 0)
+
+
+def shares_of(job: Job, layout: TrainLayout) -> list[Share]:
+    """Return what the stages of a layout run; without stages it is one share, of all layers."""
+    if not layout.is_staged:
+        return [Share(job.shape.num_layers - job.adapted_layers, job.adapted_layers)]
+    sizes = layout.sizes(job.shape)
+    above = layers_above(sizes, job.adapted_layers)
+    streams = streams_of(job, layout)
+    return [
+        Share(size - mine, mine, stage == len(sizes) - 1, streams[stage], streams[stage + 1])
+        for stage, (size, mine) in enumerate(zip(sizes, above, strict=True))
+    ]
+
+
+def streams_of(job: Job, layout: TrainLayout) -> tuple[Streams, ...]:
+    """Return the hidden states that cross each boundary of the stages of a layout."""
+    return stage_streams(layout.sizes(job.shape), job.adapted_layers, job.trained_copies, job.has_reference)
+
+
+def in_stages(stages: Sequence[dict[str, float]], packs: int, fills: int) -> dict[str, float]:
+    """Return the seconds of a pipeline by part: those of its slowest stage, and the time in which that stage waits.
+
+    The first of a sequence of packs passes all other stages before the last stage can begin, and the last pack passes
+    them after the first stage has ended: P stages need M + P - 1 times the seconds of a pack for M packs.
+
+    Args:
+        stages: seconds of each stage by part, for all packs.
+        packs: in all.
+        fills: sequences that they come in; the pipeline is empty before each.
+    """
+    slowest = max(stages, key=lambda parts: sum(parts.values()))
+    if len(stages) == 1:
+        return slowest
+    return slowest | {"bubble": sum(slowest.values()) * fills * (len(stages) - 1) / packs}
+
+
 def score_time(job: Job, layout: TrainLayout) -> PhaseTime:
     """Return the seconds of scoring: old logprobs, values, reference, and a reward model of its own."""
-    packs, shape = packs_of(job, layout), job.shape
-    above, cut = job.adapted_layers, shape.num_layers - job.adapted_layers
-    roles = 1 + job.has_reference + (job.trained_copies - 1)
-    layers = roles * above + (0 if job.captures_states or not cut else cut)
-    heads = (1 + job.has_reference) * packs.completion
-    parts = _forward_parts(job, layout, packs, layers, heads, passes=1.0)
-    rates = layout.device.rates
-    launches = layers * rates.layer_s / 3 + above * (roles - job.has_reference) * rates.adapter_layer_s / 3
-    parts["launches"] = packs.number * (launches + roles * rates.forward_s / 3)
-    parts["other"] = packs.number * packs.tokens * rates.token_s
+    packs = packs_of(job, layout)
+    stages = [_score_parts(job, layout, packs, share) for share in shares_of(job, layout)]
+    parts = in_stages(stages, packs.number, math.ceil(packs.number / (SCORED_AT_ONCE * layout.stages)))
     if job.reward is not None:
         parts["reward"] = _reward_seconds(job, layout)
     if layout.shards > 1:
@@ -362,30 +433,72 @@ def score_time(job: Job, layout: TrainLayout) -> PhaseTime:
     return PhaseTime(parts)
 
 
+def _score_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:
+    """Return the seconds in which a process scores all packs, without what it waits for."""
+    roles = 1 + job.has_reference + (job.trained_copies - 1)
+    # States that sampling provides stay in the process; a stage has none of the layers before its own.
+    layers = roles * share.above + (0 if job.captures_states and not layout.is_staged else share.below)
+    heads = (1 + job.has_reference) * packs.completion if share.has_head else 0.0
+    parts = _forward_parts(job, layout, packs, layers, heads, passes=1.0)
+    rates = layout.device.rates
+    launches = layers * rates.layer_s / 3 + share.above * (roles - job.has_reference) * rates.adapter_layer_s / 3
+    parts["launches"] = packs.number * (launches + roles * rates.forward_s / 3)
+    parts["other"] = packs.number * packs.tokens * rates.token_s
+    if layout.is_staged:
+        parts["link"] = packs.number * _send_seconds(job, layout, packs, share.after.scored)
+    return parts
+
+
 def update_time(job: Job, layout: TrainLayout) -> PhaseTime:
     """Return the seconds of all epochs of the update of a rollout."""
-    packs, shape = packs_of(job, layout), job.shape
-    above, cut = job.adapted_layers, shape.num_layers - job.adapted_layers
-    branches = job.trained_copies
-    # Forward, the gradient of every input, and with checkpointing the forward again.
-    passes = 3.0 if layout.is_checkpointed else 2.0
-    parts = _forward_parts(job, layout, packs, branches * above, 1.5 * packs.completion, passes=passes)
-    if cut and not job.keeps_states:
-        lower = _forward_parts(job, layout, packs, cut, 0.0, passes=1.0)
-        parts = {name: value + lower.get(name, 0.0) for name, value in parts.items()}
-    rates, epochs = layout.device.rates, job.num_ppo_epochs
-    per_layer = rates.layer_s * (1.0 if layout.is_checkpointed else 0.75) + rates.adapter_layer_s
-    parts["launches"] = packs.number * (branches * above * per_layer + rates.forward_s)
-    parts["other"] = packs.number * packs.tokens * rates.token_s
-    if layout.is_offloaded:
-        stored = packs.tokens * shape.hidden_size * job.itemsize * above * packs.number
-        parts["offload"] = 2 * stored / RELOAD
-    parts = {name: value * epochs for name, value in parts.items()}
-    parts["other"] += epochs * job.num_minibatches * rates.step_s
+    packs, epochs = packs_of(job, layout), job.num_ppo_epochs
+    stages = [_update_parts(job, layout, packs, share) for share in shares_of(job, layout)]
+    parts = {name: value * epochs for name, value in in_stages(stages, packs.number, job.num_minibatches).items()}
+    parts["other"] += epochs * job.num_minibatches * layout.device.rates.step_s
     link = _reduce_seconds(job, layout) * epochs * job.num_minibatches
     if layout.shards > 1:
         link += _gather_seconds(job, layout, packs, "update", parts["compute"])
     return PhaseTime(parts | ({"link": link + parts.pop("link", 0.0)} if link or "link" in parts else {}))
+
+
+def _update_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:
+    """Return the seconds in which a process runs an epoch over all packs, without what it waits for."""
+    branches = job.trained_copies
+    # Forward, the gradient of every input, and with checkpointing the forward again.
+    passes = 3.0 if layout.is_checkpointed else 2.0
+    heads = 1.5 * packs.completion if share.has_head else 0.0
+    parts = _forward_parts(job, layout, packs, branches * share.above, heads, passes=passes)
+    rates = layout.device.rates
+    per_layer = rates.layer_s * (1.0 if layout.is_checkpointed else 0.75) + rates.adapter_layer_s
+    launches = branches * share.above * per_layer + rates.forward_s
+    if share.below and (layout.is_staged or not job.keeps_states):
+        lower = _forward_parts(job, layout, packs, share.below, 0.0, passes=1.0)
+        parts = {name: value + lower.get(name, 0.0) for name, value in parts.items()}
+        launches += share.below * rates.layer_s / 3
+    parts["launches"] = packs.number * launches
+    parts["other"] = packs.number * packs.tokens * rates.token_s
+    if layout.is_offloaded:
+        stored = packs.tokens * job.shape.hidden_size * job.itemsize * share.above * packs.number
+        parts["offload"] = 2 * stored / RELOAD
+    if layout.is_staged:
+        sent = _send_seconds(job, layout, packs, share.after.trained)
+        parts["link"] = packs.number * (sent + _send_seconds(job, layout, packs, share.before.gradients))
+    return parts
+
+
+def _send_seconds(job: Job, layout: TrainLayout, packs: Packs, states: int) -> float:
+    """Return the seconds in which a stage sends the hidden states of a pack; what it receives crosses meanwhile."""
+    if not states:
+        return 0.0
+    wire = states * packs.tokens * job.shape.hidden_size * job.itemsize
+    gb_s = pipeline_gb_s(layout.device, layout.stages, layout.count, layout.per_node)
+    return wire / (gb_s * 1e9 * layout.device.rates.link) + LATENCY_S
+
+
+def pipeline_gb_s(device: Device, stages: int, count: int, per_node: int) -> float:
+    """Return the bandwidth of the slowest link of pipelines of consecutive processes, which may cross machines."""
+    is_inside = count <= per_node or per_node % stages == 0
+    return device.link_gb_s if is_inside else device.network_gb_s
 
 
 def _forward_parts(

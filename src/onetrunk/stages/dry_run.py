@@ -17,7 +17,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import left_by_a_run
-from onetrunk.costs import ModelShape, host_memory_bytes, kept_activations_bytes, stage_share, trunk_states_bytes
+from onetrunk.costs import (
+    ModelShape,
+    host_memory_bytes,
+    kept_activations_bytes,
+    layers_above,
+    packs_in_flight,
+    stage_share,
+    trunk_states_bytes,
+)
 from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
@@ -166,8 +174,13 @@ def memory_lines(
     decoding = min(plan.rows_per_rank, args.max_rollout_rows or plan.rows_per_rank)
     tokens = plan.rows_per_pack * width
     tokens = min(tokens, args.microbatch_tokens or tokens)
-    trained_layers = size.num_layers - size.first_layer
-    share = stage_share(shape, stage_sizes(args, shape)) if args.pipeline_training else 1.0
+    trained_layers, share = size.num_layers - size.first_layer, 1.0
+    if args.pipeline_training:
+        sizes, packs = tuple(stage_sizes(args, shape)), math.ceil(plan.rows_per_minibatch / plan.rows_per_pack)
+        share = stage_share(shape, sizes)
+        # Those of all packs that the busiest stage has in work.
+        above = enumerate(layers_above(sizes, trained_layers))
+        trained_layers = max(layers * packs_in_flight(stage, len(sizes), packs) for stage, layers in above)
     kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
     sampling = sampled_bytes(args, shape, decoding, width, compute)
     parts = {

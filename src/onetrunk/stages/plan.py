@@ -117,11 +117,9 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         is_continued=adapter.is_file(),
         on_cpu=all(pool.device.is_cpu for pool in pools),
     )
-    engines, stages = _samplers_of(own, values, pools)
     space = Space(
         schedules=tuple(own["schedules"]),
-        engines=engines,
-        stages=stages,
+        **_stages_of(own, values, pools, model),
         base_bytes=tuple(DTYPES[dtype] for dtype in own["dtypes"] or ()),
         keeps_settings=own["keep_settings"],
         pipelines=(1, *own["pipeline_stages"]),
@@ -136,21 +134,34 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     return Request(job, pools, catalog, space, around, name, base, is_overridden, reward_name)
 
 
-def _samplers_of(
-    own: Mapping[str, Any], values: Mapping[str, Any], pools: Sequence[Pool]
-) -> tuple[tuple[str, ...], int | None]:
-    """Return the engines that are tried, and the stages of a pipeline if the recipe gives them.
+def _stages_of(
+    own: Mapping[str, Any], values: Mapping[str, Any], pools: Sequence[Pool], model: ModelFacts
+) -> dict[str, Any]:
+    """Return the fields of Space that say where completions are sampled, and in which stages.
 
-    A recipe with `rollout_backend: pipelined` samples so in every plan.
+    A recipe with `rollout_backend: pipelined` samples so in every plan, and trains so if it has `pipeline_training`.
     """
     if values["rollout_backend"] != PIPELINED:
-        return tuple(own["engines"]), None
+        return {"engines": tuple(own["engines"])}
     if max(pool.count for pool in pools) == 1 or PIPELINED not in own["engines"]:
         raise UsageError(
             "the recipe's rollout_backend is 'pipelined', which needs --engines pipelined and two or more devices of a"
             " kind; add them, or --rollout_backend local"
         )
-    return (PIPELINED,), values["pipeline_stages"] or (len(values["pipeline_split"] or ()) or None)
+    split, layers = tuple(values["pipeline_split"] or ()), model.shape.num_layers
+    if split and sum(split) != layers:
+        raise UsageError(
+            f"pipeline_split has {sum(split)} layers and the model {layers}; give the layers of each stage, or leave"
+            " it out"
+        )
+    # On the command line --pipeline_stages is the plan's own option; no server is tried here.
+    asked = own["pipeline_stages"][0] if len(own["pipeline_stages"]) == 1 else None
+    return {
+        "engines": (PIPELINED,),
+        "stages": values["pipeline_stages"] or (len(split) or asked),
+        "split": split,
+        "stage_training": bool(values["pipeline_training"]) or None,
+    }
 
 
 def _model_or_none(name: str | None) -> Any:
@@ -196,7 +207,7 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
         print("\n".join(plan_lines(request.job, request.pools, ranking, cost, own, around)))
         lost = rejected(request.job, request.pools, request.space)
         if lost:
-            print("\n".join(["", "what does not fit at its best", *(f"  {line}" for line in lost)]))
+            print("\n".join(["", "what does not fit at its best, or is not tried", *(f"  {line}" for line in lost)]))
     sys.stdout.flush()
     return 0
 

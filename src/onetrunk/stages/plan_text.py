@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onetrunk.plan.cost import Cost
-from onetrunk.plan.evaluate import Plan, host_gib, stage_parts, summary, usable_bytes
+from onetrunk.plan.evaluate import Plan, host_gib, stage_memory, stage_parts, summary, usable_bytes
 from onetrunk.plan.hardware import GIB, Pool
 from onetrunk.plan.job import Job
 from onetrunk.plan.memory import role_layouts
@@ -16,8 +16,8 @@ from onetrunk.plan.timing import PIPELINED, PhaseTime, TrainLayout, band, most_r
 
 # Order of the parts in the memory table.
 PARTS = (
-    "weights", "adapters", "gradients", "optimizer", "activations", "logits", "kv_cache", "states", "reward",
-    "transient", "runtime",
+    "weights", "adapters", "gradients", "optimizer", "activations", "buffers", "logits", "kv_cache", "states",
+    "reward", "transient", "runtime",
 )  # fmt: skip
 GPU_ERA_NOTE = (
     "times of GPUs rest on published measurements of other software (plan/README.md has their errors); none of them"
@@ -79,9 +79,11 @@ def layout_text(layout: TrainLayout) -> str:
     base = f"each matrix over {layout.tensor}" if layout.tensor > 1 else "whole base"
     if layout.shards > 1:
         base = f"base sharded over {layout.shards}"
+    if layout.is_staged:
+        base = f"trained in {layout.stages} stages"
     forward = f"{layout.tokens} tokens" if layout.rows == MANY_ROWS else f"{layout.rows} rows"
     extra = ", checkpointed" if layout.is_checkpointed else ""
-    return f"{layout.data} x {layout.tensor}, {base}, forwards of {forward}{extra}" + (
+    return f"{layout.data} x {layout.tensor * layout.stages}, {base}, forwards of {forward}{extra}" + (
         ", offloaded" if layout.is_offloaded else ""
     )
 
@@ -101,9 +103,7 @@ def best_lines(job: Job, plan: Plan) -> list[str]:
         + (f", {sample.in_flight} batches in flight" if sample.stages > 1 else ""),
     ]
     if sample.engine == PIPELINED:
-        added = [f"{sum(parts.values()) / GIB:.2f}" for parts in stage_parts(job, plan.train, sample)]
-        layers = " + ".join(map(str, sample.sizes(job.shape)))
-        lines.append(f"stages of {layers} layers; sampling adds {', '.join(added)} GiB to them")
+        lines += stage_lines(job, plan)
     if plan.has_reward_server:
         lines.append(f"the reward model on a {plan.train.device.name} of its own")
     lines.append(f"{'phase':<10}{'seconds':>9}{'between':>18}  bound by")
@@ -116,6 +116,22 @@ def best_lines(job: Job, plan: Plan) -> list[str]:
     lines.append(f"{'iteration':<10}{total:>9.2f}{f'{low * total:.2f} to {high * total:.2f}':>18}")
     idle = ", ".join(f"{name} {share:.0%}" for name, share in plan.idle().items() if share > 0.005)
     return [*lines, f"idle: {idle or 'nothing'}"]
+
+
+def stage_lines(job: Job, plan: Plan) -> list[str]:
+    """Return the layers of each stage of a pipeline of the trainer's processes, and its memory."""
+    layers = " + ".join(map(str, plan.sample.sizes(job.shape)))
+    if not plan.train.is_staged:
+        added = [f"{sum(parts.values()) / GIB:.2f}" for parts in stage_parts(job, plan.train, plan.sample)]
+        return [f"stages of {layers} layers; sampling adds {', '.join(added)} GiB to them"]
+    needs = {
+        phase: ", ".join(f"{sum(parts.values()) / GIB:.2f}" for parts in stages)
+        for phase, stages in stage_memory(job, plan).items()
+    }
+    return [
+        f"stages of {layers} layers, which sample, score and update; each has the frozen weights of its layers only",
+        *(f"  GiB of each stage, {phase}: {text}" for phase, text in needs.items()),
+    ]
 
 
 def memory_lines(plan: Plan) -> list[str]:
@@ -192,6 +208,10 @@ def json_text(job: Job, ranking: Sequence[Ranked], cost: Cost, market: str, arou
         | {
             "memory_parts_gib": {
                 phase: {part: value / GIB for part, value in parts.items()} for phase, parts in best.memory.items()
+            },
+            "stages_gib": {
+                phase: [sum(parts.values()) / GIB for parts in stages]
+                for phase, stages in (stage_memory(job, best).items() if best.train.is_staged else ())
             },
             "idle": best.idle(),
             "bottlenecks": {name: phase.bottleneck for name, phase in best.phases.items()},

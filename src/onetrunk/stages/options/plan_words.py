@@ -68,7 +68,10 @@ def plan_parser() -> Parser:
     )
     search.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="where completions are sampled")
     search.add_argument("--dtypes", nargs="+", choices=DTYPES, help="precisions of the base; None: the recipe's")
-    text = "stages of a server's pipeline that are tried besides 1; as many batches are in flight"
+    text = (
+        "stages of a server's pipeline that are tried besides 1; as many batches are in flight. Of a recipe with"
+        " rollout_backend pipelined, one number: the stages of the trainer's processes"
+    )
     search.add_argument("--pipeline_stages", nargs="+", type=int, default=(), metavar="P", help=text)
     text = "plan with the recipe's microbatch, checkpointing and offloading"
     search.add_argument("--keep_settings", action="store_true", help=text)
