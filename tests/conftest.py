@@ -13,7 +13,8 @@ import torch
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out_soak(config, items)
     spread_sampled_cases(items)
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
@@ -21,6 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = (marker.args or (1,))[0] if marker else 0
         if needed > number:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs" if needed > 1 else "needs a GPU"))
+
+
+def leave_out_soak(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the soak tests, which take hours, unless `-m` names them: it replaces the marks of pyproject.toml."""
+    if "soak" not in config.option.markexpr:
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in soak]
+        config.hook.pytest_deselected(items=soak)
 
 
 def spread_sampled_cases(items: list[pytest.Item]) -> None:
