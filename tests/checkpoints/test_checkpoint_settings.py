@@ -57,9 +57,11 @@ def test_an_unknown_tracker_is_answered_with_the_nearest(tmp_path):
             "load_best_model_at_end needs evaluations to choose by, and eval_strategy is 'no'",
         ),
         ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy 'best' needs evaluations"),
+        ({"num_train_epochs": -1}, "num_train_epochs is -1, and max_steps is not set: no step would be trained"),
+        ({"num_train_epochs": 0, "max_steps": 0}, "num_train_epochs is 0"),
     ],
 )
-def test_an_interval_at_which_nothing_happens_is_refused(tmp_path, kind, settings, sentence):
+def test_a_setting_with_which_nothing_happens_is_refused(tmp_path, kind, settings, sentence):
     with pytest.raises(ValueError) as raised:
         config(kind, tmp_path, **settings)
     assert sentence in str(raised.value)
@@ -72,6 +74,7 @@ def test_an_interval_at_which_nothing_happens_is_refused(tmp_path, kind, setting
         {"save_strategy": "steps", "save_steps": 0.25},
         {"save_strategy": "steps", "save_steps": 1},
         {"save_strategy": "no", "save_steps": 0},
+        {"save_strategy": "no", "num_train_epochs": -1, "max_steps": 1},
         {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True},
         {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"},
     ],

@@ -42,6 +42,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
+        _check_length(self)
         _check_intervals(self)
         super().__post_init__()
         check_trackers(self.report_to)
@@ -59,6 +60,15 @@ def check_trackers(report_to: Sequence[str] | str | None) -> None:
         module = TRACKERS[name]
         if module and find_spec(module) is None:
             raise ValueError(f"report_to names {name}, which is not installed; pip install {name}, or set tensorboard")
+
+
+def _check_length(args: TrainingArguments) -> None:
+    is_given = args.max_steps > 0 or getattr(args, "num_rollouts", None) is not None
+    if not is_given and not args.num_train_epochs > 0:
+        raise ValueError(
+            f"num_train_epochs is {args.num_train_epochs}, and max_steps is not set: no step would be trained; set one"
+            " of them above 0"
+        )
 
 
 def _check_intervals(args: TrainingArguments) -> None:
