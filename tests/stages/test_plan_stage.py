@@ -1,6 +1,7 @@
 """`onetrunk plan` as a command: tables, JSON, files, early mistakes, and the check of a real run."""
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -221,6 +222,24 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
     assert "--pipeline_training true" in script and "--activation_offloading false --schedule sync" in script
     config = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert (config["distributed_type"], config["num_processes"], config["num_machines"]) == ("MULTI_GPU", 8, 4)
+
+
+def test_the_table_of_the_readme_is_what_plans_say(capsys):
+    text = (ROOT / "src/onetrunk/plan/README.md").read_text()
+    rows = [line.strip("|").split("|") for line in text.split("**When training stages win.**")[1].splitlines()
+            if line.startswith(("| Qwen2.5-", "| Llama-"))]  # fmt: skip
+    hardware = ["2xRTX4090", "2xA6000", "1xH100", "3xH100", "8xA6000", "4xRTX4090"]
+    for (model, devices, staged, without), pool in zip(rows, hardware, strict=True):
+        owner = "Qwen" if "Qwen" in model else "meta-llama"
+        nodes = devices.split()[0] if "machines" in devices else "1"
+        assert plan("--model", f"{owner}/{model.strip()}", "--hardware", pool, "--nodes", nodes, "--json") == 0
+        ranking = json.loads(capsys.readouterr().out)["ranking"]
+        seconds = {kind: [entry["iteration_s"] for entry in ranking if kind in entry["training"]]
+                   for kind in ("stages", "per matrix", "shards")}  # fmt: skip
+        assert f"{min(seconds['stages']):.0f} s" in staged, model
+        for name, kind in (("tensor parallelism", "per matrix"), ("FSDP2", "shards")):
+            (said,) = re.findall(rf"{name}[a-z0-9 ]*: ([0-9,]+) s", without) or [None]
+            assert said == (f"{min(seconds[kind]):,.0f}" if seconds[kind] else None), (model, name)
 
 
 STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
