@@ -164,6 +164,7 @@ def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
     gc.collect()
     before = private_bytes()
     batch = a_batch()
+    torch.manual_seed(0)  # The new head must be that of all processes.
     with highest() as peak:
         with casting_later() if split else contextlib.nullcontext():
             model = with_adapter(load_with_new_head(name, dtype="float32"), r=1)

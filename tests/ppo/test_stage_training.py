@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
+from onetrunk.models import parallel
 from onetrunk.models.parallel import Layout
-from onetrunk.ppo import checks
 from onetrunk.ppo.checks import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.dry_run import ModelSize, memory_lines
@@ -242,7 +242,7 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization_config=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
-    monkeypatch.setattr(checks, "launch_layout", Layout)
+    monkeypatch.setattr(parallel, "launch_layout", Layout)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
     check_stage_training(make_config(tmp_path), quantization_config=object(), scores_on_trunk=True)
