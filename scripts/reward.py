@@ -12,6 +12,10 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_machines 2 --machine_rank 0 \\
         --main_process_ip HOST --main_process_port 29500 --num_processes 16 \\
         scripts/reward.py --config recipes/gsm8k-tiny/reward.yaml
+
+An adapter on a base that does not fit one GPU: its layers over all GPUs, which train as the stages of a pipeline:
+    accelerate launch --config_file accelerate_configs/pipelined.yaml --num_processes 4 \\
+        scripts/reward.py --config recipes/gsm8k-tiny/reward.yaml --use_peft true --pipeline_training true
 """
 
 import sys

@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 from onetrunk.costs import (
-    SCORED_AT_ONCE,
     Gathers,
     ModelShape,
     Streams,
@@ -118,9 +117,3 @@ def test_what_a_training_stage_runs_and_keeps_by_hand():
     assert stage_buffers(boundaries, 2, 9, 18) == (12 * 3, 9 * 2)
     # Scoring of few packs has fewer buffers.
     assert stage_buffers(boundaries, 2, 2, 4)[0] == 4 * 3
-
-
-def test_packs_are_scored_as_many_at_a_time_as_costs_say():
-    from onetrunk.models import staged
-
-    assert staged.SCORED_AT_ONCE == SCORED_AT_ONCE

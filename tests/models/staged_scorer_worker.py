@@ -101,9 +101,14 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
     line = keep_scorer_stage(divided, split, torch.device(CPU))
     own, batch = staged(divided), a_batch()
     # Each pipeline has pairs of its own; together they have those of one process.
-    parts = PairCollator(0).parts(batch, case.get("number", 5))[rank // stages :: world_size // stages]
+    every = PairCollator(0).parts(batch, case.get("number", 5))
+    parts = every[rank // stages :: world_size // stages]
     expected_loss = loss_of(whole, batch)
     expected_loss.backward()
+    of_batch = gradients(whole)
+    whole.zero_grad(set_to_none=True)
+    for part in every:
+        loss_of(whole, part).backward()
     losses: list[float] = []
 
     def noted_loss(number: int, model: Any) -> Tensor:
@@ -134,6 +139,7 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
             {"scores": torch.cat([output.logits for output in outputs])}, {"scores": trained.float()}
         ),
         "gradients": relative_difference(gradients(divided), gradients(whole)),
+        "gradients of the batch": relative_difference(gradients(divided), of_batch),
         "names alone": alone,
         "local bytes": local_bytes(divided),
         "stored bytes": stored_bytes(divided),
@@ -158,6 +164,7 @@ def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
     gc.collect()
     before = private_bytes()
     batch = a_batch()
+    torch.manual_seed(0)  # The new head must be that of all processes.
     with highest() as peak:
         with casting_later() if split else contextlib.nullcontext():
             model = with_adapter(load_with_new_head(name, dtype="float32"), r=1)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onetrunk.costs import SCORED_AT_ONCE
 from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.speedups.padding_free import token_grid
-from onetrunk.models.training_stage import SCORED_AT_ONCE, Stage, StagePlace, base_obstacle, divide_layers, staged
+from onetrunk.models.training_stage import Stage, StagePlace, base_obstacle, divide_layers, staged
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
 from onetrunk.types import Pack
 

@@ -31,8 +31,6 @@ from onetrunk.models.sources import keep_identity
 from onetrunk.models.tensor_parallel import process_mesh
 
 STAGED = "onetrunk_staged"
-# Microbatches of one forward-only schedule, per stage: hidden states of all of them are in memory at once.
-SCORED_AT_ONCE = 4
 # What stages do together, where one of them is lost.
 WHEN = "the model scored or was updated"
 

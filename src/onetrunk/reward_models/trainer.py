@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, Features, List, Value
 from peft import PeftModel
 from torch import Tensor
@@ -353,6 +354,8 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
                     loss_of(number, lambda output=output, **_: output)
         if self.accelerator.sync_gradients:
             reduce_gradients(stage.model)
+        if self.args.torch_empty_cache_steps and not self.state.global_step % self.args.torch_empty_cache_steps:
+            clear_device_cache()
         return total
 
     def _microbatches(self, inputs: dict[str, Any], stage: StagedScorer) -> list[dict[str, Any]]:
