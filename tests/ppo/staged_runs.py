@@ -65,9 +65,20 @@ def ahead(folder: Path) -> None:
     save_file(trained_weights(resumed.model), folder / f"ahead-resumed-{rank}.safetensors")
 
 
+def served(folder: Path, url: str, name: str) -> None:
+    """Train on rows of a server, in stages or alone."""
+    stages = {"pipeline_training": True, "pipeline_split": [1, 1]}
+    own = {"use_vllm": True, "vllm_server_base_url": url, "temperature": 0.8, **({} if IS_ALONE else stages)}
+    two_processes.CASES[name] = own
+    two_processes.run(name, folder)
+
+
 def main(folder: Path, names: list[str]) -> None:
     if names == ["ahead"]:
         ahead(folder)
+        return
+    if names[:1] == ["served"]:
+        served(folder, *names[1:])
         return
     if names[:1] == ["go-on"]:
         two_processes.go_on(folder, Path(names[1]), **({} if IS_ALONE or "replicas" in names else STAGED))

@@ -21,7 +21,8 @@ from onetrunk.stages.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places
 from tests.ppo.launches import ALONE, SCORED_EARLY, Launch, Launches, of_any_layout
 from tests.ppo.staged_runs import CASES
-from tests.ppo.support import assert_same, make_config
+from tests.ppo.support import assert_same, base_model, make_config
+from tests.rollouts.stub_vllm import StubVLLM
 from tests.stages.small_runs import make_material
 from tests.tiny import tiny_model
 
@@ -130,6 +131,30 @@ def test_rows_sampled_ahead_are_those_of_the_pipeline_and_are_resumed(place):
     assert first == 0 and all(0 <= share < 1 for share in later) and max(later) > 0
 
 
+@launches
+@pytest.mark.parametrize("name", ["served", "continued"])
+def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
+    logs, found = [], []
+    for processes in (1, 2):
+        with StubVLLM(base_model()) as server:
+            folder = launched(CPU, processes, "served", server.url, name)
+            versions = [
+                event.rsplit("-", 1)[1] for kind, event in server.events if kind == "load" and "-policy-" in event
+            ]
+            # Each adapter is published once, by the first process.
+            assert len(set(versions)) == len(versions) >= 2 and not server.missing
+        logs.append(json.loads((folder / f"{name}-0.json").read_text()))
+        found.append(load_file(folder / f"{name}-0.safetensors"))
+    alone, staged = logs
+    assert sorted(staged["completions"]) == sorted(alone["completions"]) and len(alone["completions"]) == 16
+    assert staged["local_bytes"] < alone["local_bytes"]
+    assert_same(found[1], found[0], atol=2e-5, rtol=1e-4)
+    assert_same(load_file(folder / f"{name}-1.safetensors"), found[1])
+    for log in logs:
+        gaps = [entry["sampling/logprob_gap_max"] for entry in log["history"] if "sampling/logprob_gap_max" in entry]
+        assert gaps and max(gaps) < 1e-4
+
+
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:shortest"
 OPTIONS += " --rollout_batch_size 4 --num_rollouts 2 --num_minibatches 1 --max_completion_length 6 --lora_r 2"
 OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 --value_head adapter"
@@ -167,12 +192,17 @@ def test_the_command_trains_in_stages_and_saves_what_one_process_saves(tmp_path)
 # --- settings ------------------------------------------------------------------------------------------------------
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
+SERVED = {"use_vllm": True, "pipeline_training": True}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pipeline_training": True}, "pipeline_training is set and rollout_backend is not 'pipelined'"),
+        ({"pipeline_training": True}, "pipeline_training is set and rollout_backend is not 'pipelined'.*use_vllm"),
+        ({**SERVED, "pipeline_batches": 2}, "pipeline_batches is set and rollout_backend is not 'pipelined'"),
+        ({**SERVED, "vllm_mode": "colocate"}, "pipeline_training is not supported with vllm_mode 'colocate'"),
+        ({**SERVED, "schedule": "one_step"}, "the processes of pipeline_training work together.*set schedule to sync"),
+        ({**SERVED, "pipeline_stages": 1}, "pipeline_stages is 1"),
         ({**STAGED, "pipeline_training": "yes"}, "pipeline_training is 'yes'; it must be true or false"),
         (
             {**STAGED, "trunk_cache": "cpu"},

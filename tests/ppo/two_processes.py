@@ -28,6 +28,7 @@ from tests.ppo.support import (  # noqa: E402
     logged,
     make_trainer,
     prompts,
+    sft_model,
     trained_weights,
     without_wall_clock,
 )
@@ -82,6 +83,9 @@ def run(name: str, folder: Path) -> None:
         place = judge_folder(folder)
         base = AutoModelForCausalLM.from_pretrained(place / "base")
         parts = {"reward": [keeping, str(place / "judge")], "model": base}
+    if name == "continued":
+        torch.manual_seed(0)  # The adapter's start is random, and must be the same on every process.
+        parts["model"] = sft_model()
     trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **PLACE, **CASES[name]})
     before = trained_weights(trainer.model)
     trainer.train()

@@ -222,7 +222,7 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
     """
     obstacle = stage_obstacle(model)
     if obstacle is not None:
-        raise ValueError(f"{type(backbone(model)).__name__} cannot sample in pipeline stages: {obstacle}; {_REMEDY}")
+        raise ValueError(f"{type(backbone(model)).__name__} cannot run in pipeline stages: {obstacle}; {_REMEDY}")
     ids = probe_inputs(model)["input_ids"]
     ids = torch.cat([ids, ids.flip(1)])
     mask = torch.ones_like(ids)
@@ -257,4 +257,4 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
         )
 
 
-_REMEDY = "set rollout_backend to 'local', or sample on a server (use_vllm)"
+_REMEDY = "set rollout_backend to 'local', or sample on a server (use_vllm), without pipeline_training"

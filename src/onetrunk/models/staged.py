@@ -133,6 +133,14 @@ class StagedTrunk(Stage):
             found += self._shared(module.outputs, call)
         return found
 
+    def base_logprobs(self, pack: Pack, temperature: float) -> Tensor:
+        """Return the logprobs [R, C] of completions under the bare base, on every stage; collective."""
+        kept, self.trunk.has_reference_adapter = self.trunk.has_reference_adapter, False
+        try:
+            return self.outputs([pack], ("reference",), temperature)[0].ref_logprobs
+        finally:
+            self.trunk.has_reference_adapter = kept
+
     def update(
         self,
         packs: Sequence[Pack],

@@ -87,15 +87,20 @@ def join_stages(args: PPOConfig) -> None:
 
 
 def check_pipeline(args: PPOConfig) -> None:
-    """Check that the processes of a launch form pipelines, if the config asks for pipelined sampling."""
-    if args.rollout_backend != "pipelined":
+    """Check that the processes of a launch form pipelines, if the config asks for them."""
+    samples = args.rollout_backend == "pipelined"
+    if not samples and not args.pipeline_training:
         return
-    what, otherwise = "rollout_backend 'pipelined'", "set rollout_backend to 'local'"
+    what, otherwise = "pipeline_training", "leave pipeline_training out"
+    if samples:
+        what, otherwise = "rollout_backend 'pipelined'", "set rollout_backend to 'local'"
     check_stage_launch(what, args.pipeline_stages, args.world_size, "scripts/ppo.py", otherwise)
-    reject_tensor_parallelism(
-        what,
-        "which divides every layer; set it to 'local', or launch with accelerate_configs/pipelined.yaml or fsdp2.yaml",
-    )
+    if samples:
+        reject_tensor_parallelism(
+            what,
+            "which divides every layer; set it to 'local', or launch with accelerate_configs/pipelined.yaml or"
+            " fsdp2.yaml",
+        )
     if args.pipeline_training:
         check_stage_layout()
 

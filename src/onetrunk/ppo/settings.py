@@ -34,6 +34,8 @@ LOG_FORMATS = ("auto", "bar", "lines", "json")
 SCHEDULES = ("sync", "one_step", "async")
 ROLLOUT_BACKENDS = ("local", "pipelined")
 PIPELINE_SETTINGS = ("pipeline_stages", "pipeline_batches", "pipeline_split", "pipeline_ahead", "pipeline_training")
+# Those of stages that train, whatever samples.
+STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
 
 # Fields of TrainingArguments that must keep their default, by the reason.
 _WITHOUT_MEANING = {
@@ -126,7 +128,8 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         " its own layers only (not yet run on hardware).",
     )
     pipeline_stages: int | None = option(
-        None, "With rollout_backend pipelined: processes that form a pipeline, 2 or more; None: all processes."
+        None,
+        "With rollout_backend pipelined, or pipeline_training: processes that form a pipeline, 2 or more; None: all.",
     )
     pipeline_batches: int | None = option(
         None,
@@ -135,7 +138,8 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     )
     pipeline_split: list[int] | None = option(
         None,
-        "With rollout_backend pipelined: number of layers of each stage, 1 or more; their sum is the model's layers."
+        "With rollout_backend pipelined, or pipeline_training: number of layers of each stage, 1 or more; their sum is"
+        " the model's layers."
         " None: stages that should be equally fast, the output head included.",
     )
     pipeline_ahead: bool = option(
@@ -146,10 +150,10 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     )
     pipeline_training: bool = option(
         False,
-        "With rollout_backend pipelined: score and update in the same stages too, by the 1F1B schedule over the packs"
-        " of a minibatch. Each process then loads and holds the frozen weights of its own layers only, so that a base"
-        " that needs several devices can be trained on them; a pipeline counts as one process for rows (not yet run"
-        " on hardware).",
+        "With rollout_backend pipelined, or use_vllm: score and update in pipeline stages, by the 1F1B schedule over"
+        " the packs of a minibatch. Each process then loads and holds the frozen weights of its own layers only, so"
+        " that a base that needs several devices can be trained on them; a pipeline counts as one process for rows"
+        " (not yet run on hardware).",
     )
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
@@ -421,26 +425,42 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             )
 
     def _check_pipeline(self) -> None:
-        if self.rollout_backend != "pipelined":
-            name = next((name for name in PIPELINE_SETTINGS if getattr(self, name)), None)
-            if name is not None:
-                raise ValueError(f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out")
-            return
-        for name, why in (
-            ("use_vllm", "samples on a server"),
-            ("compile_decoding", "compiles a step of the whole model"),
-        ):
-            if getattr(self, name):
-                raise ValueError(f"rollout_backend is 'pipelined' and {name} {why}; leave one of them out")
+        if self.rollout_backend == "pipelined":
+            for name, why in (
+                ("use_vllm", "samples on a server"),
+                ("compile_decoding", "compiles a step of the whole model"),
+            ):
+                if getattr(self, name):
+                    raise ValueError(f"rollout_backend is 'pipelined' and {name} {why}; leave one of them out")
+        else:
+            self._check_pipeline_without_sampling()
+            if not self.pipeline_training:
+                return
         if self.schedule != "sync":
+            what = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
             raise ValueError(
-                f"schedule {self.schedule!r} samples during the update, and the processes of rollout_backend"
-                " 'pipelined' train then; set schedule to sync"
+                f"schedule {self.schedule!r} samples during the update, and the processes of {what} work together"
+                " then; set schedule to sync"
             )
         _require(self, "pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1")
         require_split(self)
         if self.pipeline_training:
             self._check_stage_training()
+
+    def _check_pipeline_without_sampling(self) -> None:
+        """Check that no setting asks for stages but, with rollouts from a server, those that train."""
+        stages_train = self.use_vllm and self.pipeline_training
+        for name in PIPELINE_SETTINGS:
+            if getattr(self, name) and not (stages_train and name in STAGE_SETTINGS):
+                raise ValueError(
+                    f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
+                    + (" (with pipeline_training, use_vllm samples too)" if name in STAGE_SETTINGS else "")
+                )
+        if stages_train and self.is_colocated:
+            raise ValueError(
+                "pipeline_training is not supported with vllm_mode 'colocate', whose engine loads the whole base on"
+                " the trainer's GPU; set vllm_mode to server"
+            )
 
     def _check_stage_training(self) -> None:
         for name, why, fix in (

@@ -27,6 +27,7 @@ from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding,
 from onetrunk.models.build import build_trunk, init_value_head
 from onetrunk.models.cache import TrunkCache, choose_place
 from onetrunk.models.parallel import cast_when_sharded, is_divided, launch_layout
+from onetrunk.models.pipeline import LayerSplit, verify_split
 from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name
 from onetrunk.models.sources import adapter_base
 from onetrunk.models.staged import keep_stage, staged
@@ -180,6 +181,10 @@ def load_sampled_model(
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
     """Divide the frozen base over the processes as the run asks, and return lines for the user."""
+    if args.pipeline_training and not isinstance(backend, PipelinedBackend):
+        split = LayerSplit.of(trunk, args.pipeline_stages or args.world_size, args.pipeline_split)
+        verify_split(trunk, split)
+        return [keep_stage(trunk, split, args.device)]
     if not isinstance(backend, PipelinedBackend):
         return [distribute_frozen(trunk, launch_layout(), args.device)]
     backend.check_policy(trunk)

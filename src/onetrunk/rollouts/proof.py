@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from onetrunk.models.adapters import role as in_role
 from onetrunk.models.parallel import gathered
+from onetrunk.models.staged import staged
+from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.server import Completed
+from onetrunk.types import to_device
 from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ def require_same_base(model: nn.Module, engine: str, root: str, probe: Probe, co
     """Compare an engine's logprobs with those of the model's own forward, adapters off.
 
     Args:
-        model: the policy, unwrapped. Its forward is collective if the base is sharded.
+        model: the policy, unwrapped. Its forward is collective if the base is sharded, or divided into stages.
         engine: its name in messages.
         root: what it has loaded, for messages.
         probe, completed: what its base was asked and what it sampled.
@@ -89,6 +92,13 @@ def _base_logprobs(model: nn.Module, ids: Tensor, length: int, temperature: floa
     """Return the float32 logprobs of the tokens after prompts of `length` tokens under the bare base, on the CPU."""
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
+    stage = staged(model)
+    if stage is not None:
+        rows = ids.tolist()
+        pack = make_pack([row[:length] for row in rows], [row[length:] for row in rows], pad_id=0)
+        logprobs = stage.base_logprobs(to_device(pack, device), temperature).cpu()
+        model.train(was_training)
+        return logprobs
     with gathered(model), in_role(model, None), torch.no_grad():
         logits = model(input_ids=ids.to(device), use_cache=False).logits[:, length - 1 : -1]
     model.train(was_training)
