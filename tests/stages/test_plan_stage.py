@@ -277,6 +277,7 @@ def test_a_recipe_that_trains_in_stages_is_planned_so(capsys):
         (["--dtypes", "nf4"], 1, ["training in pipeline stages is not tried: a quantised base"]),
         (["--trunk_cache", "cpu"], 2, ["trunk_cache is 'cpu' and pipeline_training"]),
         (["--schedules", "one_step"], 1, ["nothing fits"]),
+        (["--rollout_backend", "local", "--use_vllm", "true"], 2, ["on rows of a server, which plan does not know"]),
     ],
 )
 def test_a_recipe_that_cannot_train_in_stages_says_why(words, code, parts, capsys):

@@ -398,7 +398,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         super().log(logs, start_time)
 
 
-def join_pipeline(args: RewardModelConfig, has_adapter: bool) -> None:
+def join_pipeline(args: RewardModelConfig, has_adapter: bool, script: str = "scripts/reward.py") -> None:
     """Let the processes of a launch count as pipelines from now on, if they train as their stages.
 
     Call it before the model is loaded: each process then loads what it keeps.
@@ -416,7 +416,7 @@ def join_pipeline(args: RewardModelConfig, has_adapter: bool) -> None:
         )
     check_stage_layout()
     check_stage_launch(
-        "pipeline_training", args.pipeline_stages, args.world_size, "scripts/reward.py", "leave pipeline_training out"
+        "pipeline_training", args.pipeline_stages, args.world_size, script, "leave pipeline_training out"
     )
     train_in_stages(args.pipeline_stages or args.world_size)
 

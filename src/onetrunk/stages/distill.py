@@ -183,7 +183,7 @@ def make_student(
 
     A new tokenizer is trained on the first of the datasets, the training rows; of streamed rows on a sample.
     """
-    join_pipeline(args, has_adapter=bool(student.use_peft))
+    join_pipeline(args, bool(student.use_peft), "scripts/distill.py")
     kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
     if student.student_vocab_size:

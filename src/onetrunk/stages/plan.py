@@ -142,6 +142,11 @@ def _stages_of(
     A recipe with `rollout_backend: pipelined` samples so in every plan, and trains so if it has `pipeline_training`.
     """
     if values["rollout_backend"] != PIPELINED:
+        if values["pipeline_training"]:
+            raise UsageError(
+                "the recipe trains in pipeline stages on rows of a server, which plan does not know; add"
+                " --rollout_backend pipelined, or --pipeline_training false"
+            )
         return {"engines": tuple(own["engines"])}
     if max(pool.count for pool in pools) == 1 or PIPELINED not in own["engines"]:
         raise UsageError(
