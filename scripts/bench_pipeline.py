@@ -4,6 +4,7 @@
     python scripts/bench_pipeline.py --stages 2 --stage_ms 50 --clock wall
     python scripts/bench_pipeline.py --stages 2
     python scripts/bench_pipeline.py --stages 2 --clock wall
+    python scripts/bench_pipeline.py --stages 2 --clock wall --device cuda --layers 32 --hidden 4096
 
 It starts the processes itself and prints one JSON line. All schedules sample the same rows with the same result:
 
@@ -17,7 +18,7 @@ weights bounds a step. Without, the stages compute. The bound is the number of s
 `--clock model` counts the work of each stage (emulated forwards, or the processor time of its thread): messages carry
 the time at which they were sent, and a stage goes on when it is free and the message is there. What else the machine
 does hardly matters then; sending costs nothing. `--clock wall` measures, and needs a core for each process; emulated
-forwards sleep.
+forwards sleep. `--device cuda` needs a GPU for each stage (not yet run on hardware).
 """
 
 from __future__ import annotations
@@ -135,10 +136,14 @@ def work(rank: int, given: argparse.Namespace, folder: str) -> None:
     """Run the schedules in turns on one process of the pipeline; the first process writes the medians."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
-    if not given.stage_ms:
+    device, kind = torch.device("cpu"), "gloo"
+    if given.device == "cuda":
+        device, kind = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    elif not given.stage_ms:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.stages)
-    model = tiny_head(given)
+    dist.init_process_group(kind, init_method=f"file://{folder}/store", rank=rank, world_size=given.stages)
+    model = tiny_head(given).to(device)
     clock = Clock(given)
     links = ClockedLinks(given.stages, clock.spent)
     runs = backends(model, given, links)
@@ -173,6 +178,7 @@ def summary(given: argparse.Namespace, seconds: dict[str, list[float]], results:
     """Return the medians, and how many times faster than `naive` each schedule is."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     how = f"emulated, {given.stage_ms:g} ms per forward" if given.stage_ms else "real compute"
+    how += " on GPUs" if given.device == "cuda" else ""
     clock = "wall clock" if given.clock == "wall" else f"clock of {'forwards' if given.stage_ms else 'processor time'}"
     return {
         "stage_time": f"{how}, {clock}",
@@ -194,6 +200,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2, help="processes")
     parser.add_argument("--stage_ms", type=float, default=0.0, help="emulated milliseconds of a forward; 0: compute")
     parser.add_argument("--clock", choices=("model", "wall"), default="model", help="see above")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each stage")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch, a multiple of --stages")
     parser.add_argument("--rounds", type=int, default=1, help="batches of each stage")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model, a multiple of --stages")
@@ -205,6 +212,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for name in ("rows", "layers"):
         if getattr(given, name) % given.stages:
             parser.error(f"--{name} {getattr(given, name)} is not a multiple of --stages {given.stages}")
+    if given.device == "cuda" and (given.clock != "wall" or torch.cuda.device_count() < given.stages):
+        parser.error(
+            f"--device cuda needs --clock wall and a GPU for each of --stages {given.stages}; here are"
+            f" {torch.cuda.device_count()}"
+        )
     return given
 
 

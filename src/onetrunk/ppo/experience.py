@@ -186,7 +186,7 @@ class ExperienceStream:
     def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout, StageScoring | None]:
         """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead.
 
-        The last is there if pipeline stages that train have sampled: what they scored meanwhile.
+        The last is there with pipeline_score_early: what the stages have scored meanwhile.
         """
         if self.ahead is not None:
             batch = self.ahead.begin(iteration)
@@ -210,7 +210,7 @@ class ExperienceStream:
 
     def _stage_scoring(self, batch: PromptBatch, iteration: int) -> StageScoring | None:
         stage = staged(self.model())
-        if stage is None or not isinstance(self.sampler.backend, PipelinedBackend):
+        if stage is None or not self.config.pipeline_score_early:
             return None
         _, minibatches = self._deal(iteration)
         pad_id, roles = self.sampler.params.pad_token_id, self._roles
