@@ -157,6 +157,7 @@ PLACES = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "place", "count"), PLACES)
 @pytest.mark.parametrize("number", [signal.SIGTERM])
+@pytest.mark.slow
 def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, kind, place, count, number):
     assert exit_code(crash_runs.signalled, kind, tmp_path, place, count, number) == 0
     assert not (tmp_path / "digest.json").exists(), "the run was not stopped"

@@ -94,6 +94,7 @@ def checkpoint_groups(variant):
     return torch.load(checkpoint(variant, 4) / "optimizer.pt", weights_only=True)["param_groups"]
 
 
+@pytest.mark.slow
 def test_resuming_from_the_last_checkpoint_needs_no_name(tmp_path):
     shutil.copytree(checkpoint("fixed", 6), tmp_path / "checkpoint-6")
     resumed = run(tmp_path, "fixed", resume=True)
@@ -197,6 +198,7 @@ def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp
     assert max(logged(trainer, "learning_rate")) <= 0.01
 
 
+@pytest.mark.slow
 def test_resuming_with_the_same_rates_warns_of_nothing(tmp_path, caplog):
     run(tmp_path, "adaptive", resume=str(checkpoint("adaptive", 9)))
     assert "stays" not in caplog.text

@@ -77,6 +77,7 @@ def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp
     assert {other: sum(values) for other, values in others.items() if any(values)} == {}
 
 
+@pytest.mark.slow
 def test_an_alarm_that_is_over_is_raised_again_and_a_shorter_lapse_is_none(tmp_path, caplog):
     bad = (3, 4, 6, 7, 8, 10, 11, 12)
     backend = ByRollout(lambda number: REPEATS if number in bad else LONG)
@@ -86,6 +87,7 @@ def test_an_alarm_that_is_over_is_raised_again_and_a_shorter_lapse_is_none(tmp_p
     assert len(said(caplog)) == 2
 
 
+@pytest.mark.slow
 def test_null_switches_an_alarm_off(tmp_path, caplog):
     settings = {"num_rollouts": 6, **STILL, "alarm_repeated_ngrams": None}
     trainer = trained(tmp_path, rollout_backend=ByRollout(lambda number: REPEATS), **settings)
@@ -189,6 +191,7 @@ def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one(tmp_p
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "epoch"])
+@pytest.mark.slow
 def test_the_stop_saves_whatever_the_save_strategy(tmp_path, save_strategy, caplog):
     trainer = stopping(tmp_path, stop_on_alarm=["true"], save_strategy=save_strategy)
     trainer.train()

@@ -216,6 +216,7 @@ def test_every_row_is_scored_before_the_next_row_of_its_call_is_sampled(tmp_path
     assert len(texts) == backend.num_told == ROWS * settings["num_rollouts"]
 
 
+@pytest.mark.slow
 def test_rows_that_arrive_one_by_one_give_the_run_of_whole_calls_bit_for_bit(tmp_path):
     settings = {"normalize_scores": True, "max_unscored_fraction": 1.0}
     trainers, counted = [], []
@@ -249,6 +250,7 @@ def test_with_one_step_the_next_rollout_is_scored_during_the_update(tmp_path):
     assert len(rows) == 2 * ROWS
 
 
+@pytest.mark.slow
 def test_an_evaluation_and_rows_that_arrive_do_not_call_a_function_at_once(tmp_path):
     running = threading.Lock()
 

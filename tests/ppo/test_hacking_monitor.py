@@ -119,6 +119,7 @@ class Foreseen(BrevityJudge):
         return [Rating(self.levels[self.num_calls - 1]) for _ in completions]
 
 
+@pytest.mark.slow
 def test_the_alarm_names_the_last_checkpoint_up_to_where_the_judge_was_happiest(tmp_path):
     calls = []
 
@@ -237,6 +238,7 @@ def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
     assert (tmp_path / "checkpoint-4").is_dir()
 
 
+@pytest.mark.slow
 def test_another_judge_after_resuming_begins_anew(tmp_path, caplog):
     settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
     first, _ = watched(tmp_path, num_rollouts=1, **settings)

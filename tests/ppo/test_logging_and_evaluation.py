@@ -187,6 +187,7 @@ def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
         make_trainer(tmp_path / "none").evaluate()
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_not_made_twice(tmp_path):
     backend = CannedBackend([[5, 6, 1]])
     settings = {"num_rollouts": 4, "rollout_backend": backend, "eval_dataset": prompts(2)}

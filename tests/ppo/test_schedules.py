@@ -83,6 +83,7 @@ def test_async_without_staleness_equals_sync_bit_for_bit(tmp_path):
     ] * ROLLOUTS
 
 
+@pytest.mark.slow
 def test_one_step_samples_the_next_rollout_from_the_weights_before_the_update_and_none_beyond_the_last(tmp_path):
     backend = sampler(keeps=3)
     trainer = ahead(tmp_path, backend)

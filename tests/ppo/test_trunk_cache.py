@@ -41,7 +41,7 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
     return seen
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
 @pytest.mark.parametrize("place", ["device", "cpu", "disk", "auto"])
 def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
@@ -58,7 +58,7 @@ def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, p
     assert len(kept_steps.gradients) == 2 * 3 * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2"])
 @pytest.mark.parametrize("precision", [{"bf16": True}, {"activation_checkpointing": True}, {}])
 def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_path, family, precision):

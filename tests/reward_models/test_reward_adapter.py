@@ -112,6 +112,7 @@ def test_a_score_that_is_not_finite_leaves_out_its_row_and_stops_no_run(tmp_path
     assert scored.scores.total.isnan().all() and scored.scores.by_function["even_share"].isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(tmp_path):
     settings = {"num_rollouts": 24, "rollout_batch_size": 48, "num_ppo_epochs": 2, "num_minibatches": 2, "beta": 0.0}
     settings |= {"per_device_train_batch_size": 24, "adapter_layers": "top-1", "max_completion_length": 3}

@@ -173,6 +173,7 @@ class JudgingStub(StubVLLM):
         await send(writer, 200, completion(body["model"], "A", [position]))
 
 
+@pytest.mark.slow
 def test_one_server_samples_and_judges(inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = json.loads((inputs / "prefs.yaml").read_text())

@@ -151,6 +151,7 @@ def test_every_pass_has_every_row_once_in_another_order(there, whole, name, monk
     assert_equal(there / output, whole(name))
 
 
+@pytest.mark.slow
 def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypatch):
     output = tmp_path / "changed"
     shutil.copytree(whole("sft") / "checkpoint-2", output / "checkpoint-2")

@@ -160,6 +160,7 @@ def test_the_pace_comes_within_a_fifth_of_the_best_fixed_one(name):
     assert found <= 1.2 * best, f"{name}: {found:.0f} s, at best {best:.0f} s"
 
 
+@pytest.mark.slow
 def test_the_questions_of_given_completions_at_256_in_flight_take_at_most_half_longer_than_the_ideal():
     # Two orders under one principle, chunk after chunk; some answers take ten times as long as most.
     drawn = random.Random(0)
