@@ -21,6 +21,7 @@ def config(tmp_path, kind=RewardModelConfig, **settings):
     [
         ({"pipeline_training": "yes"}, "pipeline_training is 'yes'; it must be true or false"),
         ({"pipeline_stages": 2}, "pipeline_stages is set and pipeline_training is not; set both"),
+        ({"pipeline_split": [1, 2]}, "pipeline_split is set and pipeline_training is not; set both"),
         ({**STAGED, "pipeline_stages": 1}, "pipeline_stages is 1; it must be a whole number of at least 2"),
         ({**STAGED, "pipeline_batches": 0}, "pipeline_batches is 0; it must be a whole number of at least 1"),
         ({**STAGED, "pipeline_split": [2, 0]}, "pipeline_split is .2, 0.; it must be a list of whole numbers"),

@@ -40,11 +40,11 @@ class StageTrainingConfig:
             value = getattr(self, name)
             if value is not None and not (is_whole(value) and value >= least):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-        require_split(self)
         names = ("pipeline_stages", "pipeline_split", "pipeline_batches")
         unused = next((name for name in names if getattr(self, name) is not None), None)
         if unused is not None and not self.pipeline_training:
             raise ValueError(f"{unused} is set and pipeline_training is not; set both, or leave {unused} out")
+        require_split(self)
         if self.pipeline_training and self.fp16:
             raise ValueError(
                 "pipeline_training is not supported with fp16, which scales gradients; set bf16, or neither"
