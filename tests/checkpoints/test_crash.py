@@ -111,7 +111,7 @@ def kill_once(kind: str, folder: Path, seed: int) -> str:
     return phase
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=8)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_killed_at_a_random_moment_resumes_exactly(tmp_path, seed):
     kind = KINDS[seed % len(KINDS)]
@@ -154,10 +154,9 @@ PLACES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0, slow=6)
 @pytest.mark.parametrize(("kind", "place", "count"), PLACES)
 @pytest.mark.parametrize("number", [signal.SIGTERM])
-@pytest.mark.slow
 def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, kind, place, count, number):
     assert exit_code(crash_runs.signalled, kind, tmp_path, place, count, number) == 0
     assert not (tmp_path / "digest.json").exists(), "the run was not stopped"

@@ -24,10 +24,6 @@ MISSING_AT_MOST = 0.05
 TINY = Task(num_tokens=3, num_good=1, length=2, beta=0.3)
 
 
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 def objective_reached(task, seed, folder, **settings):
     """Return J / J* of a run."""
     outcome = learning.learn(learning.make_trainer(task, seed, folder, **settings))
@@ -119,18 +115,19 @@ def test_sampler_policy_and_reference_honour_the_bias_of_the_head(tmp_path):
 # --- learning --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+@pytest.mark.sampled(1, slow=1)
+@pytest.mark.parametrize("seed", range(3))
 def test_one_token_reaches_the_optimum(seed, tmp_path):
     assert objective_reached(TASK_A, seed, tmp_path) >= 1 - MISSING_AT_MOST
 
 
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("seed", range(3))
 def test_four_tokens_reach_the_optimum(seed, tmp_path):
     assert objective_reached(TASK_B, seed, tmp_path) >= 1 - MISSING_AT_MOST
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=5)
 @pytest.mark.parametrize("task", [TASK_A, TASK_B], ids=["one token", "four tokens"])
 @pytest.mark.parametrize(
     "settings",
