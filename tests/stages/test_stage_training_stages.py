@@ -132,14 +132,14 @@ def test_a_checkpoint_goes_on_in_another_number_of_stages():
     of_one, whole = adapter(resumed()[0] / "of-one"), adapter(launched(1) / "reward")
     folder = Path(mkdtemp()) / "runs"
     copytree(material(), folder)
-    copytree(launched(2) / "reward" / "checkpoint-2", folder / "of-two" / "checkpoint-2")
-    cases = {"of two": [*words_of("reward", "of-two"), "--resume", "auto", "--use_cpu", "true"]}
-    done = launch(folder, CPU, 1, cases, "of-two-facts")
+    copytree(launched(2) / "reward" / "checkpoint-2", folder / "of-stages" / "checkpoint-2")
+    cases = {"of stages": [*words_of("reward", "of-stages"), "--resume", "auto", "--use_cpu", "true"]}
+    done = launch(folder, CPU, 1, cases, "of-stages-facts")
     assert done.returncode == 0, done.stderr[-4000:]
-    for found in (of_one, adapter(folder / "of-two")):
+    for found in (of_one, adapter(folder / "of-stages")):
         for key, expected in whole.items():
             torch.testing.assert_close(found[key], expected, atol=1e-5, rtol=1e-4)
-    assert len(log_of(folder / "of-two")) == len(log_of(launched(1) / "reward"))
+    assert len(log_of(folder / "of-stages")) == len(log_of(launched(1) / "reward"))
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -235,7 +235,9 @@ def test_what_cannot_work_is_rejected_with_one_message(name, message):
 
 
 def test_one_process_does_not_resume_a_training_of_a_group(tmp_path):
-    copytree(launched(CPU, 2) / "sft" / "checkpoint-2", material() / "of-two" / "checkpoint-2")
+    folder = Path(mkdtemp()) / "runs"
+    copytree(material(), folder)
+    copytree(launched(CPU, 2) / "sft" / "checkpoint-2", folder / "of-two" / "checkpoint-2")
     cases = {"of two": [*words_of("sft", "of-two"), "--resume", "auto", "--use_cpu", "true"]}
-    done = launch(material(), CPU, 1, cases, "of-two-facts")
+    done = launch(folder, CPU, 1, cases, "of-two-facts")
     assert "was written with tensor_parallel 2 (here 1)" in done.stderr
