@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
 
-test: setup ## run the tests (6 minutes on 2 cores)
+test: setup ## run the tests (about 7 minutes on 2 cores)
 	$(PYTEST)
 
 test-slow: setup ## run the slow tests: real servers, kills, fresh environments (under an hour on 2 cores)

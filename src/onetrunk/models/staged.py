@@ -119,7 +119,7 @@ class StagedTrunk(Stage):
     def known_outputs(
         self, packs: Sequence[Pack], roles: Sequence[str], outputs: Sequence[PackOutput]
     ) -> list[PackOutput]:
-        """Return on every stage the outputs of packs that the last one has from `run_alone`; collective."""
+        """Return the outputs of `run_alone`, which the last stage has, on every stage; collective."""
         return self._shared(outputs, self._call(packs, roles, temperature=1.0)) if packs else []
 
     @torch.no_grad()
