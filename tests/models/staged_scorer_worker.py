@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import math
@@ -28,8 +27,8 @@ from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.trainer import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
-from tests.models.late_cast_worker import M_MMAP_THRESHOLD, highest, private_bytes
-from tests.models.staged_worker import noted_schedules
+from tests.models.late_cast_worker import highest, private_bytes
+from tests.models.staged_worker import compare_memory, noted_schedules
 from tests.models.tensor_worker import relative_difference, stored_bytes
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
@@ -183,12 +182,5 @@ def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
 
 
 def work_on_memory(rank: int, folder: str, name: str) -> None:
-    """Write what this process has measured into `folder`."""
-    # Matrices of large models are returned to the system when they are freed; so are those of this small one.
-    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
-    join_group(CPU, folder, rank, 2)
-    split = LayerSplit((5, 5))
-    measure(name, split)  # Buffers that are allocated once.
-    results = {"stage": measure(name, split), "whole": measure(name, None)}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    """Write what this process needs for a stage of a reward adapter, and for a whole one, into `folder`."""
+    compare_memory(rank, folder, partial(measure, name))
