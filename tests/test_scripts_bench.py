@@ -213,3 +213,15 @@ def test_scoring_early_gives_the_outputs_of_scoring_afterwards(tmp_path):
     found = json.loads(done.stdout)
     assert found["same_outputs"] and found["tokens"] >= 8 and found["stage_time"] == "emulated, 5 ms per forward"
     assert 0 < found["scored_early"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score_s", ["0", "0.01"])
+def test_runs_that_sample_ahead_are_timed_against_runs_in_turn(tmp_path, score_s):
+    done = run("bench/schedules.py", "--phase_s", "0.05", "--rollouts", "2", "--score_s", score_s, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    in_turn, ahead = ("sync", "one_step") if score_s == "0" else ("whole", "early")
+    # 2 rollouts and 2 updates of 0.05 s: what sleeps cannot take less.
+    assert found[in_turn] >= 0.2 and found[ahead] >= 0.15
+    assert found["ratio"] == pytest.approx(found[in_turn] / found[ahead], abs=0.01) and found["possible"] > 1

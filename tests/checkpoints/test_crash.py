@@ -58,7 +58,7 @@ def of_one_save(events: list[str]) -> int:
     return begins[1]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.parametrize(("kind", "part"), SAVES)
 def test_a_run_killed_before_any_write_of_a_save_resumes_exactly(tmp_path, kind, part):
     events = file_events(kind)
@@ -81,8 +81,8 @@ def test_the_failpoints_are_every_kind_of_event():
     assert len(events) > 40
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("every", [6, 1])
 def test_a_run_killed_before_any_write_of_its_result_leaves_all_of_it_or_says_that_it_is_none(tmp_path, every):
     events = file_events("ppo")
     begins = max(i for i, event in enumerate(events) if event == "os.mkdir .saving")

@@ -19,7 +19,6 @@ from onetrunk.judges.base import Judge, Rating
 from onetrunk.judges.constitution import Constitution, Principle
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.ahead import SCORES_FILE
-from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards import JudgeReward, RemoteReward, row_wise
 from onetrunk.types import Rollout
 from tests.fakes import CopyBackend
@@ -462,48 +461,3 @@ def test_a_remote_reward_is_row_wise():
 def test_a_setting_that_is_no_switch_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="score_early is 'yes'; it must be true or false"):
         make_config(tmp_path, score_early="yes")
-
-
-# --- time -------------------------------------------------------------------------------------------------------
-
-PHASE_S = 4.0
-
-
-class RowByRow(CopyBackend):
-    """Decodes all rows at once; they end one after the other, the last one after PHASE_S."""
-
-    def generate_as(self, role, version, prompt_ids, params, keys):
-        time.sleep(PHASE_S * (1 + keys[0][2] % ROWS) / ROWS)
-        return super().generate_as(role, version, prompt_ids, params, keys)
-
-
-class SlowUpdate(PPOTrainer):
-    def training_step(self, *args, **kwargs):
-        time.sleep(PHASE_S / SLOTS)
-        return super().training_step(*args, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_scoring_beside_sampling_and_update_costs_no_time(tmp_path):
-    """Sampling, scoring and update take PHASE_S each. Whole: scoring and update in turn, 2 PHASE_S per rollout. Early:
-    the score of the last row, 1 / ROWS of PHASE_S, is all that is added to the longest phase."""
-    num_rollouts, seconds = 12, {}
-
-    @row_wise
-    def slow(completion_ids, **kwargs):
-        time.sleep(PHASE_S / ROWS * len(completion_ids))
-        return [float(len(ids)) for ids in completion_ids]
-
-    for score_early in (False, True):
-        backend = RowByRow(TrunkModel(base_model(), lora()))
-        settings = {"num_rollouts": num_rollouts, "trainer_class": SlowUpdate, "score_early": score_early}
-        trainer = run(tmp_path / str(score_early), slow, backend=backend, **settings)
-        began = time.perf_counter()
-        trainer.train()
-        seconds[score_early] = time.perf_counter() - began
-    ratio = seconds[False] / seconds[True]
-    # The first rollout is sampled before anything else, and the last update follows everything else.
-    bound = (2 * num_rollouts + 1) / (num_rollouts + 1 + (num_rollouts + 1) / ROWS)
-    print(f"{seconds[False]:.1f} s against {seconds[True]:.1f} s: {ratio:.3f} of {bound:.3f}")
-    assert ratio >= 0.85 * bound

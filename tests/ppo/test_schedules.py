@@ -1,4 +1,4 @@
-"""Sampling ahead of the update: what equals sync, which version samples what, resuming, stopping, learning, time.
+"""Sampling ahead of the update: what equals sync, which version samples what, resuming, stopping, learning.
 
 The sampler has a copy of the trunk, as a server would. SLOTS optimizer steps belong to a rollout.
 """
@@ -353,7 +353,7 @@ def test_a_sampler_keeps_the_versions_of_the_rollouts_and_evaluations_under_way(
     assert config.versions_in_use == versions
 
 
-# --- learning and time ------------------------------------------------------------------------------------------
+# --- learning ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(0, slow=2)
@@ -370,34 +370,3 @@ def test_stale_samples_reach_the_optimum_within_10_percent(tmp_path, task, sched
     shares = logged(trainer, "sampling/effective_sample_size")
     print(f"{schedule} {staleness}: {share:.1%} of J*, effective sample size {min(shares):.3f} at the least")
     assert share >= 0.9
-
-
-class SlowSampler(CopyBackend):
-    seconds = 2.0
-
-    def generate_as(self, *args):
-        time.sleep(self.seconds)
-        return super().generate_as(*args)
-
-
-class SlowUpdate(PPOTrainer):
-    seconds = SlowSampler.seconds / SLOTS
-
-    def training_step(self, *args, **kwargs):
-        time.sleep(self.seconds)
-        return super().training_step(*args, **kwargs)
-
-
-@pytest.mark.slow
-def test_sampling_ahead_takes_85_percent_of_the_time_that_it_can_save(tmp_path):
-    """If both take s, n rollouts take 2 n s in turn and (n + 1) s side by side: a ratio of 2 n / (n + 1)."""
-    num_rollouts, seconds = 20, {}
-    for schedule in ("sync", "one_step"):
-        backend = SlowSampler(TrunkModel(base_model(), lora()))
-        trainer = ahead(tmp_path / schedule, backend, schedule, num_rollouts=num_rollouts, trainer_class=SlowUpdate)
-        began = time.perf_counter()
-        trainer.train()
-        seconds[schedule] = time.perf_counter() - began
-    ratio, bound = seconds["sync"] / seconds["one_step"], 2 * num_rollouts / (num_rollouts + 1)
-    print(f"{seconds['sync']:.1f} s against {seconds['one_step']:.1f} s: {ratio:.3f} of {bound:.3f}")
-    assert ratio >= 0.85 * bound

@@ -12,8 +12,20 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
+from tests.models.reward_adapters import saved_reward_adapter
 from tests.places import CPU
-from tests.stages.test_tensor_parallel_stages import BASE, HELD_OUT, OPTIONS, adapter, launch, log_of, material
+from tests.stages.test_tensor_parallel_stages import (
+    BASE,
+    HELD_OUT,
+    NOUNS,
+    OPTIONS,
+    adapter,
+    launch,
+    log_of,
+    material,
+    write,
+)
+from tests.tiny import tiny_tokenizer
 
 CONFIG = "pipelined"
 STAGED = "--pipeline_training true --pipeline_stages 2".split()
@@ -25,9 +37,11 @@ CASES = {
     "uneven": "reward --dataset_name pairs.jsonl --adapter_layers top-2 --gradient_accumulation_steps 2"
     " --activation_checkpointing true",
     "distill": f"distill {PAIRS}",
+    # A reward model labels the pairs, and rows of one completion, which no process pairs.
+    "teacher": f"distill {PAIRS} --teacher teacher --unlabelled_dataset_name singles.jsonl",
 }
 OWN = {"uneven": "--pipeline_split 1 3 --pipeline_batches 2".split()}
-LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("reward", "distill")}
+LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("reward", "distill", "teacher")}
 RUNS = [(processes, name) for processes in (2, 4) for name in LAUNCHED[processes]]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -41,10 +55,23 @@ def words_of(name, output, processes=1):
 
 
 @cache
+def made():
+    """Return a folder of models and rows; each test's folder begins as a copy of it."""
+    folder = Path(mkdtemp()) / "made"
+    copytree(material(), folder)
+    saved_reward_adapter(folder / "teacher", folder / "base", tokenizer=tiny_tokenizer())
+    write(
+        folder / "singles.jsonl",
+        [{"prompt": f"the {n} ", "completion": "sees " * i + "."} for i, n in enumerate(NOUNS)],
+    )
+    return folder
+
+
+@cache
 def launched(processes):
     """Run the cases in one launch; return the folder of the results."""
     folder = Path(mkdtemp()) / "runs"
-    copytree(material(), folder)
+    copytree(made(), folder)
     cpu = ["--use_cpu", "true"] if processes == 1 else []
     cases = {name: [*words_of(name, name, processes), *cpu] for name in LAUNCHED[processes]}
     done = launch(folder, CPU, processes, cases, "facts", CONFIG)
@@ -86,7 +113,7 @@ def test_log_and_metrics_count_each_row_once(processes, name):
     files = [sorted(p.name for p in (launched(n) / name).iterdir()) for n in (processes, 1)]
     assert files[0] == files[1]
     found, alone = (json.loads((launched(n) / name / "metrics.json").read_text()) for n in (processes, 1))
-    part = "fidelity" if name == "distill" else "held_out"
+    part = "held_out" if CASES[name].startswith("reward") else "fidelity"
     assert found["num_processes"] == processes / 2 and found[part].keys() == alone[part].keys()
     for key, value in alone[part].items():
         if isinstance(value, float):
@@ -131,7 +158,7 @@ def test_a_training_resumes_bit_for_bit(name):
 def test_a_checkpoint_goes_on_in_another_number_of_stages():
     of_one, whole = adapter(resumed()[0] / "of-one"), adapter(launched(1) / "reward")
     folder = Path(mkdtemp()) / "runs"
-    copytree(material(), folder)
+    copytree(made(), folder)
     copytree(launched(2) / "reward" / "checkpoint-2", folder / "of-stages" / "checkpoint-2")
     cases = {"of stages": [*words_of("reward", "of-stages"), "--resume", "auto", "--use_cpu", "true"]}
     done = launch(folder, CPU, 1, cases, "of-stages-facts")
