@@ -98,9 +98,9 @@ def test_a_run_killed_while_it_ends_ends_the_same(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LAST)
-def test_a_run_killed_before_every_eighth_write_after_its_last_step_ends_the_same(kind):
-    # Another eighth for each kind; the soak test has them all.
-    for fatal in range(1 + list(LAST).index(kind), len(ending(kind).events) + 1, 8):
+def test_a_run_killed_before_every_24th_write_after_its_last_step_ends_the_same(kind):
+    # Other writes for each kind; the soak test has them all.
+    for fatal in range(1 + 4 * list(LAST).index(kind), len(ending(kind).events) + 1, 24):
         killed_at(kind, fatal)
 
 
