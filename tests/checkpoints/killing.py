@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -12,16 +11,15 @@ from tempfile import mkdtemp
 from typing import Any
 
 from tests.checkpoints import crash_runs
+from tests.places import FORKED
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.checkpoints.crash_runs"])
 # In seconds; a hanging process is found, a busy machine is not taken for one.
 LONGEST = 900
 
 
 def started(target: Callable[..., None], *args: Any) -> Any:
     """Return a started process that runs `target`, quietly."""
-    process = CONTEXT.Process(target=crash_runs.forked, args=(target, *args))
+    process = FORKED.Process(target=crash_runs.forked, args=(target, *args))
     process.start()
     return process
 

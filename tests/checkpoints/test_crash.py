@@ -15,7 +15,6 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.stages.resuming import has_result
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import (
-    CONTEXT,
     copied,
     digest_of,
     exit_code,
@@ -23,6 +22,7 @@ from tests.checkpoints.killing import (
     started,
     uninterrupted,
 )
+from tests.places import FORKED
 
 # Dozens of processes in a test: how long that takes is the machine's to say.
 pytestmark = pytest.mark.timeout(3600)
@@ -99,7 +99,7 @@ def test_a_run_killed_before_any_write_of_its_result_leaves_all_of_it_or_says_th
 
 def kill_once(kind: str, folder: Path, seed: int) -> str:
     """Kill a run at a random moment; return the phase that it was in."""
-    shown = CONTEXT.Value("i", 0)
+    shown = FORKED.Value("i", 0)
     seconds = json.loads((uninterrupted(kind) / "seconds.json").read_text())
     process = started(crash_runs.shown_run, kind, folder, shown)
     while shown.value == 0 and process.is_alive():

@@ -12,13 +12,13 @@ from onetrunk.utils.locks import held_folder
 from tests.checkpoints import crash_runs
 from tests.checkpoints.hooked_store import HookedFileSystem, nothing, register
 from tests.checkpoints.killing import (
-    CONTEXT,
     digest_of,
     exit_code,
     resumed_equals_uninterrupted,
     started,
     uninterrupted,
 )
+from tests.places import FORKED
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.small_runs import make_material, words_of
 
@@ -78,7 +78,7 @@ def test_a_limit_of_one_keeps_two_also_beside_the_best(tmp_path):
 
 
 def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):
-    ready, go_on = CONTEXT.Event(), CONTEXT.Event()
+    ready, go_on = FORKED.Event(), FORKED.Event()
     process = started(crash_runs.hold, tmp_path, ready, go_on)
     assert ready.wait(60)
     with pytest.raises(RuntimeError, match=f"is being written by process {process.pid} on "):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from tests.models import ddp_worker
 from tests.models.branches import a_pack, gradients, loss_of, same
+from tests.places import run_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    torch.multiprocessing.spawn(ddp_worker.work, args=(str(folder),), nprocs=ddp_worker.WORLD_SIZE)
+    run_ranks(ddp_worker.work, folder, ddp_worker.WORLD_SIZE)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(ddp_worker.WORLD_SIZE)]
 
 

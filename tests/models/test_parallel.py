@@ -1,7 +1,6 @@
 """A sharded base gives what a whole one gives: outputs, gradients, samples, files. Each process holds its share."""
 
 import inspect
-import json
 import os
 from functools import cache
 from pathlib import Path
@@ -9,7 +8,6 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-import torch.multiprocessing
 from accelerate import Accelerator
 from peft import get_peft_model
 from transformers import TrainingArguments
@@ -21,7 +19,7 @@ from onetrunk.models.tensor_parallel import num_data_processes
 from tests.models import sharding_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.sharding_worker import CASES
-from tests.places import CPU, places
+from tests.places import CPU, found_by_ranks, places
 from tests.tiny import tiny_model
 
 LAYERS = 4
@@ -32,9 +30,7 @@ GATHERS = {"shared": 14, "detached, top-2": 10, "adapter, top-2": 12, "checkpoin
 def launch(folder, world_size, layout, cases, place):
     # Hidden 64: bitsandbytes quantises in blocks of 64.
     tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(folder / "base")
-    arguments = (str(folder), world_size, layout, cases, place)
-    torch.multiprocessing.spawn(sharding_worker.work, args=arguments, nprocs=world_size)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    return found_by_ranks(sharding_worker.work, folder, world_size, world_size, layout, cases, place)
 
 
 @cache

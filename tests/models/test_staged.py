@@ -17,7 +17,7 @@ from onetrunk.models.staged import _Call, _StageModule, keep_stage, training_obs
 from onetrunk.models.training_stage import drop_frozen, staged
 from tests.models import late_cast_worker, staged_worker
 from tests.models.branches import a_pack, a_trunk, loss_of, same
-from tests.places import CPU, places
+from tests.places import CPU, found_by_ranks, places
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1800)]
@@ -28,9 +28,7 @@ OTHERS = {(4, 4): ("llama", "qwen2", "gemma2", "top-2"), (4, 2): ("llama", "top-
 
 def launch(processes, stages, cases, place):
     folder = Path(mkdtemp())
-    arguments = (str(folder), processes, stages, list(cases), place)
-    torch.multiprocessing.spawn(staged_worker.work, args=arguments, nprocs=processes)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return found_by_ranks(staged_worker.work, folder, processes, processes, stages, list(cases), place)
 
 
 launched = cache(launch)

@@ -21,6 +21,7 @@ from onetrunk.models.staged_scorer import (
 from onetrunk.reward_models.trainer import MODEL_INPUTS
 from tests.models import late_cast_worker, staged_scorer_worker
 from tests.models.staged_scorer_worker import a_batch, a_scorer
+from tests.places import found_by_ranks
 from tests.tiny import tiny_model
 
 CASES = tuple(staged_scorer_worker.cases())
@@ -93,9 +94,8 @@ def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
 @cache
 def launched(processes, stages):
     folder = Path(mkdtemp())
-    arguments = (str(folder), processes, stages, list(RUNS[processes, stages]))
-    torch.multiprocessing.spawn(staged_scorer_worker.work, args=arguments, nprocs=processes)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    cases = list(RUNS[processes, stages])
+    return found_by_ranks(staged_scorer_worker.work, folder, processes, processes, stages, cases)
 
 
 launches = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]

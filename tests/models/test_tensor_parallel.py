@@ -1,13 +1,11 @@
 """A base divided by tensor parallelism gives what a whole one gives: outputs, gradients, samples, files."""
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 import torch
-import torch.multiprocessing
 from peft import get_peft_model
 
 from onetrunk.models import parallel
@@ -16,7 +14,7 @@ from onetrunk.models.tensor_parallel import divide_frozen
 from tests.models import tensor_worker
 from tests.models.branches import a_trunk, lora
 from tests.models.tensor_worker import CASES
-from tests.places import places
+from tests.places import found_by_ranks, places
 from tests.tiny import tiny_model
 
 FLOAT32 = [case for case in CASES if case not in ("float64", "bfloat16")]
@@ -25,9 +23,7 @@ pytestmark = pytest.mark.multi_process
 
 def launch(folder, world_size, layout, cases, place):
     tensor_worker.prepare(folder)
-    arguments = (str(folder), world_size, layout, list(cases), place)
-    torch.multiprocessing.spawn(tensor_worker.work, args=arguments, nprocs=world_size)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    return found_by_ranks(tensor_worker.work, folder, world_size, world_size, layout, list(cases), place)
 
 
 @cache

@@ -1,12 +1,10 @@
 """A vocabulary split over 2 or 4 processes gives the logprobs, entropies and gradients of a whole head."""
 
-import json
-
 import pytest
-import torch.multiprocessing
 
 from tests.ops import vocab_worker
 from tests.ops.vocab_worker import TOKENS, WIDTH
+from tests.places import found_by_ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -14,8 +12,7 @@ pytestmark = pytest.mark.multi_process
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"vocab{request.param}")
-    torch.multiprocessing.spawn(vocab_worker.work, args=(str(folder), request.param), nprocs=request.param)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+    return found_by_ranks(vocab_worker.work, folder, request.param, request.param)
 
 
 def test_logprobs_entropies_and_gradients_are_those_of_the_whole_head(ranks):

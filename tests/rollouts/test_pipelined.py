@@ -1,19 +1,17 @@
 """A decoder in stages, one in each process, samples what a whole one samples, with every row in any batch."""
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
 from onetrunk.models.pipeline import LayerSplit, StageCache, verify_split
 from onetrunk.ppo.memory import sampled_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from tests.places import places
+from tests.places import found_by_ranks, places
 from tests.ppo.support import make_config
 from tests.rollouts import pipeline_worker
 from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
@@ -30,9 +28,7 @@ def several(function):
 @cache
 def launched(world_size, place):
     folder = Path(mkdtemp())
-    arguments = (str(folder), world_size, list(CASES), place)
-    torch.multiprocessing.spawn(pipeline_worker.work, args=arguments, nprocs=world_size)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    return found_by_ranks(pipeline_worker.work, folder, world_size, world_size, list(CASES), place)
 
 
 def found(world_size, case, place):

@@ -1,20 +1,18 @@
 """Packs that run in the stages of a pipeline while it samples have the outputs that they have afterwards."""
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from onetrunk.models.staged import StagedTrunk
 from onetrunk.models.training_stage import StagePlace
 from onetrunk.ops.packing import PackLimits, make_pack
 from onetrunk.rollouts.stage_scoring import StageScoring
 from tests.models.branches import a_trunk
-from tests.places import CPU, GPU, on_gpus
+from tests.places import CPU, GPU, found_by_ranks, on_gpus
 from tests.rollouts import stage_scoring_worker
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stage_scoring_worker import CASES, PAD_ID, ROLES, ROWS, TEMPERATURE, equal
@@ -23,10 +21,7 @@ from tests.rollouts.stage_scoring_worker import CASES, PAD_ID, ROLES, ROWS, TEMP
 @cache
 def launched(stages, place):
     folder = Path(mkdtemp())
-    torch.multiprocessing.spawn(
-        stage_scoring_worker.work, args=(str(folder), stages, list(NAMES[stages]), place), nprocs=stages
-    )
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(stages)]
+    return found_by_ranks(stage_scoring_worker.work, folder, stages, stages, list(NAMES[stages]), place)
 
 
 # Four stages of one layer each run some of the cases.
