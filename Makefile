@@ -20,7 +20,8 @@ ifeq ($(origin TORCH_VERSION)$(if $(MADE_WITH),+made),file+made)
 endif
 STAMP := $(VENV)/.installed-torch-$(or $(TORCH_VERSION),newest)
 QUIET_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
-PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS)
+# Tests of one file share launches and fixtures: they stay with one process, until another has none left.
+PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-soak check check-gpu bench format

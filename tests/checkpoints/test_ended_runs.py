@@ -96,7 +96,7 @@ def test_a_run_killed_while_it_ends_ends_the_same(kind):
         killed_at(kind, fatal)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("kind", LAST)
 def test_a_run_killed_before_every_24th_write_after_its_last_step_ends_the_same(kind):
     # Other writes for each kind; the soak test has them all.

@@ -107,7 +107,7 @@ def command(there: Path, verb: str, fatal: int) -> int:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("step", [pytest.param(24, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(60, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_a_run_killed_before_writes_of_its_end_ends_with_the_same_bytes(there, verb, step):
     folder = there / f"out-{verb}"
