@@ -80,7 +80,7 @@ def test_no_author_can_write_or_close_a_tag(text):
     assert again["content"].count(code) == blank["content"].count(code)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_trained_model_is_fooled_by_turns_in_plain_questions_and_not_behind_the_template():
     from tests.judges.trained_judge import NaiveCausalJudge, train_judge
 

@@ -127,7 +127,7 @@ def test_four_tokens_reach_the_optimum(seed, tmp_path):
     assert objective_reached(TASK_B, seed, tmp_path) >= 1 - MISSING_AT_MOST
 
 
-@pytest.mark.sampled(0, slow=3)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("task", [TASK_A, TASK_B], ids=["one token", "four tokens"])
 @pytest.mark.parametrize(
     "settings",
