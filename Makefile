@@ -20,8 +20,9 @@ ifeq ($(origin TORCH_VERSION)$(if $(MADE_WITH),+made),file+made)
 endif
 STAMP := $(VENV)/.installed-torch-$(or $(TORCH_VERSION),newest)
 QUIET_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
-# Tests of one file share launches and fixtures: they stay with one process, until another has none left.
-PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS)
+# Slow tests of one file share launches: they stay with one process, until another has none left.
+KEEP_FILES := --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-soak check check-gpu bench format
@@ -51,10 +52,10 @@ test: setup ## run the tests (about 7 minutes on 2 cores)
 	$(PYTEST)
 
 test-slow: setup ## run the slow tests: real servers, kills, fresh environments (under an hour on 2 cores)
-	$(PYTEST) -m slow --timeout 1800 $(NONE_IS_FINE)
+	$(PYTEST) $(KEEP_FILES) -m slow --timeout 1800 $(NONE_IS_FINE)
 
 test-soak: setup ## run the soak tests: hours of kills and fuzzing
-	$(PYTEST) -m soak --timeout 0 $(NONE_IS_FINE)
+	$(PYTEST) $(KEEP_FILES) -m soak --timeout 0 $(NONE_IS_FINE)
 
 # pytest exits 5 when it collects nothing.
 NONE_IS_FINE = || { code=$$?; [ $$code -eq 5 ] && echo "$@: there are no such tests yet" || exit $$code; }
