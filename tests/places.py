@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # Of a run that is repeated: the same bits on CPUs; on GPUs some sums have no fixed order.
 REPEATED: dict[str, dict[str, float]] = {CPU: {}, GPU: {"atol": 2e-5, "rtol": 1e-4}}
 BACKENDS = {CPU: "gloo", GPU: "nccl"}
-# Its processes are forked from a server that has imported what tests need: 9 CPU seconds less for each of them.
+# Processes that are forked from a server that has imported what tests need: 8 CPU seconds less for each of them.
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.checkpoints.crash_runs"])
 

@@ -227,3 +227,9 @@ def test_runs_that_sample_ahead_are_timed_against_runs_in_turn(tmp_path, score_s
     # 2 rollouts and 2 updates of 0.05 s: what sleeps cannot take less.
     assert found[in_turn] >= 0.2 and found[ahead] >= 0.15
     assert found["ratio"] == pytest.approx(found[in_turn] / found[ahead], abs=0.01) and found["possible"] > 1
+
+
+@pytest.mark.slow
+def test_a_phase_that_cannot_be_emulated_is_refused(tmp_path):
+    done = run("bench/schedules.py", "--score_s", "nan", cache=tmp_path)
+    assert done.returncode == 2 and "--score_s is nan" in done.stderr and "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -138,8 +139,11 @@ def main() -> None:
     parser.add_argument("--score_s", type=float, default=0.0, help="seconds of scoring a rollout")
     parser.add_argument("--rollouts", type=int, default=20)
     given = parser.parse_args()
-    if given.phase_s <= 0 or given.score_s < 0 or given.rollouts < 1:
-        parser.error("--phase_s is above 0, --score_s 0 or more, --rollouts 1 or more")
+    if not (0 < given.phase_s < math.inf and 0 <= given.score_s < math.inf and given.rollouts >= 1):
+        parser.error(
+            f"--phase_s is {given.phase_s}, --score_s is {given.score_s} and --rollouts is {given.rollouts}; give"
+            " seconds above 0, seconds of 0 or more, and at least 1 rollout"
+        )
     found = scoring_early(given) if given.score_s else sampling_ahead(given)
     print(json.dumps({name: round(value, 3) for name, value in found.items()}))
 
