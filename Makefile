@@ -21,8 +21,8 @@ endif
 STAMP := $(VENV)/.installed-torch-$(or $(TORCH_VERSION),newest)
 QUIET_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS)
-# Slow tests of one file share launches: they stay with one process, until another has none left.
-KEEP_FILES := --dist worksteal
+# Slow tests of one file share launches: they stay with one process.
+KEEP_FILES := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-soak check check-gpu bench format

@@ -16,7 +16,7 @@
 
 import sys
 
-from onetrunk.stages.eval.stage import main
+from onetrunk.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("eval"))

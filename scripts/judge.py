@@ -10,7 +10,7 @@ A judge that needs several GPUs runs as a server, which this process then only a
 
 import sys
 
-from onetrunk.stages.judge.stage import main
+from onetrunk.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("judge"))

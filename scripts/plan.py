@@ -10,7 +10,7 @@ A recipe, with launch files for 2 machines:
 
 import sys
 
-from onetrunk.stages.plan import main
+from onetrunk.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("plan"))

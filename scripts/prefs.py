@@ -15,7 +15,7 @@ A job array (slurm: --array=0-63) over a folder that all jobs see:
 
 import sys
 
-from onetrunk.stages.prefs.stage import main
+from onetrunk.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("prefs"))

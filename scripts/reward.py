@@ -20,7 +20,7 @@ An adapter on a base that does not fit one GPU: its layers over all GPUs, which 
 
 import sys
 
-from onetrunk.stages.reward import main
+from onetrunk.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("reward"))

@@ -12,11 +12,32 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from onetrunk.utils.loading import leave_loaded_uncollected
+
+
+class FailuresAtOnce:
+    """Says what failed when it fails: a run that is cut short, as by CI's limit, prints no summary."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reporter = self.config.pluginmanager.getplugin("terminalreporter")
+            reporter.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{getattr(crash, 'message', '')}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # Not in the processes of xdist, which report to this one.
+        config.pluginmanager.register(FailuresAtOnce(config))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     spread_sampled_cases(items)
     leave_out_soak(config, items)
+    put_long_files_first(items)
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         marker = item.get_closest_marker("gpu")
@@ -26,13 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now to no later collection: every training collects garbage first, 0.4 s each time."""
+    """Every training begins with a collection: 0.4 s each time, if it visited what is loaded."""
     gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # Libraries report as leaked what is frozen at exit.
+    leave_loaded_uncollected()
 
 
 def leave_out_soak(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,6 +77,12 @@ def spread_sampled_cases(items: list[pytest.Item]) -> None:
         for i, item in enumerate(test):
             if i not in fast:
                 item.add_marker(pytest.mark.slow if i in kept else pytest.mark.soak)
+
+
+def put_long_files_first(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests have time limits of their own: begun last, one would keep a process alone."""
+    long = {item.path for item in items if item.get_closest_marker("timeout")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def spaced(total: int, count: int) -> list[int]:

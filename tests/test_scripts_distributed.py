@@ -80,7 +80,7 @@ def test_a_value_adapter_and_a_trunk_without_cache_gather_what_the_formula_says(
         assert [c["gathers"]["score"][0] for c in by_layers] == [1 + 2 * 12, 1 + 2 * (3 + 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.multi_process
 @pytest.mark.timeout(1300)
 def test_loading_and_scaling_are_measured_and_keep_the_other_parts(tmp_path):

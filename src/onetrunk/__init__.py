@@ -6,6 +6,7 @@ The public names are imported when first used, so that `import onetrunk` loads n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from onetrunk.utils.loading import without_collection
 from onetrunk.utils.quiet import silence_imports
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ if not TYPE_CHECKING:  # A type checker would take every name for one that exist
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'onetrunk' has no attribute {name!r}; it has {', '.join(__all__)}")
-        value = getattr(import_module(_HOMES[name]), name)
+        with without_collection():
+            value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
 

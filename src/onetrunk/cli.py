@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
+from onetrunk.utils.loading import leave_loaded_uncollected, without_collection
 from onetrunk.utils.output import lasting_output
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
@@ -55,8 +56,17 @@ def _run(verb: str, words: Sequence[str]) -> int:
         code = answer(verb, words, VERBS[verb])
         if code is not None:
             return code
-    module = PLAIN_VERBS.get(verb, f"onetrunk.stages.{verb}")
-    return import_module(module).main(list(words))
+    return run(verb, words)
+
+
+def run(verb: str, words: Sequence[str] | None = None) -> int:
+    """Import the stage of a verb and run it on the words after the verb (None: those of this process)."""
+    name = PLAIN_VERBS.get(verb, f"onetrunk.stages.{verb}")
+    if name not in sys.modules:
+        with without_collection():
+            import_module(name)
+        leave_loaded_uncollected()
+    return sys.modules[name].main(list(sys.argv[1:] if words is None else words))
 
 
 if __name__ == "__main__":

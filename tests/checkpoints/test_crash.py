@@ -58,7 +58,7 @@ def of_one_save(events: list[str]) -> int:
     return begins[1]
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(("kind", "part"), SAVES)
 def test_a_run_killed_before_any_write_of_a_save_resumes_exactly(tmp_path, kind, part):
     events = file_events(kind)

@@ -36,7 +36,7 @@ TORCHRUN = "torch.distributed.run --nnodes 1 --nproc_per_node 2 --max_restarts 1
 # As the files of recipes/launch do; the configuration file asks for GPUs, ACCELERATE_USE_CPU takes processors instead.
 ACCELERATE = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml")]
 ACCELERATE += "--num_processes 2 --max_restarts 1 --rdzv_backend c10d".split()
-LAUNCHERS = ("torchrun", "accelerate", "two accelerates")
+LAUNCHERS = ("accelerate", "torchrun", "two accelerates")
 
 
 def agents(launcher: str) -> list[list[str]]:
@@ -92,6 +92,7 @@ def calls(folder: Path, rank: int) -> list[tuple[str, int]]:
     return [(line.split()[0], int(line.split()[1])) for line in lines]
 
 
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_after_a_kill_both_processes_restart_and_end_with_the_same_bytes(tmp_path, launcher):
     folder = prepared(tmp_path)

@@ -46,8 +46,8 @@ def goes_on_to_the_same_end(folder: Path) -> None:
     assert digests(folder) == whole()
 
 
-@pytest.mark.parametrize("how", ["token", *(pytest.param(how, marks=pytest.mark.slow) for how in ("score", "update"))])
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("how", ["token", "score", "update"])
 def test_a_signal_to_one_process_stops_both_at_the_same_step(tmp_path, how):
     done = launched(tmp_path / "run", how)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -85,7 +85,7 @@ def test_the_search_equals_trying_everything(**space):
 
 
 @pytest.mark.slow
-@examples(150)
+@examples(60)
 @SPACES
 def test_the_search_equals_trying_everything_on_many_spaces(**space):
     check_equal_to_everything(**space)

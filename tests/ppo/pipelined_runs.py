@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
 from onetrunk.rollouts import pipelined  # noqa: E402
+from onetrunk.utils.loading import leave_loaded_uncollected  # noqa: E402
 from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
 from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
@@ -76,21 +77,19 @@ def whole_layers(folder: Path) -> None:
     (folder / f"layers-{rank}.json").write_text(json.dumps(sorted(seen)))
 
 
-def learn(folder: Path) -> None:
+def learn(folder: Path, seed: int) -> None:
     """Learn the tasks of tests/learning.py in two stages, and write the objectives that were reached."""
     reached = {}
     for name, task in (("a", learning.TASK_A), ("b", learning.TASK_B)):
-        for seed in range(3):
-            place = folder / f"{name}-{seed}"
-            trainer = learning.make_trainer(task, seed, place, rollout_backend="pipelined")
-            reached[f"{name}-{seed}"] = learning.learn(trainer).objective
+        trainer = learning.make_trainer(task, seed, folder / name, rollout_backend="pipelined")
+        reached[name] = learning.learn(trainer).objective
     if os.environ["RANK"] == "0":
         (folder / "reached.json").write_text(json.dumps(reached))
 
 
-def main(folder: Path, what: str = "") -> None:
+def main(folder: Path, what: str = "", seed: str = "0") -> None:
     if what == "learn":
-        learn(folder)
+        learn(folder, int(seed))
         return
     for name, settings in CASES.items():
         if not IS_ALONE:
@@ -103,4 +102,5 @@ def main(folder: Path, what: str = "") -> None:
 
 
 if __name__ == "__main__":
+    leave_loaded_uncollected()
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -43,7 +43,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.multi_process
-@pytest.mark.sampled(0, slow=4)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("step", [MIDDLE, BETWEEN, LOGGED])
 @pytest.mark.parametrize(("before", "now", "config"), CHANGES)
 def test_a_checkpoint_resumes_on_another_number_of_processes(written, before, now, config, step, tmp_path):

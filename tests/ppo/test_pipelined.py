@@ -96,12 +96,12 @@ def test_rows_sampled_ahead_are_one_rollout_old_corrected_and_resumed(place, how
 
 @several
 @pytest.mark.parametrize("task", ["a", "b"])
-def test_ppo_learns_the_tasks_with_two_stages(task):
-    reached = json.loads((launched(CPU, "pipelined", "learn") / "reached.json").read_text())
-    for seed in range(3):
-        best = learning.task_optimum({"a": learning.TASK_A, "b": learning.TASK_B}[task], seed).objective
-        print(f"task {task}, seed {seed}: {reached[f'{task}-{seed}'] / best:.1%} of J*")
-        assert reached[f"{task}-{seed}"] >= 0.95 * best
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
+def test_ppo_learns_the_tasks_with_two_stages(task, seed):
+    reached = json.loads((launched(CPU, "pipelined", "learn", str(seed)) / "reached.json").read_text())
+    best = learning.task_optimum({"a": learning.TASK_A, "b": learning.TASK_B}[task], seed).objective
+    print(f"task {task}, seed {seed}: {reached[task] / best:.1%} of J*")
+    assert reached[task] >= 0.95 * best
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path, script, op
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-# 16 layers with 16 heads of 128: a token's keys and values take 256 KiB, so that 96 rows of 60 tokens need 1.4 GiB.
+# 16 layers with 16 heads of 128: a token's keys and values take 256 KiB, so that 96 rows of 56 tokens need 1.3 GiB.
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 16, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 256}
 PLAIN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -346,7 +346,7 @@ def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path, mon
     folder = with_long_prompts(prepared(tmp_path))
     tiny_model("llama", **WIDE).save_pretrained(folder / "base")
     # Five layers of sixteen on the first stage: the stages need different memory.
-    finished(folder, "plain.py", "--rollout_batch_size 96 --num_rollouts 2 --max_completion_length 12"
+    finished(folder, "plain.py", "--rollout_batch_size 96 --num_rollouts 2 --max_completion_length 6"
              " --per_device_train_batch_size 4 --pipeline_split 5 11 --max_prompt_length 50")  # fmt: skip
     monkeypatch.chdir(folder)
     stages = check_stages(check_on_this_machine(folder, _imported_gib()))
@@ -364,7 +364,7 @@ def test_the_memory_of_each_training_stage_is_within_15_percent_of_the_plan(tmp_
 
     folder = with_long_prompts(prepared(tmp_path))
     tiny_model("llama", **HEAVY).to(torch.bfloat16).save_pretrained(folder / "base")
-    finished(folder, "watched.py", "--rollout_batch_size 24 --num_rollouts 2 --max_completion_length 12 --bf16 false"
+    finished(folder, "watched.py", "--rollout_batch_size 12 --num_rollouts 2 --max_completion_length 6 --bf16 false"
              " --per_device_train_batch_size 2 --pipeline_split 4 8 --max_prompt_length 50 --pipeline_training true"
              " --num_minibatches 3 --dtype float32")  # fmt: skip
     monkeypatch.chdir(folder)

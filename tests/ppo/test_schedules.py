@@ -356,7 +356,7 @@ def test_a_sampler_keeps_the_versions_of_the_rollouts_and_evaluations_under_way(
 # --- learning ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("task", [TASK_A, TASK_B], ids=["one token", "four tokens"])
 @pytest.mark.parametrize(
     ("schedule", "staleness"), [("one_step", None), ("async", 1), ("async", 2)], ids=["one step", "1", "2"]

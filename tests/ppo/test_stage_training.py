@@ -130,6 +130,7 @@ def test_rows_sampled_ahead_are_those_of_the_pipeline_and_are_resumed(place):
     assert first == 0 and all(0 <= share < 1 for share in later) and max(later) > 0
 
 
+@pytest.mark.sampled(0, slow=1)
 @launches
 @pytest.mark.parametrize("name", ["served", "continued"])
 def test_stages_train_on_rows_of_a_server_as_one_process_does(name):

@@ -57,6 +57,7 @@ def alone(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_two_nodes_end_with_the_weights_of_one_process(config, alone, tmp_path):
     port = free_port()

@@ -141,7 +141,7 @@ def test_without_a_compiler_the_rows_decode_eagerly(monkeypatch, caplog):
     assert len([record for record in caplog.records if "decodes eagerly" in record.message]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_step_in_machine_code_samples_what_an_eager_one_does(family, monkeypatch):
     monkeypatch.setattr(compiled, "COMPILER", "inductor")

@@ -268,6 +268,7 @@ def served_task_model(seed):
     return model
 
 
+@pytest.mark.soak
 def test_ppo_with_a_server_learns_as_with_the_local_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "reference_model", lambda task, seed: served_task_model(seed))
     model = tmp_path / "model"

@@ -322,9 +322,9 @@ def test_help_explains_every_option(capsys):
     assert values["beta"] == 0.3 and words.settings == ["--beta", "0.3"]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["one", "staged"])
+@pytest.mark.parametrize("kind", ["staged", "one"])
 def test_the_files_of_a_cpu_plan_really_train(kind, tmp_path):
     """Plan the tiny recipe for CPU processes, run the launch script, and check the run against the plan."""
     python = sys.executable

@@ -111,6 +111,7 @@ def alone(there):
     return {verb: adapter(there / f"{verb}-alone") for verb in VERBS}
 
 
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_two_processes_end_with_the_adapter_of_one(there, alone, verb, config):
@@ -132,6 +133,7 @@ def test_two_processes_read_the_rows_of_one_from_a_stream(there, verb):
     require_the_adapter_of_one(adapter(there / output), adapter(there / f"{verb}-streamed-alone"))
 
 
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_sharded_run_resumes_bit_for_bit(there, alone, verb):
     whole, resumed = there / f"{verb}-fsdp2", there / f"{verb}-resumed"

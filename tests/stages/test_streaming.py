@@ -229,9 +229,9 @@ def environment():
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "ACCELERATE_USE_CPU": "true"}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["sft", "ppo"])
+@pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_killed_run_resumes_to_the_same_weights(there, tmp_path, name):
     # Blocks have their own size in these processes, so the uninterrupted run is another one than `whole`.
     script = [sys.executable, str(ROOT / f"scripts/{name}.py"), *OPTIONS, *OWN[name], "--use_cpu", "true"]
