@@ -1,0 +1,55 @@
+"""Imports without garbage collection, and what is loaded kept out of later collections."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from onetrunk.utils.loading import leave_loaded_uncollected, without_collection
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_off_in_the_block_and_as_it_was_after_it(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError), without_collection():
+            assert not gc.isenabled()
+            raise ImportError("a package that is missing")
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
+
+
+class Watched:
+    """An object in a cycle, which only a collection ends."""
+
+    ended = 0
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        Watched.ended += 1
+
+
+def test_a_collection_leaves_out_what_was_loaded_and_takes_what_came_later():
+    gc.collect()
+    Watched()
+    leave_loaded_uncollected()
+    try:
+        Watched()
+        gc.collect()
+        assert Watched.ended == 1
+    finally:
+        gc.unfreeze()
+    gc.collect()
+    assert Watched.ended == 2
+    leave_loaded_uncollected()  # As the tests began.
+
+
+def test_a_process_that_keeps_triton_out_of_collections_exits_without_a_word():
+    pytest.importorskip("triton")
+    code = "import triton; from onetrunk.utils.loading import leave_loaded_uncollected as leave; leave(); leave()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
