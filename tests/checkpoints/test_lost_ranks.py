@@ -71,7 +71,6 @@ def uninterrupted() -> Path:
     return folder
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("number", "fate"),
     [(signal.SIGKILL, "was killed or crashed"), (signal.SIGSTOP, "is stopped (SIGSTOP or a debugger)")],

@@ -116,7 +116,7 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
     assert f"{READER}(tensor, device, dtype)" in inspect.getsource(core_model_loading.spawn_materialize)
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.slow
 @pytest.mark.multi_process
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor_parallel"])
 def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(kind, tmp_path):

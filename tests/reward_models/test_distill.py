@@ -138,6 +138,23 @@ def test_the_loss_is_half_the_squared_error_plus_the_soft_label_loss(base, tmp_p
     torch.testing.assert_close(loss, 0.5 * regression + 2 * pairwise, rtol=1e-4, atol=1e-5)
 
 
+def without_some_labels(row, index):
+    return {"rejected_score": None, "probability": None} if index in (1, 2, 5) else {}
+
+
+def test_accumulated_batches_with_other_numbers_of_labels_train_as_the_whole_batch(base, tmp_path):
+    rows = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES).map(without_some_labels, with_indices=True)
+    weights = []
+    for number in (1, 2, 4):
+        settings = {"per_device_train_batch_size": 8 // number, "gradient_accumulation_steps": number}
+        trainer = a_trainer(base, tmp_path / str(number), rows, optim="sgd", learning_rate=0.1, **settings)
+        trainer.train()
+        weights.append(dict(trainer.model.named_parameters()))
+    for split in weights[1:]:
+        for name, expected in weights[0].items():
+            torch.testing.assert_close(split[name], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_the_teachers_own_scores_have_no_gradient(base, tmp_path):
     """Both losses have their minimum at the teacher's scores: there the gradient of the scores is 0."""
     labelled = label_rows(a_teacher(tmp_path), pair_rows())

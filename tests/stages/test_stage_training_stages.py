@@ -37,12 +37,11 @@ CASES = {
     "uneven": "reward --dataset_name pairs.jsonl --adapter_layers top-2 --gradient_accumulation_steps 2"
     " --activation_checkpointing true",
     "distill": f"distill {PAIRS}",
-    # A reward model labels the pairs, and rows of one completion. Not in two pipelines: each takes the mean over its
-    # own pairs, and here they have different numbers of them.
+    # A reward model labels the pairs, and rows of one completion: two pipelines have different numbers of pairs.
     "teacher": f"distill {PAIRS} --teacher scorer --unlabelled_dataset_name singles.jsonl",
 }
 OWN = {"uneven": "--pipeline_split 1 3 --pipeline_batches 2".split()}
-LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("reward", "distill")}
+LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("reward", "distill", "teacher")}
 RUNS = [(processes, name) for processes in (2, 4) for name in LAUNCHED[processes]]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
 

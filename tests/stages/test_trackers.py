@@ -64,7 +64,7 @@ def make_environment(folder, package):
     return python
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", READERS)
 def test_a_tracker_gets_the_scores_of_a_run(tracker, tmp_path):
     python = make_environment(tmp_path / "environment", tracker)

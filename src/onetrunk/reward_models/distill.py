@@ -3,15 +3,15 @@
 The loss is a weighted sum. Regression: half the squared difference of student and teacher score, in standard
 deviations of the teacher's scores. Pairwise: the Bradley-Terry loss against the teacher's probability. If the teacher
 is a reward model, both have their minimum (at temperature 1) at its scores minus their mean. Rows with one completion
-count only in the regression, and a judge's probabilities only in the pairwise loss. reward_models/teacher.py labels
-rows with reward models.
+count only in the regression, and a judge's probabilities only in the pairwise loss. Each loss is a mean over the rows
+or pairs of an optimizer step, on all processes together. reward_models/teacher.py labels rows with reward models.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,25 +94,29 @@ class DistillationCollator(PairCollator):
         # The rows of a pair next to each other; the parts are cut between two groups.
         order = partner.argsort(stable=True)
         groups = partner[order].unique_consecutive(return_inverse=True)[1]
-        num_known, num_pairs = torch.isfinite(batch["scores"]).sum(), len(batch["first"])
+        counts = batch.get("label_counts", label_counts(batch))
         parts = []
         for chosen in torch.arange(int(groups[-1]) + 1, device=device).chunk(number):
             indices = order[torch.isin(groups, chosen)]
             place = torch.full((num_rows,), -1, device=device)
             place[indices] = torch.arange(len(indices), device=device)
             own = place[batch["first"]] >= 0
-            known = torch.isfinite(batch["scores"][indices]).sum()
             part = {
                 **self.rows_of(batch, indices),
                 "scores": batch["scores"][indices],
                 "first": place[batch["first"][own]],
                 "second": place[batch["second"][own]],
                 "probability": batch["probability"][own],
-                "score_share": known / num_known.clamp(min=1),
-                "pair_share": own.sum() / max(num_pairs, 1),
+                "label_counts": counts,
             }
             parts.append(part)
         return parts
+
+
+def label_counts(batch: dict[str, Tensor]) -> Tensor:
+    """Return [2]: how many scores and how many labelled pairs a batch has."""
+    scores = batch["scores"]
+    return torch.stack([torch.isfinite(scores).sum(), scores.new_tensor(len(batch["first"]))]).float()
 
 
 class RewardDistillationTrainer(RewardModelTrainer):
@@ -167,13 +171,31 @@ class RewardDistillationTrainer(RewardModelTrainer):
         """Return what encodes rows with these columns; all labels, None where there is none."""
         return PairEncoder(tokenizer, self.reads_end, LABELS)
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Any]:
+        """Return the batches of an optimizer step, with the mean `label_counts` of those of all processes.
+
+        Divided by them, a row weighs the same in whichever batch and process it is.
+        """
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            own = torch.stack([torch.cat([label_counts(batch), torch.ones(1, device=device)]) for batch in batches])
+            total = self.accelerator.reduce(own.sum(0), "sum")
+            mean = total[:2] / total[2]
+            batches = [{**batch, "label_counts": mean} for batch in batches]
+        return batches, num_items
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the weighted sum of both losses, each a mean over the rows or pairs that it uses.
+        """Return the weighted sum of both losses, each a sum over the rows or pairs that it uses, divided by
+        `label_counts` of the inputs; without them by the numbers that the inputs have.
 
-        Of a part of a batch (`DistillationCollator.parts`) it is the part's share of them.
+        In training these are means (`get_batch_samples`), and of a part of a batch those of the batch.
         """
+        counts = inputs.get("label_counts", label_counts(inputs))
+        num_scores, num_pairs = torch.where(counts > 0, counts, 1.0)
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float() * self.unit
         loss = scores.new_zeros(())
@@ -182,12 +204,11 @@ class RewardDistillationTrainer(RewardModelTrainer):
         if self.args.regression_weight:
             target = torch.where(is_known, targets - self.scale.mean, 0.0)
             errors = torch.where(is_known, (scores - target) / self.scale.std, 0.0).square() / 2
-            regression = errors.sum() / is_known.sum().clamp(min=1)
-            loss = loss + self.args.regression_weight * regression * inputs.get("score_share", 1.0)
+            loss = loss + self.args.regression_weight * (errors.sum() / num_scores)
         chosen, rejected, probability = scores[inputs["first"]], scores[inputs["second"]], inputs["probability"]
         if self.args.pairwise_weight and len(probability):
-            pairwise = bradley_terry_loss(chosen, rejected, probability)
-            loss = loss + self.args.pairwise_weight * pairwise * inputs.get("pair_share", 1.0)
+            pairwise = bradley_terry_loss(chosen, rejected, probability) * (len(probability) / num_pairs)
+            loss = loss + self.args.pairwise_weight * pairwise
         self.note_pairs(chosen.detach(), rejected.detach(), probability)
         # A batch that neither loss uses still runs backward, so that all processes stay in step.
         loss = loss + 0.0 * scores.sum()
