@@ -110,6 +110,7 @@ BUILDERS = {
 }
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("row, column", [place for place in YES if place[1] in BUILDERS])
 def test_what_the_readme_says_works_gives_gradients_and_a_ratio_of_one(row, column, tmp_path):
     check(BUILDERS[column](ROWS[row], tmp_path), row, tmp_path)

@@ -62,11 +62,12 @@ def _run(verb: str, words: Sequence[str]) -> int:
 def run(verb: str, words: Sequence[str] | None = None) -> int:
     """Import the stage of a verb and run it on the words after the verb (None: those of this process)."""
     name = PLAIN_VERBS.get(verb, f"onetrunk.stages.{verb}")
-    if name not in sys.modules:
-        with without_collection():
-            import_module(name)
+    is_new = name not in sys.modules
+    with without_collection():
+        stage = import_module(name)
+    if is_new:
         leave_loaded_uncollected()
-    return sys.modules[name].main(list(sys.argv[1:] if words is None else words))
+    return stage.main(list(sys.argv[1:] if words is None else words))
 
 
 if __name__ == "__main__":

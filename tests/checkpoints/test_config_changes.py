@@ -119,6 +119,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], is_allowed: bool, in_ro
     return None
 
 
+@pytest.mark.sampled(72)
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_key_is_refused_or_free_as_it_is_sorted(name):
     if name == "output_dir":

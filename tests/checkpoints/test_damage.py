@@ -57,7 +57,7 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ppo", "sft", "reward", "distill"])
 def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_path, kind):
     first, last = checkpoint_folders(copied(run_of(kind), tmp_path / "run"))

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(3600)
 CASES = [(kind, step) for kind, steps in PLACES.items() for step in steps]
 
 
-@pytest.mark.sampled(2, slow=14)
+@pytest.mark.sampled(1, slow=15)
 @pytest.mark.parametrize(("kind", "step"), CASES)
 def test_killed_after_any_step_and_resumed_equals_never_killed(tmp_path, kind, step):
     assert exit_code(crash_runs.killed_after, kind, tmp_path, step) == -signal.SIGKILL

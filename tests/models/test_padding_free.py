@@ -65,6 +65,7 @@ def check(build, dtype=torch.float32):
     assert set(OUTPUTS) - set(padded) <= {"states"}
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_in_one_sequence_give_the_outputs_and_gradients_of_padded_rows(family, dtype):

@@ -72,6 +72,7 @@ def sentence(capsys):
     return line
 
 
+@pytest.mark.sampled(33)
 @pytest.mark.parametrize("kind", SAID)
 @pytest.mark.parametrize("verb", STAGES)
 def test_an_odd_output_folder_is_refused_before_anything_else(tmp_path, capsys, verb, kind):

@@ -401,7 +401,7 @@ def test_a_changed_free_setting_leaves_a_finished_training_done_and_as_it_is(tra
     assert bytes_of() == before
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [

@@ -47,6 +47,7 @@ FILTERED = completion("judge-1", None)
 FILTERED["choices"][0]["message"]["refusal"] = "I cannot compare these."
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reply", [REFUSAL, completion("judge-1", ""), FILTERED], ids=["text", "empty", "refusal"])
 def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again_when_it_is_well(
     prefs, sound, tmp_path, capsys, reply
