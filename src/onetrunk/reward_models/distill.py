@@ -174,14 +174,14 @@ class RewardDistillationTrainer(RewardModelTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], Any]:
-        """Return the batches of an optimizer step, with the mean `label_counts` of those of all processes.
+        """Return the batches of an optimizer step, each with the mean `label_counts` of all batches and processes.
 
-        Divided by them, a row weighs the same in whichever batch and process it is.
+        Divided by it, a row weighs the same in whichever batch and process it is.
         """
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
-            own = torch.stack([torch.cat([label_counts(batch), torch.ones(1, device=device)]) for batch in batches])
-            total = self.accelerator.reduce(own.sum(0), "sum")
+            own = torch.stack([label_counts(batch) for batch in batches]).sum(0)
+            total = self.accelerator.reduce(torch.cat([own, own.new_tensor([len(batches)])]).to(device), "sum")
             mean = total[:2] / total[2]
             batches = [{**batch, "label_counts": mean} for batch in batches]
         return batches, num_items
@@ -189,10 +189,10 @@ class RewardDistillationTrainer(RewardModelTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the weighted sum of both losses, each a sum over the rows or pairs that it uses, divided by
-        `label_counts` of the inputs; without them by the numbers that the inputs have.
+        """Return the weighted sum of both losses, each a sum over the rows or pairs of the inputs that it uses.
 
-        In training these are means (`get_batch_samples`), and of a part of a batch those of the batch.
+        The sums are divided by `label_counts`: in training the mean numbers of a batch (`get_batch_samples`), of
+        which a part of a batch adds its share; in an evaluation the numbers of the inputs.
         """
         counts = inputs.get("label_counts", label_counts(inputs))
         num_scores, num_pairs = torch.where(counts > 0, counts, 1.0)
