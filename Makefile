@@ -51,7 +51,7 @@ demo: setup ## train a tiny model by PPO on this machine's CPU and show what it 
 test: setup ## run the tests (about 6 minutes on 2 cores)
 	$(PYTEST)
 
-test-slow: setup ## run the slow tests: real servers, kills, fresh environments (about 45 minutes on 2 cores)
+test-slow: setup ## run the slow tests: real servers, kills, fresh environments (about 50 minutes on 2 cores)
 	$(PYTEST) $(KEEP_FILES) -m slow --timeout 1800 $(NONE_IS_FINE)
 
 test-soak: setup ## run the soak tests: hours of kills and fuzzing

@@ -1,5 +1,5 @@
-"""Imported last by the server that tests fork processes from: what it has loaded is visited by no collection."""
+"""Imported last by the server that tests fork processes from: their collections skip what is loaded."""
 
-from onetrunk.utils.loading import leave_loaded_uncollected
+from onetrunk.utils.loading import freeze_loaded
 
-leave_loaded_uncollected()
+freeze_loaded()

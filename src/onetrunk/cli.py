@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
-from onetrunk.utils.loading import leave_loaded_uncollected, without_collection
+from onetrunk.utils.loading import freeze_loaded, without_collection
 from onetrunk.utils.output import lasting_output
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
@@ -65,8 +65,8 @@ def run(verb: str, words: Sequence[str] | None = None) -> int:
     is_new = name not in sys.modules
     with without_collection():
         stage = import_module(name)
-    if is_new:
-        leave_loaded_uncollected()
+    if is_new:  # Frozen at each call, the garbage of earlier stages would stay.
+        freeze_loaded()
     return stage.main(list(sys.argv[1:] if words is None else words))
 
 

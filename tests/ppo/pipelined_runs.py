@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
 from onetrunk.rollouts import pipelined  # noqa: E402
-from onetrunk.utils.loading import leave_loaded_uncollected  # noqa: E402
+from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
 from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
@@ -102,5 +102,5 @@ def main(folder: Path, what: str = "", seed: str = "0") -> None:
 
 
 if __name__ == "__main__":
-    leave_loaded_uncollected()
+    freeze_loaded()
     main(Path(sys.argv[1]), *sys.argv[2:])

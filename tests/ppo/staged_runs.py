@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
-from onetrunk.utils.loading import leave_loaded_uncollected  # noqa: E402
+from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
 from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
 
@@ -96,5 +96,5 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_loaded_uncollected()
+    freeze_loaded()
     main(Path(sys.argv[1]), sys.argv[2:])

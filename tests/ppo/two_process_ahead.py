@@ -19,7 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.trunk import TrunkModel  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
-from onetrunk.utils.loading import leave_loaded_uncollected  # noqa: E402
+from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests.fakes import CopyBackend  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,
@@ -64,5 +64,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave_loaded_uncollected()
+    freeze_loaded()
     main(Path(sys.argv[1]))

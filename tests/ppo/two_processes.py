@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from onetrunk.models.parallel import local_bytes  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
-from onetrunk.utils.loading import leave_loaded_uncollected  # noqa: E402
+from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,
@@ -146,5 +146,5 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_loaded_uncollected()
+    freeze_loaded()
     main(Path(sys.argv[1]), sys.argv[2:])

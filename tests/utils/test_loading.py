@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from onetrunk.utils.loading import leave_loaded_uncollected, without_collection
+from onetrunk.utils.loading import freeze_loaded, without_collection
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
@@ -36,7 +36,7 @@ class Watched:
 def test_a_collection_leaves_out_what_was_loaded_and_takes_what_came_later():
     gc.collect()
     Watched()
-    leave_loaded_uncollected()
+    freeze_loaded()
     try:
         Watched()
         gc.collect()
@@ -45,11 +45,11 @@ def test_a_collection_leaves_out_what_was_loaded_and_takes_what_came_later():
         gc.unfreeze()
     gc.collect()
     assert Watched.ended == 2
-    leave_loaded_uncollected()  # As the tests began.
+    freeze_loaded()  # As the tests began.
 
 
 def test_a_process_that_keeps_triton_out_of_collections_exits_without_a_word():
     pytest.importorskip("triton")
-    code = "import triton; from onetrunk.utils.loading import leave_loaded_uncollected as leave; leave(); leave()"
+    code = "import triton; from onetrunk.utils.loading import freeze_loaded; freeze_loaded(); freeze_loaded()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -94,7 +94,7 @@ class DistillationCollator(PairCollator):
         # The rows of a pair next to each other; the parts are cut between two groups.
         order = partner.argsort(stable=True)
         groups = partner[order].unique_consecutive(return_inverse=True)[1]
-        counts = batch.get("label_counts", label_counts(batch))
+        counts = batch["label_counts"] if "label_counts" in batch else label_counts(batch)
         parts = []
         for chosen in torch.arange(int(groups[-1]) + 1, device=device).chunk(number):
             indices = order[torch.isin(groups, chosen)]
@@ -194,7 +194,7 @@ class RewardDistillationTrainer(RewardModelTrainer):
         The sums are divided by `label_counts`: in training the mean numbers of a batch (`get_batch_samples`), of
         which a part of a batch adds its share; in an evaluation the numbers of the inputs.
         """
-        counts = inputs.get("label_counts", label_counts(inputs))
+        counts = inputs["label_counts"] if "label_counts" in inputs else label_counts(inputs)
         num_scores, num_pairs = torch.where(counts > 0, counts, 1.0)
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float() * self.unit
