@@ -100,9 +100,6 @@ def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
     for name, row in found["iterations"].items():
         cells = [f"{row[phase]['tokens_per_s']:,} ({_share(row[phase]['roofline'])})" for phase in PHASES]
         lines.append((name, *cells, f"{row['peak_mb']:,}", *_decode_cells(row["decode"])))
-        if "compiled" in row["decode"]:
-            no_phases = [""] * (len(PHASES) + 1)
-            lines.append((f"{name}, compiled step", *no_phases, *_decode_cells(row["decode"]["compiled"])))
     text = [
         "Tokens per second of each phase, in brackets the share of the roofline: the fewest seconds that the"
         " arithmetic allows, at the measured speed of matrix products and copies on this machine, over the measured"

@@ -121,7 +121,6 @@ def test_ppo_learns_the_tasks_with_two_stages(task, seed):
             "pipeline_split has 2 numbers and pipeline_stages is 3",
         ),
         ({"rollout_backend": "pipelined", "use_vllm": True}, "use_vllm samples on a server; leave one of them out"),
-        ({"rollout_backend": "pipelined", "compile_decoding": True}, "compile_decoding compiles a step"),
         ({"rollout_backend": "pipelined", "schedule": "one_step"}, "set schedule to sync"),
     ],
 )

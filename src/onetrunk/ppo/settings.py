@@ -121,12 +121,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     top_k: int = option(0, "Sample from so many most probable tokens; 0: from all. Biases training as top_p does.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
     max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
-    compile_decoding: bool = option(
-        False,
-        "Sample with a compiled step (torch.compile, a static cache, CUDA graphs): for a GPU, where launching kernels"
-        " bounds an eager step (not yet run on hardware). Each of four sizes of the batch is compiled when it is first"
-        " needed. Models that it cannot serve sample eagerly, and the log says why.",
-    )
     rollout_backend: str = option(
         "local",
         "What samples without use_vllm. 'local': each process its own rows, with all layers. 'pipelined': the layers"
@@ -388,7 +382,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")
-        switches = "padding_free score_early compile_decoding pipeline_ahead pipeline_score_early pipeline_training"
+        switches = "padding_free score_early pipeline_ahead pipeline_score_early pipeline_training"
         for name in switches.split():
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
@@ -415,11 +409,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                 raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
 
     def _check_rollout(self) -> None:
-        if self.compile_decoding and self.use_vllm:
-            raise ValueError(
-                "compile_decoding is about sampling in this process, and use_vllm samples on a server;"
-                " leave one of them out"
-            )
         if self.num_rollouts is not None:
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):
@@ -440,12 +429,10 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
 
     def _check_pipeline(self) -> None:
         if self.rollout_backend == "pipelined":
-            for name, why in (
-                ("use_vllm", "samples on a server"),
-                ("compile_decoding", "compiles a step of the whole model"),
-            ):
-                if getattr(self, name):
-                    raise ValueError(f"rollout_backend is 'pipelined' and {name} {why}; leave one of them out")
+            if self.use_vllm:
+                raise ValueError(
+                    "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out"
+                )
         else:
             self._check_pipeline_without_sampling()
             if not self.pipeline_training:

@@ -61,7 +61,7 @@ SETTINGS = {
 # Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
 # rollout in use again.
 FREE_IN_PPO = frozenset(
-    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows compile_decoding trunk_cache"
+    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache"
     " score_early pipeline_score_early rollout_backend".split()
 )
 

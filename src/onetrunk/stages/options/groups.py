@@ -59,7 +59,7 @@ OF_CLASS = {
 # Single names, which come before the classes; a * at the end stands for any ending.
 _OF_NAME = {
     "rollout": "rollout_batch_size num_generations num_rollouts max_prompt_length overlong_prompts"
-    " max_completion_length temperature top_p top_k stop_tokens max_rollout_rows compile_decoding rollout_backend"
+    " max_completion_length temperature top_p top_k stop_tokens max_rollout_rows rollout_backend"
     " pipeline_* chat_template_kwargs shuffle_dataset schedule max_staleness score_early",
     "reward": "reward_funcs reward_weights missing_eos_penalty length_penalty truncated_completions normalize_scores"
     " score_clip max_unscored_fraction",
