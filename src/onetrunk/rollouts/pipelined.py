@@ -42,11 +42,10 @@ from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
 from onetrunk.rollouts.producer import StartedRow
 from onetrunk.rollouts.stage_links import StageLinks
-from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Rollout, RowKey
 
-# In place of the number of a batch: nothing follows; a pack that is scored.
-END, PACK = -1, -2
+# In place of the number of a batch: nothing follows.
+END = -1
 # A row that ended, and its values [len(completion)] if they are computed.
 _Finished = tuple[Completion, Tensor | None]
 
@@ -151,12 +150,10 @@ class PipelinedBackend:
         keys: Sequence[RowKey],
         *,
         ahead: tuple[Sequence[list[int]], Sequence[RowKey]] | None = None,
-        scoring: StageScoring | None = None,
     ) -> Rollout:
         """Return one completion per prompt, in the order of this process's prompts. All stages call it together.
 
         Args:
-            scoring: runs packs of finished rows on slots that no batch uses; for stages that share their rows.
             ahead: prompts and keys of the next call. They start where places are free while the last rows of this call
                 decode. What is finished when this call ends is returned by the next one, with its policy version; the
                 other rows start again there.
@@ -187,8 +184,6 @@ class PipelinedBackend:
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
             run = _StageRun(self, call, rows, stage, links)
-            if scoring is not None:
-                run.score_with(scoring, keys, self._ahead)
             error = run.until_end()
         errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
         self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
@@ -344,25 +339,6 @@ class _StageRun:
         self.has_values = backend.computes_values and _has_policy_values(call.model)
         shape = (num_rows, call.params.max_completion_length) if links.is_last and self.has_values else (0, 0)
         self.values = torch.zeros(shape, device=self.device)
-        self.scoring: StageScoring | None = None
-        # Of each row of this call its place among the rows that are scored.
-        self.places: list[int] = []
-
-    def score_with(self, scoring: StageScoring, keys: Sequence[RowKey], finished: Mapping[RowKey, StartedRow]) -> None:
-        """Score packs of finished rows where a batch has ended.
-
-        Args:
-            scoring: of the rows with these keys.
-            keys: of all rows that the call returns.
-            finished: rows that were sampled ahead.
-        """
-        places = {tuple(key): place for place, key in enumerate(keys)}
-        self.scoring = scoring
-        self.places = [places[key] for key in self.call.keys[: self.rows.num_current]]
-        if len(self.waiting) > self.num_batches * self.capacity:
-            # Rows that wait start such that minibatches are finished one after the other.
-            self.waiting = deque(sorted(self.waiting, key=lambda row: scoring.minibatch_of[self.places[row]]))
-        scoring.add({places[key]: row.completion_ids for key, row in finished.items() if key in places})
 
     def until_end(self) -> str | None:
         """Run until every row is finished; return an error message that ended it early."""
@@ -418,8 +394,6 @@ class _StageRun:
                 num_done, num_tokens = num_done + len(lengths), num_tokens + sum(lengths)
                 if self.backend.progress is not None:
                     self.backend.progress(num_done, current, num_tokens)
-            if self.scoring is not None:
-                self.scoring.add(self._completed(state, ended))
             staying = [place for place, has_ended in enumerate(ended) if not has_ended]
             goes_on = error is None and num_done < current
             new = self._next_rows(self._room(state, len(staying))) if goes_on else []
@@ -427,8 +401,6 @@ class _StageRun:
                 flight.append(self._begin_turn(_Turn(batch, staying, new)))
             else:
                 del self.states[batch]
-            if error is None and flight and len(flight) < self.links.num_stages:
-                self._begin_pack()
         if not self.links.is_last:
             self.links.send_on(_Turn(END, [], []).encoded(self.capacity))
         return error
@@ -464,18 +436,6 @@ class _StageRun:
         longest = self.call.params.max_completion_length
         return [code == STOPPED or n == longest for code, n in zip(status, state.counts, strict=True)]
 
-    def _completed(self, state: DecodeState, ended: Sequence[bool]) -> dict[int, list[int]]:
-        """Return the completions of the rows of this call that ended, by their places among those that are scored."""
-        own = [i for i, has_ended in enumerate(ended) if has_ended and state.rows[i] < self.rows.num_current]
-        return {self.places[state.rows[i]]: state.completion(i, stopped=False).token_ids for i in own}
-
-    def _begin_pack(self) -> None:
-        """Let a pack of finished rows use the slot of a batch that has ended, if there is one."""
-        begun = None if self.scoring is None else self.scoring.begin()
-        if begun is not None:
-            description, states = begun
-            self._send_pack(_Turn(PACK, [len(description)], []).encoded(self.capacity), description, states)
-
     def _fault(self, state: DecodeState, status: Sequence[int]) -> str | None:
         for row, count, code in zip(state.rows, state.counts, status, strict=True):
             if code in FAULTS:
@@ -496,9 +456,6 @@ class _StageRun:
                 if not self.links.is_last:
                     self.links.send_on(message)
                 return
-            if turn.batch == PACK:
-                self._follow_pack(message, turn.staying[0], dtype)
-                continue
             result = self._forward(turn, dtype)
             state = self.states[turn.batch]
             if self.links.is_last:
@@ -506,12 +463,6 @@ class _StageRun:
             else:
                 self.links.send_on(message, result)
                 _append(state, torch.zeros(len(state.rows), dtype=torch.int64, device=self.device))
-
-    def _follow_pack(self, message: Tensor, count: int, dtype: torch.dtype) -> None:
-        description = self.links.next_numbers(count)
-        states = self.scoring.follow(description, lambda size: self.links.next_states(size, dtype, self.device))
-        if states is not None:
-            self._send_pack(message, description, states)
 
     # --- every stage -------------------------------------------------------------------------------------------------
 
@@ -551,11 +502,6 @@ class _StageRun:
                 self.values[rows, state.places] = self.call.model.value_head(hidden).float()
         self.most_gib = max(self.most_gib, used_gib(self.device))
         return result
-
-    def _send_pack(self, message: Tensor, description: Tensor, states: Tensor) -> None:
-        self.links.send_on(message, states)
-        self.links.send_numbers(description)
-        self.most_gib = max(self.most_gib, used_gib(self.device))
 
     def _received(self, parts: Sequence[DecodeState], dtype: torch.dtype | None) -> list[Tensor | None]:
         """Return the states [b, t, H] of each part from the stage before; None on the first stage."""
