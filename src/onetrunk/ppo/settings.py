@@ -151,8 +151,9 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     pipeline_ahead: bool = option(
         False,
         "With rollout_backend pipelined: let rows of the next rollout start where places are free while the last rows"
-        " of a rollout decode. Those that are finished with it are used in the next one, one rollout old, and"
-        " corrected by vllm_importance_sampling_correction as rollouts of schedule one_step are.",
+        " of a rollout decode. The next one uses all of them: rows that still run go on there, with tokens of the new"
+        " policy. Tokens of the old one are corrected by vllm_importance_sampling_correction, as with schedule"
+        " one_step.",
     )
     pipeline_training: bool = option(
         False,
