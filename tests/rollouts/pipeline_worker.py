@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -205,7 +204,7 @@ def sampled_ahead(device: torch.device) -> dict[str, Any]:
     tokens_so_far = [len(saved[key].completion_ids) if key in saved else 0 for key in next_keys]
     kept = backend.generate(prompts, SEEDED, next_keys)
     old = LocalBackend(model).generate(prompts, SEEDED, next_keys)
-    old_model, model = model, copy.deepcopy(model)
+    old_model, model = model, a_trunk().to(device)
     move(model, seed=7)
     backend.sync(model, 2)
     # A resumed run has another backend, which knows what was saved.
