@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from onetrunk.models.pipeline import StageLost, is_broken_link
+from onetrunk.utils.files import parse_json
 from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def heartbeat_file(folder: str | os.PathLike[str], rank: int) -> Path:
 def read_beat(folder: str | os.PathLike[str], rank: int) -> Beat | None:
     """Return a rank's heartbeat, or None if there is none."""
     try:
-        return Beat(**json.loads(heartbeat_file(folder, rank).read_bytes()))
+        return Beat(**parse_json(heartbeat_file(folder, rank).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
-from onetrunk.utils.files import read_json, require_inside, require_relative
+from onetrunk.utils.files import parse_json, read_json, require_inside, require_relative
 from onetrunk.utils.yaml_files import check_aliases
 
 # The files that tell the loader which files of a folder hold rows.
@@ -173,7 +173,7 @@ def _json_fault(path: Path) -> str | None:
         lines = [(1, text)]
     for number, line in lines:
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except json.JSONDecodeError as error:
             return f"{path.name} line {number - 1 + error.lineno}: {error.msg}"

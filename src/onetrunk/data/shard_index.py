@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from onetrunk.data.files import check_folder, hub_errors
 from onetrunk.data.names import BUILDERS, looks_like_path
-from onetrunk.utils.files import atomic_write_bytes
+from onetrunk.utils.files import atomic_write_bytes, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def _columns_of(url: str, begin: int, end: int) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for number, line in enumerate(lines):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{url}, row {number}: {error}; repair it (JSONL has one object per line)") from error
         if not isinstance(row, dict):

@@ -16,7 +16,7 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
 from onetrunk.checkpoints.heartbeats import read_beat
-from onetrunk.utils.files import read_json
+from onetrunk.utils.files import parse_json, read_json
 
 # Trainer pushes no path that begins with an underscore to the Hub.
 FOLDER = "_report"
@@ -162,8 +162,8 @@ def gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float | None:
 def _mappings(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = parse_json(line)
+        except ValueError:
             continue
         if isinstance(value, dict):
             yield value

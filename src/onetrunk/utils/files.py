@@ -102,8 +102,20 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Raises:
         RuntimeError: the file is missing, unreadable or damaged; the message names it.
     """
-    with _reading(path, "JSON", ValueError, RecursionError):
-        return json.loads(Path(path).read_bytes())
+    with _reading(path, "JSON", ValueError):
+        return parse_json(Path(path).read_bytes())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, for every file and answer that others write.
+
+    Raises:
+        ValueError: it is not JSON, or nests so deep that Python's parser gives up.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
     if contest is not None:
         others["win_rate"] = {"opponent": evaluation.opponent, **contest.metrics}
     if evaluation.pairs:
-        atomic_write_text(folder / PAIRS, "".join(f"{line}\n" for line in pair_lines(evaluation)))
+        atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(evaluation))))
     plots = plot_contest(folder, contest) if contest is not None else []
     atomic_write_text(folder / REPORT, redact(report_text(evaluation, plots)))
     # Last: when metrics.json exists, so do the other files.

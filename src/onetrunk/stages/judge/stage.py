@@ -97,7 +97,7 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
         say("all answers are kept; run the same command again to continue", after_bar=True)
         raise
     values = results(args, measured, constitution, costs)
-    atomic_write_text(folder / PAIRS, "".join(f"{line}\n" for line in pair_lines(measured)))
+    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(measured))))
     path = write_values(folder, values)
     show_results(args, measured, values)
     print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from onetrunk.utils.files import parse_json
+
 FILE = Path(__file__).with_name("options.json")
 # The packages that the settings classes inherit from.
 LIBRARIES = ("transformers", "trl")
@@ -121,8 +123,8 @@ def mapping_reader(name: str) -> Callable[[str], dict[str, Any]]:
     def read(text: str) -> dict[str, Any]:
         value, reason = None, ""
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
+            value = parse_json(text)
+        except ValueError as error:
             reason = f" ({error})"
         if not isinstance(value, dict):
             example = MAPPING_EXAMPLES.get(name, '{"enable_thinking": false}')
