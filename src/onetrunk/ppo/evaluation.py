@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import Trainer
@@ -39,6 +38,7 @@ from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, equal_cou
 from onetrunk.rewards.judge import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
+from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from onetrunk.utils.redaction import redact
@@ -137,7 +137,7 @@ class SampleLog:
             return
         write_samples(self.folder, name, scored, self._extra if with_columns else {})
         if self.num_rows:
-            console = Console()
+            console = table_console()
             with console.capture() as capture:
                 console.print(sample_table(scored, name, self.num_rows))
             tqdm.write(capture.get())  # above a running progress bar
@@ -183,8 +183,7 @@ def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
 
 def _cell(text: Any) -> str:
     plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
-    plain = plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
-    return plain.replace("[", r"\[")
+    return plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
 
 
 def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[str, SampledText]:

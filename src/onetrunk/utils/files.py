@@ -107,13 +107,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, for every file and answer that others write.
+    """Return the value of a JSON text, for files and answers that others write.
+
+    An integer beyond the range of a float is infinite, as 1e400 is, so that no number overflows where it is used.
 
     Raises:
         ValueError: it is not JSON, or nests so deep that Python's parser gives up.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
 

@@ -46,6 +46,7 @@ from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.running import Terminated, run_stage, say
 from onetrunk.stages.tables import show, show_columns, text_table, write_values
 from onetrunk.types import as_text
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
@@ -272,7 +273,7 @@ def show_results(args: JudgeArguments, measured: Sequence[Measured], values: dic
     show_columns(f"agreement with people on {values['dataset']}", columns)
     for name, entry in values["judges"].items():
         for finding in entry["findings"]:
-            print(f"judge: {name}: {finding}")
+            print(printable(f"judge: {name}: {finding}"))
     wrong = worst_pairs(measured[-1].rows, args.num_samples_to_print)
     if wrong:
         show(text_table(("prompt", "better for people", "other", "probability"), wrong))

@@ -46,6 +46,7 @@ from onetrunk.stages.plain_arguments import (
     require_output_dir_is_set,
     with_first_word,
 )
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.objects import is_dotted_path
 from onetrunk.utils.redaction import add_stored_token, redact
 from onetrunk.utils.shipped import find_config, missing_config_hint
@@ -95,7 +96,7 @@ def answer(verb: str, argv: Sequence[str], description: str) -> int | None:
 def say(*lines: str) -> None:
     """Print lines to stderr, without secrets."""
     add_stored_token()
-    print(redact("\n".join(lines)), file=sys.stderr, flush=True)
+    print(printable(redact("\n".join(lines))), file=sys.stderr, flush=True)
 
 
 def check(verb: str, argv: Sequence[str], options: Sequence[Option]) -> None:

@@ -193,6 +193,14 @@ def _read_file(
     return values, faults
 
 
+def _entry_fault(option: Option, entries: Sequence[Any]) -> str | None:
+    """Return what is wrong with the entries of a list; a number may be written as a text, such as 1e-3."""
+    kinds = {"int": (int, str), "float": (int, float, str)}.get(option.type, (str,))
+    wrong = [entry for entry in entries if type(entry) not in kinds]
+    what = "text, in quotes where YAML reads it otherwise" if kinds == (str,) else "numbers"
+    return f"holds {wrong[0]!r:.100} ({type(wrong[0]).__name__}); expected {what}" if wrong else None
+
+
 def value_fault(option: Option, value: Any) -> str | None:
     """Return what is wrong with a YAML value for an option; None for nothing, or for what argparse checks."""
     if isinstance(value, str) or "Any" in option.kinds:
@@ -207,6 +215,8 @@ def value_fault(option: Option, value: Any) -> str | None:
         fits = bool({"int", "float"} & set(option.kinds))
     else:
         fits = type(value).__name__ in option.kinds
+    if isinstance(value, list) and "list" in option.kinds:
+        return _entry_fault(option, value)
     if not fits:
         names = sorted(name for name in option.kinds if name != "NoneType")
         return f"is {value!r} ({type(value).__name__}); expected {' or '.join(names)}"

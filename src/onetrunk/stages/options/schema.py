@@ -129,7 +129,7 @@ def mapping_reader(name: str) -> Callable[[str], dict[str, Any]]:
         if not isinstance(value, dict):
             example = MAPPING_EXAMPLES.get(name, '{"enable_thinking": false}')
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not a mapping{reason}; expected a mapping as JSON, such as '{example}'"
+                f"{text!r:.200} is not a mapping{reason}; expected a mapping as JSON, such as '{example}'"
             )
         return value
 
