@@ -240,7 +240,7 @@ LARGE = "1" * 400
         ("metrics.json", "[" * 100_000),
         ("metrics.json", "[1]"),
         ("metrics.json", '{"win_rate": {"win_rate": "x", "interval": 3}}'),
-        ("metrics.json", f'{{"policy": {{"score/mean": {LARGE}, "kl/ref": null}}, "reference": 3}}'),
+        ("metrics.json", f'{{"policy": {{"score/mean": {LARGE}}}, "reference": {{"score/mean": 1.5}}}}'),
         ("_report/run.json", "{"),
         ("_report/run.json", '{"verb": [], "planned_steps": "many"}'),
         ("_report/run.json", '{"settings": [1], "changed": 3}'),

@@ -88,7 +88,7 @@ def write_card(
         tags=sorted({*TAGS, *tags}),
         **data,
     )
-    base_words = f"the base model `{Path(base).name}`" if base else "a base model without a name"
+    base_words = f"the base model `{markdown_text(Path(base).name)}`" if base else "a base model without a name"
     if hub_base:
         base_words = f"[{hub_base}](https://huggingface.co/{hub_base})"
     name = trainer.args.hub_model_id or Path(trainer.args.output_dir).resolve().name

@@ -28,6 +28,8 @@ def blocks_of(parts: Iterable[tuple[Path, Callable[[], Sequence[Block]]]]) -> li
     for source, make in parts:
         try:
             blocks += make()
+        except OSError:  # The page cannot be written.
+            raise
         except Exception as error:  # Files may hold anything, under every key.
             text = f"A part is left out: {source} is damaged ({type(error).__name__}: {error})."
             logger.warning(text)

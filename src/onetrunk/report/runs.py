@@ -179,12 +179,13 @@ def _mappings(path: Path) -> Iterator[dict[str, Any]]:
 def _json_if_there(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path) if path.is_file() else {}
+        if isinstance(value, dict):
+            return value
+        problem = f"{path} holds no JSON object"
     except RuntimeError as error:
-        value = error
-    if not isinstance(value, dict):
-        what = value if isinstance(value, RuntimeError) else f"{path} holds no JSON object"
-        logger.warning("%s; the report leaves it out", what)
-    return value if isinstance(value, dict) else {}
+        problem = str(error)
+    logger.warning("%s; the report leaves it out", problem)
+    return {}
 
 
 def _with_steps(entries: Any) -> list[dict[str, Any]]:

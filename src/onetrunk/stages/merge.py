@@ -29,6 +29,7 @@ from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import MergeArguments, with_first_word
 from onetrunk.stages.running import run_stage
+from onetrunk.utils.escaping import markdown_text
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
@@ -110,11 +111,11 @@ def write_card(folder: Path, args: MergeArguments, base: str) -> None:
         pipeline_tag="text-generation",
         tags=["onetrunk", "ppo"],
     )
-    name = repo_name(args)
+    name, base_name = repo_name(args), markdown_text(Path(base).name)
     text = CARD.format(
         metadata=data.to_yaml(),
-        title=name.split("/")[-1],
-        base=f"[{base}](https://huggingface.co/{base})" if on_hub else f"The base model `{Path(base).name}`",
+        title=markdown_text(name.split("/")[-1]),
+        base=f"[{base}](https://huggingface.co/{base})" if on_hub else f"The base model `{base_name}`",
         version=sys.modules["onetrunk"].__version__,
         where=name if args.hub_model_id and args.push_to_hub else ".",
     )

@@ -262,7 +262,7 @@ async def post_json(client: httpx2.AsyncClient, url: str, body: Any, secret: str
 
 
 def json_of(response: httpx2.Response, secret: str | None) -> Any:
-    """Return the JSON value of a response; of one to a call with a secret without all secrets: servers repeat headers.
+    """Return the JSON value of a response. If a secret was sent, all secrets are removed: a server may repeat headers.
 
     Raises:
         CallError: a body that is not JSON.
