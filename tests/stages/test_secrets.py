@@ -69,6 +69,14 @@ def test_a_log_record_without_a_secret_keeps_its_arguments(caplog):
     assert caplog.records[-1].args == (3, "a file")
 
 
+def test_what_a_server_says_cannot_act_in_the_terminal_that_shows_it(caplog, capsys):
+    with secrets_redacted():
+        logging.getLogger("other").warning("the server says %s", "\x1b[2Jgone\rnothing")
+    say("error: \x1b[2Jgone")
+    assert r"the server says \x1b[2Jgone\rnothing" in caplog.text
+    assert capsys.readouterr().err == "error: \\x1b[2Jgone\n"
+
+
 def test_a_message_that_does_not_fit_its_arguments_stops_nothing(capsys):
     assert CANARY not in logged(lambda logger: logger.warning("%d rows", CANARY))
     assert CANARY not in capsys.readouterr().err
