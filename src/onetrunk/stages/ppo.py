@@ -28,6 +28,7 @@ from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.judging import load_judge_parts, measured_words
+from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import JUDGE, PAIRWISE, PPODataArguments, PPOJudgeArguments, check_judges
 from onetrunk.stages.resuming import begin, finish, train
@@ -163,13 +164,10 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
 
 parse_ppo = partial(
     parse,
-    dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     verb="ppo",
-    description="Train a LoRA policy on one frozen base by PPO.",
-    knows_ppo=True,
+    dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     check=check_judges,
 )
-DRY_RUN = ("--dry_run", "--dry-run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,3 +116,9 @@ def _redacted_record(record: logging.LogRecord) -> logging.LogRecord:
 def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print a stack trace to stderr as Python does, without secrets."""
     print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+
+
+def say(*lines: str) -> None:
+    """Print lines to stderr, without secrets."""
+    add_stored_token()
+    print(redact("\n".join(lines)), file=sys.stderr, flush=True)
