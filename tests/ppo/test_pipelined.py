@@ -83,6 +83,8 @@ def test_a_run_says_which_layers_a_stage_has_and_resumes_in_the_middle_of_a_roll
 def test_rows_sampled_ahead_are_one_rollout_old_corrected_and_resumed(place, how):
     facts = [json.loads((launched(place, how) / f"ahead-{rank}.json").read_text()) for rank in (0, 1)]
     assert facts[0] == facts[1]
+    # Checkpoints have rows that still run.
+    assert facts[0]["unfinished-3"] + facts[0]["unfinished-4"] > 0
     # The first rollout has nothing to start from; later ones hold some rows of the version before.
     first, *later = facts[0]["sampling/staleness"]
     assert first == 0 and len(later) == 3 and all(0 <= share < 1 for share in later) and max(later) > 0

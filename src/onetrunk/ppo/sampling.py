@@ -38,7 +38,6 @@ from onetrunk.rollouts.base import (
 )
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.rollouts.producer import StartedRow
-from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -315,7 +314,6 @@ class Sampler:
         trains: bool = False,
         captures_last: bool = False,
         ahead: PromptBatch | None = None,
-        scoring: StageScoring | None = None,
     ) -> Rollout:
         """Return one completion per row; RuntimeError if the backend breaks its contract.
 
@@ -325,13 +323,10 @@ class Sampler:
             trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
             captures_last: capture the state of a row's last token too, whatever the sampler is set to.
             ahead: prompts of the next call, with which a pipeline fills places that are free.
-            scoring: runs packs of finished rows in the stages of a pipeline, while others decode.
         """
         if self.is_versioned:
             return self.generate_as(role, version, batch.prompt_ids, batch.keys)
         keywords: dict[str, Any] = {} if ahead is None else {"ahead": (ahead.prompt_ids, ahead.keys)}
-        if scoring is not None:
-            keywords["scoring"] = scoring
         if trains and self.captures_states:
             keywords |= {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
         rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from onetrunk.models.cache import TrunkCache
 from onetrunk.models.parallel import reshard
 from onetrunk.models.staged import staged
-from onetrunk.models.trunk import PackOutput
 from onetrunk.ppo.sampling import RolloutPack
 from onetrunk.types import Experience
 
@@ -47,7 +46,6 @@ class PackScorer:
         packs: Sequence[RolloutPack],
         roles: Sequence[str],
         poll: Callable[[], None] = lambda: None,
-        known: Mapping[tuple[int, ...], PackOutput | None] | None = None,
     ) -> list[RolloutPack]:
         """Return the packs with the outputs of `roles`, and with `output.states` if there is a cache.
 
@@ -55,7 +53,6 @@ class PackScorer:
             packs: all or none with captured states; without them the frozen lower layers make the states.
             roles: as TrunkModel takes them.
             poll: called before each pack; may raise to give up.
-            known: outputs of packs by their rows, from pipeline stages that ran them while they sampled.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.
@@ -64,7 +61,7 @@ class PackScorer:
         self._were_captured = any(item.states is not None for item in packs)
         if self.cache is not None and not self._were_captured:
             roles = (*roles, "trunk")
-        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll, known or {})
+        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll)
         for item in packs if not scored else ():
             poll()
             output = self.model()(pack=item.pack, states=item.states, roles=tuple(roles), temperature=self.temperature)
@@ -84,16 +81,11 @@ class PackScorer:
         packs: Sequence[RolloutPack],
         roles: Sequence[str],
         poll: Callable[[], None],
-        known: Mapping[tuple[int, ...], PackOutput | None],
     ) -> list[RolloutPack]:
-        """Return the packs with the outputs of a model in pipeline stages, which run together those not yet known."""
+        """Return the packs with the outputs of a model in pipeline stages, which run them together."""
         poll()
-        stage, by_rows = staged(self.model()), {tuple(item.rows): item.pack for item in packs}
-        rest = [rows for rows in by_rows if rows not in known]
-        outputs = stage.outputs([by_rows[rows] for rows in rest], roles, self.temperature)
-        shared = stage.known_outputs([by_rows[rows] for rows in known], roles, list(known.values()))
-        found = dict(zip([*rest, *known], [*outputs, *shared], strict=True))
-        return [replace(item, output=found[tuple(item.rows)]) for item in packs]
+        outputs = staged(self.model()).outputs([item.pack for item in packs], roles, self.temperature)
+        return [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
 
     def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the experiences as a checkpoint keeps them: without the states that the same forwards make again.

@@ -38,7 +38,6 @@ PIPELINE_SETTINGS = (
     "pipeline_batches",
     "pipeline_split",
     "pipeline_ahead",
-    "pipeline_score_early",
     "pipeline_training",
 )
 # Those of stages that train, whatever samples.
@@ -146,14 +145,9 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     pipeline_ahead: bool = option(
         False,
         "With rollout_backend pipelined: let rows of the next rollout start where places are free while the last rows"
-        " of a rollout decode. Those that are finished with it are used in the next one, one rollout old, and"
-        " corrected by vllm_importance_sampling_correction as rollouts of schedule one_step are.",
-    )
-    pipeline_score_early: bool = option(
-        False,
-        "With pipeline_training and rollout_backend pipelined: score the packs of minibatches whose rows are finished"
-        " on the slots of batches that have ended, while the last rows decode. The outputs are the same. It pays with"
-        " many stages and small packs (not yet run on hardware).",
+        " of a rollout decode. The next one uses all of them: rows that still run go on there, with tokens of the new"
+        " policy. Tokens of the old one are corrected by vllm_importance_sampling_correction, as with schedule"
+        " one_step.",
     )
     pipeline_training: bool = option(
         False,
@@ -382,7 +376,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")
-        switches = "padding_free score_early pipeline_ahead pipeline_score_early pipeline_training"
+        switches = "padding_free score_early pipeline_ahead pipeline_training"
         for name in switches.split():
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
@@ -447,11 +441,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         require_split(self)
         if self.pipeline_training:
             self._check_stage_training()
-        elif self.pipeline_score_early:
-            raise ValueError(
-                "pipeline_score_early is set and pipeline_training is not: the processes score as replicas, after the"
-                " rollout; set pipeline_training, or leave pipeline_score_early out"
-            )
 
     def _check_pipeline_without_sampling(self) -> None:
         """Check that no setting asks for stages but, with rollouts from a server, those that train."""

@@ -61,7 +61,7 @@ SETTINGS = {
 # rollout in use again.
 FREE_IN_PPO = frozenset(
     "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache"
-    " score_early pipeline_score_early rollout_backend".split()
+    " score_early rollout_backend".split()
 )
 
 
