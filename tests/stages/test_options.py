@@ -120,7 +120,7 @@ def test_help_explains_an_option_or_all_with_a_word_in_their_names(capsys):
     text = capsys.readouterr().out
     assert "--kl_target" in text and "--kl_estimator" in text and "--learning_rate" not in text
     assert cli.main(["ppo", "--help", "epsilon"]) == 0 and "--epsilon_high" not in capsys.readouterr().out
-    assert cli.main(["ppo", "--help", "--epsilon-high"]) == 0 and "Upper clip range" in capsys.readouterr().out
+    assert cli.main(["ppo", "--help", "epsilon-high"]) == 0 and "Upper clip range" in capsys.readouterr().out
     assert cli.main(["ppo", "--help", "learning_raet"]) == 2
     assert "did you mean 'learning_rate'?" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_ppo_config_takes_the_old_name_and_has_a_signature_and_a_line_per_field(
         ("onetrunk pp", {"ppo"}),
         ("onetrunk ppo --value_h", {"--value_head", "--value_head_init"}),
         ("onetrunk sft --dtype f", {"float16", "float32"}),
-        ("onetrunk ppo --whiten_rewards ", {"true", "false"}),
+        ("onetrunk ppo --whiten_rewards t", {"true"}),
         ("onetrunk run --unt", {"--until"}),
     ],
 )

@@ -26,6 +26,7 @@ from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.resolve import names_a_model, resolve_reward
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
@@ -108,6 +109,7 @@ def run(
     is_done, resume = begin("ppo", args, PPOTrainer.needed_files)
     if is_done:
         return
+    require_functions(data.reward_funcs)
     rows, held_out = load_training_rows(data, args.seed, prompt_rows)
     require_push(args)
     with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:
@@ -119,6 +121,13 @@ def run(
         if reference is not None:
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)
     finish("ppo", trainer, "the adapter", dataset=data.hub_dataset)
+
+
+def require_functions(reward_funcs: Sequence[str]) -> None:
+    """Import the reward functions that are named, so that a wrong name is reported before anything loads."""
+    for spec in reward_funcs:
+        if spec not in (JUDGE, PAIRWISE) and "://" not in spec and not names_a_model(spec):
+            resolve_reward(spec)
 
 
 def make_trainer(

@@ -37,7 +37,7 @@ from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.stages.judge.arguments import JudgeArguments
+from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.judge.metrics import ALL, Judged, agreement, findings, judge_metrics
 from onetrunk.stages.judging import ShownLimit
 from onetrunk.stages.parsing import parse
@@ -289,5 +289,10 @@ def worst_pairs(rows: Sequence[Judged], number: int) -> list[tuple[str, str, str
     return [(*texts, f"{p:.3f}") for p, *texts in sorted(wrong)[:number]]
 
 
-parse_judge = partial(parse, verb="judge", dataclass_types=(JudgeArguments, JudgeConfig, CostConfig))
+parse_judge = partial(
+    parse,
+    verb="judge",
+    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
+    check=lambda args, settings, prices: check_judge_is_named(settings),
+)
 main = partial(run_stage, "judge", parse_judge, run)

@@ -45,7 +45,7 @@ from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments
 from onetrunk.stages.judging import measured_words
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.given import GivenItem, GivenSource
 from onetrunk.stages.prefs.output import (
     claim_folder,
@@ -476,6 +476,9 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Result:
 
 
 parse_prefs = partial(
-    parse, verb="prefs", dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments)
+    parse,
+    verb="prefs",
+    dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments),
+    check=lambda args, settings, prices, model_args: check_model_is_named(args, model_args),
 )
 main = partial(run_stage, "prefs", parse_prefs, run)
