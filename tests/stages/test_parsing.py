@@ -11,8 +11,8 @@ from onetrunk import __version__, cli
 from onetrunk.ppo.alarm_rules import RULES
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.options.collect import StageParser
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.parsing import StageParser
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.stage import parse_run

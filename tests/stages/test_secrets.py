@@ -11,7 +11,7 @@ import pytest
 
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward

@@ -498,7 +498,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                 " leave top_p and top_k out"
             )
         for name in TRUNCATION_ALARMS:
-            if getattr(self, f"alarm_{name}") == RULES[name].default:
+            if getattr(self, f"alarm_{name}") == getattr(AlarmConfig, f"alarm_{name}"):
                 setattr(self, f"alarm_{name}", None)
 
     def _check_objective(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from onetrunk.checkpoints.heartbeats import Heartbeat
 from onetrunk.models.parallel import launch_layout
 from onetrunk.models.speedups.memory import is_out_of_memory
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
 from onetrunk.stages.secrets import print_redacted, secrets_redacted
 from onetrunk.utils.escaping import printable

@@ -122,5 +122,11 @@ def print_redacted(kind: type[BaseException], error: BaseException, trace: Trace
     print(_shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
+def say(*lines: str) -> None:
+    """Print lines to stderr, without secrets and control characters."""
+    add_stored_token()
+    print(_shown("\n".join(lines)), file=sys.stderr, flush=True)
+
+
 def _shown(text: str) -> str:
     return printable(redact(text))

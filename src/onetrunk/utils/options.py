@@ -1,7 +1,6 @@
 """`option`: a field of a settings class with its help text. Every room with settings uses it.
 
-This module and the settings classes that need no trainer import neither torch nor transformers, because the command
-line checks settings before it imports them (stages/options).
+`stages/options/table.py` reads the arguments of `option` from the source code: write literals or constants.
 """
 
 from __future__ import annotations

@@ -292,9 +292,8 @@ def worst_pairs(rows: Sequence[Judged], number: int) -> list[tuple[str, str, str
 
 parse_judge = partial(
     parse,
-    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
     verb="judge",
-    description="Measure judges and reward models on pairs with the preferences of people.",
+    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
     check=lambda args, settings, prices: check_judge_is_named(settings),
 )
 main = partial(run_stage, "judge", parse_judge, run)

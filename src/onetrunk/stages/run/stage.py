@@ -24,8 +24,8 @@ from rich.text import Text
 
 from onetrunk.checkpoints.folders import described
 from onetrunk.report.report import write_report_of
-from onetrunk.stages.options.run_words import run_words
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.options.words import run_words
 from onetrunk.stages.resuming import has_result, say_where
 from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
 from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
