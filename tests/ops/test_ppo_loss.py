@@ -105,6 +105,34 @@ def test_values_outside_the_mask_change_neither_loss_nor_gradient(estimator):
     assert_close(gradients(dirty_loss, dirty), gradients(loss, t), rtol=0, atol=0)
 
 
+def test_a_token_that_is_not_finite_shows_in_the_loss_and_in_its_own_gradient():
+    t = random_tensors()
+    row, column = t.mask.nonzero()[0].tolist()
+    t.logprobs.data[row, column] = torch.nan
+    loss, _ = loss_of(vars(t), COEFS)
+    _, gradient, _ = gradients(loss, t)
+    assert loss.isnan() and gradient[row, column].isnan() and gradient.isnan().sum() == 1
+
+
+def test_a_pack_without_a_counted_token_gives_a_loss_of_zero():
+    t = random_tensors()
+    t.mask[:] = False
+    loss, stats = loss_of(vars(t), COEFS)
+    assert loss == 0 and not any(gradient.any() for gradient in gradients(loss, t))
+    assert not any(x.any() for group in stats.values() for x in group.values())
+
+
+def test_a_small_kl_keeps_its_digits_in_float32():
+    # exp(d) - 1 - d in float32 at d = 1e-4 would be 0 or 1e-7; it is d^2 / 2 = 5e-9
+    d = torch.full((1, 4), 1e-4)
+    zero = torch.zeros_like(d)
+    tensors = dict(mask=zero == 0, logprobs=d, **dict.fromkeys(CONSTANTS, zero))
+    del tensors["weights"]
+    _, stats = loss_of(tensors, LossCoefficients(kl_estimator="k3", beta=1.0))
+    for kl in (stats["policy"]["approx_kl"], stats["kl"]["loss"]):
+        assert kl.item() == pytest.approx(5e-9, rel=1e-3)
+
+
 def test_values_that_stay_within_the_clip_range_count_as_not_clipped():
     # V_old + (V - V_old) would not be V to the last bit, and .2% of such values count as clipped
     generator = torch.Generator().manual_seed(0)

@@ -2,8 +2,8 @@
 
 Tensors are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted tokens divided by
 `num_tokens`, the token count of the whole optimizer step, so the losses of its packs add up to the loss of the step.
-So do the stats, except `ratio_max`, which is a maximum. Math in float32 at least. On a GPU `ppo_loss` is one kernel
-(kernels/loss.py), elsewhere its reference. From Schulman et al. 2017 (PPO, 1707.06347).
+So do the stats, except `ratio_max`, which is a maximum. Math in float32 at least. From Schulman et al. 2017 (PPO,
+1707.06347).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.kernels import runs_kernels
 from onetrunk.ops.masking import at_least_float32, masked_mean, widest_dtype
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
@@ -27,7 +26,6 @@ def ppo_loss(
     output: PackOutput,
     coefficients: LossCoefficients,
     num_tokens: float | Tensor | None = None,
-    use_kernel: bool | None = None,
 ) -> tuple[Tensor, dict[str, Stats]]:
     """Return policy loss + value_coef * value loss - entropy_coef * entropy + beta * KL, and the stats of each.
 
@@ -38,7 +36,6 @@ def ppo_loss(
         output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
         coefficients: the numbers.
         num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
-        use_kernel: one Triton kernel, or its naive twin below; None: the kernel wherever it runs.
 
     Returns:
         The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
@@ -50,8 +47,6 @@ def ppo_loss(
     c, mask = coefficients, experience.loss_mask
     if output.logprobs is None and (output.values is None or output.entropy is not None):
         raise ValueError("the PPO loss got neither logprobs nor values, or entropy without logprobs; pass logprobs")
-    if runs_kernels(mask) if use_kernel is None else use_kernel:
-        return _kernel_loss(experience, output, c, num_tokens)
     loss, stats = 0.0, {}
     if output.values is not None:
         value, stats["value"] = value_loss(
@@ -75,18 +70,6 @@ def ppo_loss(
         kl = masked_mean(kl, mask, num_tokens=num_tokens)
         stats["kl"] = {"loss": kl.detach()}
         loss = loss + c.beta * kl
-    return loss, stats
-
-
-def _kernel_loss(
-    experience: Experience, output: PackOutput, coefficients: LossCoefficients, num_tokens: float | Tensor | None
-) -> tuple[Tensor, dict[str, Stats]]:
-    from onetrunk.ops.kernels.loss import fused_loss
-
-    loss, stats = fused_loss(experience, output, coefficients, num_tokens, LOG_RATIO_LIMIT)
-    if "value" in stats:
-        # Outside the kernel, whose sums are float32.
-        stats["value"] |= value_moments(output.values, experience.returns, experience.loss_mask, num_tokens)
     return loss, stats
 
 
