@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from onetrunk.ops import kl_estimate, policy_loss, value_loss
-from onetrunk.ops.losses import ppo_loss
+from onetrunk.ops.losses import kl_loss, ppo_loss
 from onetrunk.ops.masking import masked_mean
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
@@ -46,10 +46,10 @@ def test_the_loss_of_one_token_by_hand():
         old_logprobs=one(-1.0 - math.log(1.5)), ref_logprobs=one(-1.3), entropy=one(0.9),
     )  # fmt: skip
     loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, value_coef=0.1, entropy_coef=0.5, beta=2.0))
-    # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * .3
-    assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.6, abs=1e-12)
+    # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * (1.5 * .3)
+    assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.9, abs=1e-12)
     assert stats["policy"]["clip_fraction"] == 1 and stats["policy"]["entropy"].item() == pytest.approx(0.9)
-    assert stats["kl"]["loss"].item() == pytest.approx(0.3) and stats["value"]["error_mean"] == 3
+    assert stats["kl"]["loss"].item() == pytest.approx(0.45) and stats["value"]["error_mean"] == 3
 
 
 @pytest.mark.parametrize("num_tokens", [None, 77.0, torch.tensor(77)])
@@ -69,13 +69,34 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
     )
     value, value_stats = value_loss(t.values, t.old_values, t.returns, clip=0.2, **counted)
     entropy = masked_mean(t.entropy, **counted)
-    kl = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, "k2"), **counted)
+    kl = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, estimator="k2", weights=t.weights, **counted)
     expected = policy + 0.4 * value - 0.05 * entropy + 0.7 * kl
     assert_close(loss, expected, **EXACT)
     assert_close(gradients(loss, t), gradients(expected, t), **EXACT)
     terms = {"policy": policy_stats | {"entropy": entropy.detach()}, "value": value_stats, "kl": {"loss": kl.detach()}}
     assert_close(stats, terms, **EXACT)
     assert not any(x.requires_grad for group in stats.values() for x in group.values())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_token_of_the_kl_counts_by_its_ratio_and_its_weight_which_get_no_gradient(estimator):
+    t = random_tensors(1)
+    loss = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, t.mask, estimator, t.weights)
+    expected, tokens = 0.0, t.mask.nonzero().tolist()
+    for i, j in tokens:
+        factor = math.exp(t.logprobs[i, j].item() - t.old_logprobs[i, j].item()) * t.weights[i, j].item()
+        expected = expected + factor * kl_estimate(t.logprobs[i, j], t.ref_logprobs[i, j], estimator) / len(tokens)
+    assert_close(loss, expected, **EXACT)
+    assert_close(torch.autograd.grad(loss, t.logprobs), torch.autograd.grad(expected, t.logprobs), **EXACT)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_on_the_first_pass_over_the_policys_own_samples_the_kl_is_the_plain_mean(estimator):
+    t = random_tensors(2)
+    loss = kl_loss(t.logprobs, t.logprobs.detach(), t.ref_logprobs, t.mask, estimator)
+    plain = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, estimator), t.mask)
+    gradients_of_both = (torch.autograd.grad(x, t.logprobs)[0] for x in (loss, plain))
+    assert torch.equal(loss, plain) and torch.equal(*gradients_of_both)
 
 
 def test_what_is_not_given_is_left_out():

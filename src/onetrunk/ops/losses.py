@@ -39,7 +39,7 @@ def ppo_loss(
 
     Returns:
         The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
-        in `value_loss`; "kl" with `loss`, the KL.
+        in `value_loss`; "kl" with `loss`, the KL as in `kl_loss`.
 
     Raises:
         ValueError: there is nothing to train.
@@ -65,9 +65,10 @@ def ppo_loss(
         stats["policy"]["entropy"] = entropy.detach()
         loss = loss - c.entropy_coef * entropy if c.entropy_coef else loss
     if experience.ref_logprobs is not None and c.beta:
-        # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
-        kl = kl_estimate(_kept(mask, output.logprobs), _kept(mask, experience.ref_logprobs), c.kl_estimator)
-        kl = masked_mean(kl, mask, num_tokens=num_tokens)
+        kl = kl_loss(
+            output.logprobs, experience.old_logprobs, experience.ref_logprobs, mask,
+            c.kl_estimator, experience.weights, num_tokens,
+        )  # fmt: skip
         stats["kl"] = {"loss": kl.detach()}
         loss = loss + c.beta * kl
     return loss, stats
@@ -108,8 +109,7 @@ def policy_loss(
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
-    log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     ratio, advantages = torch.exp(log_ratio), _kept(mask, advantages)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
@@ -131,6 +131,39 @@ def policy_loss(
             "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask, num_tokens=num_tokens),
         }
     return loss, stats
+
+
+def kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: str,
+    weights: Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> Tensor:
+    """Return the KL to the reference as a term of the loss.
+
+    Per token r * weight * `kl_estimate`, with r = exp(logprobs - old_logprobs) as a constant, clamped as in
+    `policy_loss`. The tokens were drawn from the sampler, and r * weight is the probability of a token under the
+    current policy relative to the sampler's. So the mean is that over tokens of the current policy: the gradient of k2
+    is on average that of KL(policy || reference), and the gradient of k3 that of KL(reference || policy). Both
+    factors are 1 on the first pass over samples of the policy itself. r is not clipped to 1 +- epsilon: a token that
+    has moved far needs the reference most.
+
+    Args:
+        logprobs, old_logprobs, mask, weights, num_tokens: as in `policy_loss`; the gradient flows into logprobs.
+        ref_logprobs: [R, C] of the reference.
+        estimator: k2 or k3; k1 has the gradient 0 on average.
+
+    Source: the correction of DeepSeek-V3.2 (2512.02556), section 3.1, which also differentiates r.
+    """
+    # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
+    kl = kl_estimate(_kept(mask, logprobs), _kept(mask, ref_logprobs), estimator)
+    kl = kl * _log_ratio(logprobs, old_logprobs, mask).exp().detach()
+    if weights is not None:
+        kl = kl * _kept(mask, weights).detach()
+    return masked_mean(kl, mask, num_tokens=num_tokens)
 
 
 def value_loss(
@@ -230,6 +263,11 @@ def bradley_terry_loss(
         return won.mean()
     probability = probability.to(lead.dtype)
     return (probability * won - (1 - probability) * F.logsigmoid(-lead - margin)).mean()
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _kept(mask: Tensor, x: Tensor) -> Tensor:
