@@ -54,7 +54,8 @@ RULES = {
     "negative_kl": Rule(
         "kl/ref",
         0.1,
-        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it.",
+        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it. Off with"
+        " truncated sampling and where rollouts are sampled ahead, unless another limit is set.",
         "the KL to the reference, nats per completion, which can't be negative,",
         "a sampler whose probabilities differ from those the trainer computes: another temperature, truncated"
         " sampling, stale or rounded weights, or an override of the scoring",
