@@ -79,9 +79,8 @@ FIXED = {
     "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
     "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
 }
-# Alarms about differences between sampler and trainer, where the settings make them on purpose.
+# Alarms about differences between sampler and trainer, which truncated sampling makes on purpose.
 TRUNCATION_ALARMS = ("negative_kl", "logprob_gap")
-AHEAD_ALARMS = ("negative_kl",)
 REFUSED_OPTIMIZERS = {
     "lomo": "it updates weights inside the backward, which runs once per pack here",
     "layerwise": "it updates weights inside the backward, which runs once per pack here",
@@ -517,9 +516,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     def _check_truncation(self) -> None:
         require_truncation(self.top_p, self.top_k)
         require_truncation(self.eval_top_p, self.eval_top_k, "eval_")
-        if not self.truncates:
-            return
-        if self.vllm_importance_sampling_correction is False:
+        if self.truncates and self.vllm_importance_sampling_correction is False:
             raise ValueError(
                 f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that"
                 " is trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or"
@@ -527,8 +524,8 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             )
 
     def _switch_alarms_off(self) -> None:
-        samples_ahead = self.schedule != "sync" or self.pipeline_ahead
-        for name in (TRUNCATION_ALARMS if self.truncates else ()) + (AHEAD_ALARMS if samples_ahead else ()):
+        samples_ahead = self.max_staleness > 0 or self.pipeline_ahead
+        for name in TRUNCATION_ALARMS if self.truncates else ("negative_kl",) if samples_ahead else ():
             if getattr(self, f"alarm_{name}") == RULES[name].default:
                 setattr(self, f"alarm_{name}", None)
 
