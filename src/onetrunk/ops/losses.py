@@ -156,7 +156,7 @@ def kl_loss(
         ref_logprobs: [R, C] of the reference.
         estimator: k2 or k3; k1 has the gradient 0 on average.
 
-    Source: the correction of DeepSeek-V3.2 (2512.02556), section 3.1, which also differentiates r.
+    Source: the correction of DeepSeek-V3.2 (2512.02556), which also differentiates r.
     """
     # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
     kl = kl_estimate(_kept(mask, logprobs), _kept(mask, ref_logprobs), estimator)
