@@ -123,8 +123,8 @@ class AlarmConfig:
     )
     alarm_negative_kl: float | None = option(
         0.1,
-        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it. null:"
-        " no such alarm.",
+        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it. Off with"
+        " truncated sampling and where rollouts are sampled ahead, unless another limit is set. null: no such alarm.",
     )
     alarm_logprob_gap: float | None = option(
         0.1,

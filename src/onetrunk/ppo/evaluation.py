@@ -34,7 +34,15 @@ from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, equal_counts, prompt_batch, rollout_packs
+from onetrunk.ppo.sampling import (
+    PromptOrder,
+    Sampler,
+    ScoredRollout,
+    equal_counts,
+    prompt_batch,
+    rollout_packs,
+    with_importance,
+)
 from onetrunk.rewards.judge import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
@@ -106,6 +114,8 @@ def evaluate_prompts(
     with torch.no_grad(), accelerator.autocast():
         outputs = pack_outputs(model, [item.pack for item in packs], roles, temperature)
         packs = [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
+    if sampler.params.truncates and role == "policy":
+        packs = [with_importance(item, rollout, clip_max=None) for item in packs]
     reshard(model)
     model.train(was_training)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))

@@ -27,7 +27,6 @@ from onetrunk.models.parallel import is_divided, is_sharded
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
-from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
@@ -43,6 +42,7 @@ from onetrunk.ppo.sampling import (
     equal_counts,
     prompt_batch,
     rollout_packs,
+    with_importance,
 )
 from onetrunk.ppo.scoring import Background, PackScorer
 from onetrunk.ppo.state import (
@@ -337,13 +337,8 @@ class ExperienceStream:
         if not self.corrects_sampler:
             return list(packs)
         prefix = "vllm_importance_sampling"
-        mode, low, high = (getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max"))
-        weighted = []
-        for item in packs:
-            sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
-            importance = importance_weights(item.output.logprobs, sampled, mask, mode, low, high)
-            weighted.append(replace(item, importance=importance))
-        return weighted
+        bounds = {name: getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max")}
+        return [with_importance(item, rollout, **bounds) for item in packs]
 
     def _experience(self, item: RolloutPack, stopped: Tensor) -> Experience:
         output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
