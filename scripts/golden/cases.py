@@ -12,7 +12,7 @@ class Case:
 
     Args:
         verb: the stage.
-        settings: its config file; none for a verb that takes words only.
+        settings: its config file, without those that are None; empty for a verb that takes words only.
         runs: further words of each run, one after the other.
         codes: expected exit codes; empty: 0 each.
         layout: a file of accelerate_configs, under which two processes run it; empty: one process.
@@ -82,6 +82,9 @@ CASES = {
     "ppo-top-layer": ppo(adapter_layers="top-1", num_minibatches=2, reward_funcs=[REWARD, "inputs/reward-model"]),
     "ppo-continued": ppo(
         model_name_or_path="inputs/sft-adapter",
+        use_peft=None,
+        lora_r=None,
+        lora_alpha=None,
         reward_funcs=[REWARD, "inputs/reward-adapter"],
         value_head="adapter",
         num_generations=2,
@@ -115,9 +118,8 @@ CASES = {
     "reward-stages": Case("reward", PAIRS | TOGETHER | STAGES, layout="pipelined"),
     "distill": Case(
         "distill",
-        {name: value for name, value in PAIRS.items() if name not in ("model_name_or_path", "use_peft")}
-        | ALONE
-        | {"teacher": "inputs/reward-model", "student_config": STUDENT, "student_tokenizer": "inputs/base"},
+        PAIRS | ALONE | {"model_name_or_path": None, "use_peft": None, "teacher": "inputs/reward-model"}
+        | {"student_config": STUDENT, "student_tokenizer": "inputs/base"},
     ),
     "prefs": Case(
         "prefs",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 WORDS = (
-    "a the cat dog bird fish tree house river stone sun moon star rain wind snow red green blue white big small old new"
-    " fast slow warm cold good bad sings runs sleeps eats sees finds likes wants gives makes and or not in on . , ? !"
+    "a the dog cat bird fish tree house river stone sun moon star rain wind snow red green blue white big small old"
+    " new fast slow warm cold good bad sings runs sleeps eats sees finds likes wants gives makes and or not in on . ,"
 ).split()
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -54,6 +55,7 @@ def make_inputs(folder: Path) -> None:
         peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task))
         for parameter in (p for p in peft.parameters() if p.requires_grad):
             parameter.data = 0.2 * torch.randn_like(parameter)
+        peft.peft_config["default"].base_model_name_or_path = "inputs/base"  # As cases see it.
         return peft
 
     save(AutoModelForCausalLM.from_config(config), "base")
@@ -96,3 +98,7 @@ def _data() -> dict[str, list[dict[str, Any]]]:
             for i, (p, c, r) in enumerate(zip(prompts, good, bad, strict=False))
         ],
     }
+
+
+if __name__ == "__main__":
+    make_inputs(Path(sys.argv[1]))

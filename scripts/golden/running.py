@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from golden.cases import Case
-from golden.inputs import make_inputs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +32,7 @@ LIMIT_S = 1200
 
 
 class CaseFailed(Exception):
-    """A command ended otherwise than expected; the message has the end of its log."""
+    """A command ended otherwise than expected; the message has its error, or the end of its log."""
 
 
 def digest(*parts: Any) -> str:
@@ -49,14 +49,14 @@ def inputs_in(cache: Path) -> Path:
     if not folder.is_dir():
         part = folder.with_name(f"{folder.name}.{os.getpid()}")
         part.mkdir(parents=True)
-        make_inputs(part)
+        subprocess.run([sys.executable, str(HERE / "inputs.py"), str(part)], check=True, stderr=subprocess.DEVNULL)
         part.rename(folder)
     return folder
 
 
 def place_of(cache: Path, commit: str, name: str, case: Case, inputs: Path) -> Path:
     """Return the folder in which the results of a case at a commit are kept."""
-    helpers = [(HERE / file).read_text() for file in ("running.py", "server.py", "colocated.py")]
+    helpers = [(HERE / file).read_text() for file in ("running.py", "fakes.py")]
     return cache / commit[:12] / f"{name}-{digest(case, inputs.name, helpers)}"
 
 
@@ -77,7 +77,8 @@ def run_case(case: Case, tree: Path, folder: Path, inputs: Path) -> float:
     with served(case, part) as settings:
         words = command(case, tree)
         if settings:
-            (part / "case.yaml").write_text(yaml.safe_dump(settings))
+            given = {name: value for name, value in settings.items() if value is not None}
+            (part / "case.yaml").write_text(yaml.safe_dump(given))
             words += ["--config", "case.yaml"]
         codes = case.codes or (0,) * len(case.runs)
         for number, (run, code) in enumerate(zip(case.runs, codes, strict=True)):
@@ -95,7 +96,7 @@ def command(case: Case, tree: Path) -> list[str]:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
         return [*launch, "--num_processes", "2", "--main_process_port", "0", str(tree / f"scripts/{case.verb}.py")]
     if case.sampler == "colocated":
-        return [sys.executable, str(HERE / "colocated.py"), case.verb]
+        return [sys.executable, str(HERE / "fakes.py"), case.verb]
     return [sys.executable, "-m", "onetrunk", case.verb]
 
 
@@ -117,8 +118,9 @@ def run_command(words: list[str], folder: Path, env: dict[str, str], number: int
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if found != code:
-        tail = "\n".join(log.read_text().splitlines()[-15:])
-        raise CaseFailed(f"exit code {found} (expected {code}) of {shlex.join(words)} in {folder}\n{tail}")
+        lines = log.read_text().splitlines()
+        said = [line for line in lines if line.startswith("error: ")][:1] or lines[-15:]
+        raise CaseFailed("\n".join([f"exit code {found} (expected {code}) of run {number} in {folder}", *said]))
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def served(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
         yield case.settings
         return
     # That of this tree for both commits.
-    words = [sys.executable, str(HERE / "server.py"), "inputs/base"]
+    words = [sys.executable, str(HERE / "fakes.py"), "serve", "inputs/base"]
     env = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
     with (folder / "server").open("w") as log:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
