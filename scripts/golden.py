@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,8 @@ def check(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         if not all(place.is_dir() for place in places.values()):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             tree = stack.enter_context(worktree(commit, Path(folder) / "base"))
-        pool = stack.enter_context(ThreadPoolExecutor(args.jobs))
+        pool = ThreadPoolExecutor(args.jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
         yield from pool.map(
             lambda name: checked(name, places[name], None if places[name].is_dir() else tree, new / name, inputs),
             args.only,
@@ -96,6 +98,7 @@ def main() -> int:
     if args.list:
         print("\n".join(CASES))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Removes the worktree.
     passed = []
     print(f"{'case':18}{'base s':>6}{'here s':>7} result (values compared)", flush=True)
     try:

@@ -100,10 +100,8 @@ CASES = {
     "ppo-ddp": ppo("ddp", adapter_layers="top-1"),
     "ppo-fsdp2": ppo("fsdp2", reward_funcs=[REWARD, "inputs/reward-adapter"]),
     "ppo-tensor": ppo("tensor_parallel", value_head="adapter"),
-    "ppo-pipelined": ppo("pipelined", rollout_backend="pipelined"),
-    "ppo-stages": ppo(
-        "pipelined", rollout_backend="pipelined", reward_funcs=[REWARD, "inputs/reward-adapter"], **STAGES
-    ),
+    "ppo-pipelined": ppo("pipelined", rollout_backend="pipelined", reward_funcs=[REWARD, "inputs/reward-model"]),
+    "ppo-stages": ppo("pipelined", rollout_backend="pipelined", **STAGES),
     "ppo-resumed": Case(
         "ppo",
         PPO | ALONE | {"num_rollouts": 6, "num_ppo_epochs": 1, "save_steps": 3},

@@ -49,7 +49,8 @@ def inputs_in(cache: Path) -> Path:
     if not folder.is_dir():
         part = folder.with_name(f"{folder.name}.{os.getpid()}")
         part.mkdir(parents=True)
-        subprocess.run([sys.executable, str(HERE / "inputs.py"), str(part)], check=True, stderr=subprocess.DEVNULL)
+        with (part / "log").open("w") as log:
+            subprocess.run([sys.executable, str(HERE / "inputs.py"), str(part)], check=True, stderr=log)
         part.rename(folder)
     return folder
 
