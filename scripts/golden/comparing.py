@@ -81,6 +81,9 @@ def verdict(found: dict[str, float], tolerance: float) -> tuple[bool, str]:
     if not apart:
         largest = max(found.values())
         return True, f"equal ({len(found)})" if not largest else f"max {largest:.1e} <= {tolerance:.0e} ({len(found)})"
-    lines = [f"  {name}: {'missing or another value' if gap == math.inf else f'{gap:.1e}'}"
-             for name, gap in list(apart.items())[:SHOWN]]  # fmt: skip
-    return False, "\n".join([f"DIFFERS ({len(apart)} of {len(found)})", *lines])
+    gaps = [gap for gap in apart.values() if gap < math.inf]
+    facts = [f"{len(apart)} of {len(found)}", f"at most {max(gaps, default=0.0):.1e}"]
+    facts += [f"{len(apart) - len(gaps)} missing or other texts"] if len(gaps) < len(apart) else []
+    return False, "\n  ".join(
+        [f"DIFFERS ({', '.join(facts)})", *(f"{n}: {apart[n]:.1e}" for n in list(apart)[:SHOWN])]
+    )
