@@ -31,10 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.late_cast import cast_now, casting_later
 from onetrunk.models.sources import base_fingerprint, keep_identity
+from onetrunk.utils.options import reject_deepspeed
 
-USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
-    f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
-)
+USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))
 WHOLE_SIZE = "onetrunk_whole_size"
 GATHERED = "onetrunk_is_gathered"
 DIVIDED = "onetrunk_is_divided"
@@ -82,13 +81,7 @@ def launch_layout() -> Layout | None:
     Raises:
         ValueError: the config asks for something that does not work here; the message names the config to use.
     """
-    if _is_set(USE_DEEPSPEED):
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
-        raise ValueError(
-            f"DeepSpeed ZeRO{'-' + stage if stage.isdigit() else ''} is not supported: it takes an optimizer step for"
-            " every forward of a step, and cannot save adapters of a sharded base. Launch with"
-            " accelerate_configs/fsdp2.yaml, which shards the frozen base, or with ddp.yaml"
-        )
+    reject_deepspeed()
     sizes = _parallelism_sizes()
     for name, advice in (
         ("CP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
