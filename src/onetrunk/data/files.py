@@ -139,7 +139,7 @@ def require_files(paths: Sequence[str], root: str, is_file: Callable[[str], bool
         is_hidden = any(part.startswith((".", "__")) for part in path.removeprefix(root).split("/"))
         if not (is_hidden or is_file(path) or any(other.startswith(f"{path}/") for other in paths)):
             raise ValueError(
-                f"{path} is not a file (but a folder, a pipe, or a link that leads nowhere), and rows would be missing;"
+                f"{path} is not a file (but a folder, a pipe or a link that leads nowhere), and rows would be missing;"
                 " restore or remove it, or name the files in the folder"
             )
 

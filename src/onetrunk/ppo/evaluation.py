@@ -40,7 +40,7 @@ from onetrunk.rewards.judge import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
 from onetrunk.utils.files import require_name
-from onetrunk.utils.randomness import EVALUATION_STREAM
+from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact
 
 # What a resumed run needs from judges and reference. Trainer pushes no path that begins with an underscore to the Hub.
@@ -108,6 +108,7 @@ def evaluate_prompts(
         packs = [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
     reshard(model)
     model.train(was_training)
+    seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     del metrics["num_tokens"]
