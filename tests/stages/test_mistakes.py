@@ -104,6 +104,16 @@ def test_a_mistake_is_answered_by_one_message(in_folder, capsys, typed, lines, m
     assert len(errors) == 1
 
 
+@pytest.mark.parametrize("verb", ["sft", "reward", "distill", "ppo"])
+def test_a_launch_with_deepspeed_is_rejected_before_its_package_is_looked_for(in_folder, monkeypatch, capsys, verb):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    (in_folder / "good.yaml").write_text(
+        GOOD if verb == "ppo" else GOOD.replace("reward_funcs: [rewards.py:score]", "")
+    )
+    assert cli.main([verb, "--config", "good.yaml"]) == 2
+    assert "DeepSpeed ZeRO is not supported: it takes an optimizer step" in capsys.readouterr().err
+
+
 def test_there_are_sixty_mistakes_and_none_is_the_same_twice():
     assert len(MISTAKES) >= 60 and len({mistake[:2] for mistake in MISTAKES}) == len(MISTAKES)
 

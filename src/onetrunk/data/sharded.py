@@ -182,7 +182,7 @@ class ShardedRows:
 
     @property
     def contents(self) -> str:
-        """A digest of the lengths of the files, and what else the rows depend on."""
+        """A digest of the contents of the files, and what else the rows depend on."""
         return f"sha256 {self.index.contents}{self.about and f', {self.about}'}"
 
     def __len__(self) -> int:

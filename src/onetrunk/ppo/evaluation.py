@@ -48,7 +48,7 @@ from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
 from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_name
-from onetrunk.utils.randomness import EVALUATION_STREAM
+from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact
 
 # What a resumed run needs from judges and reference. Trainer pushes no path that begins with an underscore to the Hub.
@@ -118,6 +118,7 @@ def evaluate_prompts(
         packs = [with_importance(item, rollout, clip_max=None) for item in packs]
     reshard(model)
     model.train(was_training)
+    seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     del metrics["num_tokens"]

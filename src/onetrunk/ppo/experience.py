@@ -153,12 +153,12 @@ class ExperienceStream:
         iteration = self.state.iteration
         self.watch.begin_rollout(iteration)
         start = time.perf_counter()
-        # What reward functions draw from the global generators depends on the rollout alone too.
-        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
-
         batch, rollout = self._sampled(iteration)
         sampled = time.perf_counter()
 
+        # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
+        # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
+        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
         # The model runs over the packs in the background: reward functions may need the main thread. Collective
         # forwards have a certain order in the main thread only, and a trace sees only that one.
         formed = self._packs(rollout)

@@ -30,8 +30,14 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], is_durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write to; if the block succeeds, it replaces `path`. Missing folders are created.
+
+    The temporary name is random, and a link at `path` is replaced itself, so nothing is written through a link.
+
+    Args:
+        path: the file to write.
+        is_durable: False: do not sync it to the disk, if it has no value after a crash of the machine.
 
     Raises:
         OSError: for example because the disk is full; `path` is then unchanged.
@@ -41,12 +47,14 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
-        sync(temporary)
+        if is_durable:
+            sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(target.parent)
+    if is_durable:
+        sync(target.parent)
 
 
 def delete_temporaries(folder: str | os.PathLike[str], name: str | None = None) -> None:
