@@ -7,23 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.plan.errors import WITHIN, cross_checked, published
 from onetrunk.plan.evaluate import sample_memory, train_memories, train_memory
 from onetrunk.plan.hardware import GIB
 from onetrunk.plan.memory import (
     FITTED,
     Constants,
     Training,
-    fit_constants,
-    halves,
-    measured_rows,
-    relative_errors,
     role_layouts,
     server_parts,
     training_parts,
 )
 from onetrunk.plan.shapes import read_model
 from onetrunk.plan.timing import PIPELINED, SampleLayout, TrainLayout
+from scripts.plan.errors import WITHIN, cross_checked, published
+from scripts.plan.measurements import fit_constants, halves, measured_rows, relative_errors
 from tests.plan.support import LENGTHS, SMALL, device, job, job_7b
 
 

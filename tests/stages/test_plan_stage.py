@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 import yaml
@@ -159,7 +158,7 @@ def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
     load_catalog.cache_clear()
 
 
-def test_write_leaves_files_numbers_and_a_chart(tmp_path, capsys):
+def test_write_leaves_files_and_numbers(tmp_path, capsys):
     folder = tmp_path / "plans"
     assert (
         plan("--config", "qwen2.5-0.5b/ppo", "--model", "Qwen/Qwen2.5-0.5B", "--hardware", "2xH100", "--write", folder)
@@ -167,8 +166,6 @@ def test_write_leaves_files_numbers_and_a_chart(tmp_path, capsys):
     )
     names = {path.name for path in folder.iterdir()}
     assert {"launch.sh", "accelerate.yaml", "job.sbatch", "skypilot.yaml", "trainjob.yaml", "plan.json"} <= names
-    assert ElementTree.parse(folder / "gantt.svg").getroot().tag.endswith("svg")
-    assert (folder / "gantt.png").stat().st_size > 5000
     assert json.loads((folder / "plan.json").read_text())["model"] == "Qwen/Qwen2.5-0.5B"
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["machine_rank"] == 0
 

@@ -25,7 +25,6 @@ from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.other_stages import Around, around_times
 from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
-from onetrunk.plan.simulate import save_gantt, simulate
 from onetrunk.plan.timing import PIPELINED
 from onetrunk.stages.options.early import check_ppo_settings, say
 from onetrunk.stages.options.plan_words import PlanWords, plan_words
@@ -33,9 +32,6 @@ from onetrunk.stages.options.reading import parsed_values, read
 from onetrunk.stages.options.schema import UsageError, load_options
 from onetrunk.stages.plan_text import json_text, plan_lines
 from onetrunk.utils.files import atomic_write_text, require_output_dir
-
-# Rollouts of the simulation that the chart shows.
-CHARTED = 6
 
 
 @dataclass(frozen=True)
@@ -249,7 +245,7 @@ def does_not_fit(request: Request, market: str) -> str:
 
 
 def _write(request: Request, ranking: Sequence[Ranked], own: Mapping[str, Any]) -> list[Path]:
-    """Write the launch files, the numbers and the chart of the best plan."""
+    """Write the launch files and the numbers of the best plan."""
     best = ranking[0].plan
     folder = require_output_dir(own["write"])
     config = own["config"] or "YOUR_RECIPE.yaml"
@@ -261,10 +257,7 @@ def _write(request: Request, ranking: Sequence[Ranked], own: Mapping[str, Any]) 
     cost = cost_of(request.job, best, request.catalog)
     numbers = json_text(request.job, ranking, cost, own["market"], around_times(request.job, best, request.around))
     atomic_write_text(folder / "plan.json", numbers + "\n")
-    timeline = simulate(request.job, best, CHARTED, own["seed"])
-    for ending in ("png", "svg"):
-        save_gantt(timeline, launch.about, folder / f"gantt.{ending}")
-    return [*paths, folder / "plan.json", folder / "gantt.png", folder / "gantt.svg"]
+    return [*paths, folder / "plan.json"]
 
 
 def _calibrate(words: PlanWords) -> int:

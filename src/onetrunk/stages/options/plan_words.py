@@ -11,7 +11,7 @@ from typing import Any
 from onetrunk.stages.options.schema import Parser, UsageError
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
-Arithmetic and simulation: it needs no GPU, no network and no weights, only the config.json of the model."""
+Arithmetic: it needs no GPU, no network and no weights, only the config.json of the model."""
 EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 256) and change the planned recipe.
 Examples: onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB;
 onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2;
@@ -78,9 +78,7 @@ def plan_parser() -> Parser:
     out = parser.add_argument_group("what comes out")
     out.add_argument("--top", type=int, default=8, metavar="N", help="plans in the table")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    text = "folder for launch files, plan.json and a Gantt chart of the best plan"
-    out.add_argument("--write", metavar="FOLDER", help=text)
-    out.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated completion lengths")
+    out.add_argument("--write", metavar="FOLDER", help="folder for launch files and plan.json of the best plan")
     other = parser.add_argument_group("this machine and finished runs")
     text = "measure this machine (about a minute) and write a hardware file"
     other.add_argument("--calibrate", metavar="FILE", help=text)
