@@ -17,8 +17,7 @@ from pathlib import Path
 
 from onetrunk.costs import ModelShape, forward_flops, head_flops
 from onetrunk.plan.hardware import GIB, Device, load_catalog
-from onetrunk.plan.job import NF4_BYTES
-from onetrunk.plan.memory import FP32, Constants, Training, features, fixed_parts, training_parts
+from onetrunk.plan.memory import FP32, NF4_BYTES, Constants, Training, features, fixed_parts, training_parts
 from onetrunk.plan.rates import Rates, non_negative_fit
 from onetrunk.plan.shapes import known_shapes, read_model
 from onetrunk.plan.timing import UNCHECKPOINTED, exposed_seconds, product_seconds, unpack_seconds

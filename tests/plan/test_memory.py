@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onetrunk.costs import ModelShape
 from onetrunk.plan.evaluate import sample_memory, train_memories, train_memory
 from onetrunk.plan.hardware import GIB
 from onetrunk.plan.memory import (
     FITTED,
+    INT8_BYTES,
+    NF4_BYTES,
     Constants,
     Training,
     role_layouts,
@@ -37,6 +40,17 @@ def test_the_parts_of_a_lora_training_by_hand():
         "transient": 0.0,
         "runtime": GIB,
     }
+
+
+def test_a_quantised_base_keeps_its_embedding_and_head_in_16_bits():
+    # Qwen3 of 4 layers of 512, as bitsandbytes loads it.
+    shape = ModelShape(32_000, 512, 4, 1536, 8, 4, 64, is_tied=False)
+    outer, layers = 2 * 32_000 * 512, 4 * shape.layer_parameters
+    for per_weight in (NF4_BYTES, INT8_BYTES):
+        held = training_parts(Training(shape, 1000, per_weight, trained=5000))["weights"]
+        assert held == pytest.approx(2 * outer + per_weight * layers)
+        assert server_parts(shape, 1, 1, per_weight, 0, 1, 1)["weights"] == held
+    assert training_parts(Training(shape, 1000, 2.0, trained=5000))["weights"] == 2 * shape.parameters
 
 
 def test_a_sharded_base_and_a_divided_one_hold_their_share():

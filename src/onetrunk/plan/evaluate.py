@@ -17,7 +17,14 @@ from onetrunk.costs import (
 )
 from onetrunk.plan.hardware import GIB, Device
 from onetrunk.plan.job import Job
-from onetrunk.plan.memory import FP32, Training, decode_parts, server_parts, training_parts
+from onetrunk.plan.memory import (
+    FP32,
+    Training,
+    base_weights_bytes,
+    decode_parts,
+    server_parts,
+    training_parts,
+)
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
@@ -223,7 +230,7 @@ def sample_memory(
         parts = _kept(trainer)
         added = decode_parts(job.shape, rows, width, job.itemsize, sample.tensor)
         if train.shards > 1:
-            added["transient"] = job.shape.parameters * train.base_bytes / train.tensor
+            added["transient"] = base_weights_bytes(job.shape, train.base_bytes) / train.tensor
         return {"generate": parts | added}
     adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
     served = server_parts(job.shape, rows, width, min(2.0, job.base_bytes), adapters, sample.tensor, sample.stages)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.costs import ModelShape
-from onetrunk.plan.memory import ADAM_8BIT_BYTES, ADAM_BYTES
+from onetrunk.plan.memory import ADAM_8BIT_BYTES, ADAM_BYTES, INT8_BYTES, NF4_BYTES
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ITEMSIZES, ModelFacts
 
-# Weights in 4 bits with the constants of their blocks; the embedding and the head stay in bfloat16.
-NF4_BYTES, INT8_BYTES = 0.516, 1.0
 DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": INT8_BYTES, "nf4": NF4_BYTES}
 # Where neither the recipe nor the user says more.
 ASSUMED_ROLLOUTS = 100

@@ -11,7 +11,8 @@ from pathlib import Path
 from onetrunk.plan.cost import cost_of
 from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, host_gib
 from onetrunk.plan.hardware import Catalog
-from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
+from onetrunk.plan.job import Job
+from onetrunk.plan.memory import INT8_BYTES, NF4_BYTES
 from onetrunk.plan.search import MANY_ROWS
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
 from onetrunk.utils.files import atomic_write_text

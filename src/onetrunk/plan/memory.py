@@ -16,6 +16,8 @@ LOGIT_BYTES = 3 * 4 + 2 * 2
 # A trained float32 weight, its gradient, and two numbers of Adam; the last two in 8 bits.
 ADAM_BYTES, ADAM_8BIT_BYTES = 8, 2
 FP32 = 4
+# A weight in 4 bits with the constants of its block, and in 8; embedding and head of such a base stay in 16 bits.
+NF4_BYTES, INT8_BYTES, HALF_BYTES = 0.516, 1.0, 2.0
 # Captured graphs and buffers of a vLLM server.
 SERVER_GIB = 2.0
 # Tokens and columns of a tile of logits, and the bytes of its float32 buffers per entry.
@@ -73,11 +75,18 @@ class Training:
     gathers: bool = True
 
 
+def base_weights_bytes(shape: ModelShape, base_bytes: float) -> float:
+    """Return the bytes of a whole base whose layers have `base_bytes` per weight."""
+    outer = HALF_BYTES if base_bytes <= INT8_BYTES else base_bytes
+    return (shape.parameters - shape.outer_parameters) * base_bytes + shape.outer_parameters * outer
+
+
 def fixed_parts(training: Training) -> dict[str, float]:
     """Return the bytes that need no fitted constant, by part."""
     shape, layers = training.shape, training.layers if training.layers is not None else training.shape.num_layers
     shared = training.shards if training.shares_trained else 1
-    base = 0.0 if training.is_full else shape.parameters * training.base_bytes / training.shards / training.tensor
+    whole = 0.0 if training.is_full else base_weights_bytes(shape, training.base_bytes)
+    base = whole / training.shards / training.tensor
     trained = training.trained / shared
     kept = kept_activations_bytes(shape, training.tokens, layers, training.itemsize, training.is_checkpointed)
     logits = TILE_BYTES * min(TILE[0], training.tokens) * min(TILE[1], shape.vocab_size)
@@ -144,7 +153,7 @@ def server_parts(
     """
     devices = tensor * stages
     return {
-        "weights": shape.parameters * base_bytes / devices,
+        "weights": base_weights_bytes(shape, base_bytes) / devices,
         "adapters": 2.0 * adapters / devices,
         "kv_cache": kv_cache_bytes(shape, int(rows * width), 2) / devices,
         "runtime": SERVER_GIB * GIB,
@@ -181,9 +190,6 @@ def role_layouts(shape: ModelShape, rank: int, reward: ModelShape, rows: int, wi
         ),
         "one trunk, LoRA, value adapter, reward adapter": 2 * full + 2 * state * adapter + FP32 * adapter + cache,
         "one trunk in NF4, LoRA, value head, reward adapter": (
-            0.516 * shape.num_layers * shape.layer_parameters
-            + 2 * shape.outer_parameters
-            + (state + FP32) * adapter
-            + cache
+            base_weights_bytes(shape, NF4_BYTES) + (state + FP32) * adapter + cache
         ),
     }

@@ -25,7 +25,8 @@ from onetrunk.plan.evaluate import (
     usable_bytes,
 )
 from onetrunk.plan.hardware import GIB, Catalog, Pool
-from onetrunk.plan.job import INT8_BYTES, Job
+from onetrunk.plan.job import Job
+from onetrunk.plan.memory import INT8_BYTES
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,

@@ -25,7 +25,8 @@ from onetrunk.costs import (
     stage_streams,
 )
 from onetrunk.plan.hardware import Device
-from onetrunk.plan.job import INT8_BYTES, Job, Lengths
+from onetrunk.plan.job import Job, Lengths
+from onetrunk.plan.memory import HALF_BYTES, INT8_BYTES, base_weights_bytes
 
 # Engines that sample: the trainer's own loop, the same with the layers divided over its processes, a vLLM engine in
 # them, vLLM servers on devices of their own.
@@ -219,8 +220,9 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
     local, divided = layout.engine in OWN_LOOP, layout.tensor
     base_bytes = job.base_bytes if local else min(2.0, job.base_bytes)
     itemsize = job.itemsize if local else 2.0
-    active = shape.num_layers * _touched_weights(shape, rows) + shape.head_parameters
-    read = active * base_bytes + kv_cache_bytes(shape, 1, 1) * itemsize * rows * context
+    head = shape.head_parameters * (HALF_BYTES if base_bytes <= INT8_BYTES else base_bytes)
+    weights = shape.num_layers * _touched_weights(shape, rows) * base_bytes + head
+    read = weights + kv_cache_bytes(shape, 1, 1) * itemsize * rows * context
     bandwidth = read / divided / (device.bandwidth_gb_s * 1e9 * rates.bandwidth)
     flops = forward_flops(shape, 1, shape.num_layers) * rows + head_flops(shape, 1) * rows
     attention = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
@@ -597,7 +599,7 @@ def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float
     if sample.engine in OWN_LOOP:
         if train.shards == 1:
             return 0.0
-        whole = job.shape.parameters * train.base_bytes / train.tensor
+        whole = base_weights_bytes(job.shape, train.base_bytes) / train.tensor
         return whole / (_link_gb_s(train, train.shards) * 1e9 * train.device.rates.link)
     sent = 2.0 * job.adapter_weights / (sample.device.network_gb_s * 1e9) * sample.replicas
     if sample.engine == SERVER:
