@@ -7,9 +7,11 @@ import pytest
 import yaml
 
 from onetrunk.costs import decode_split
-from onetrunk.plan.evaluate import evaluate
-from onetrunk.plan.hardware import load_catalog
-from onetrunk.plan.launch import PORT, Launch, launch_files, write_files
+from onetrunk.plan.evaluate import engine_parts, evaluate
+from onetrunk.plan.hardware import GIB, Pool, load_catalog
+from onetrunk.plan.launch import PORT, Launch, launch_files, settings_of, write_files
+from onetrunk.plan.search import Space, search
+from onetrunk.plan.shapes import read_model
 from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.serve import parse_serve
@@ -24,7 +26,7 @@ CONFIG = "recipes/qwen2.5-0.5b/ppo.yaml"
 # Layouts of training and sampling, schedule, and whether the reward has a server.
 PLANS = {
     "one": (TrainLayout(DEVICE, 1), SampleLayout(DEVICE, LOCAL, 1), "sync", False),
-    "colocated": (TrainLayout(DEVICE, 2, rows=512), SampleLayout(DEVICE, COLOCATED, 2, rows=64), "sync", False),
+    "colocated": (TrainLayout(DEVICE, 1, rows=512), SampleLayout(DEVICE, COLOCATED, 1, rows=64), "sync", False),
     "sharded": (TrainLayout(DEVICE, 8, shards=8), SampleLayout(DEVICE, LOCAL, 8, rows=4), "sync", False),
     "hybrid": (TrainLayout(DEVICE, 16, shards=8), SampleLayout(DEVICE, LOCAL, 16), "sync", False),
     "divided": (TrainLayout(DEVICE, 2, 2), SampleLayout(DEVICE, LOCAL, 2, 2), "sync", False),
@@ -155,6 +157,23 @@ def test_skypilot_and_kubeflow_start_the_plan(written, run_shell, tmp_path):
     code, calls = run_shell([*trainer["command"], script], **env)
     words = next(call["words"] for call in calls if call["words"][0] == "accelerate")
     assert code == 0 and int(launched(words)["--num_processes"]) == written.plan.train.count
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B"])
+def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
+    one = job_7b(model=read_model(model))
+    (best, *_) = search(one, [Pool(DEVICE, 1, 1)], Space(engines=(COLOCATED,)))
+    words = settings_of(Launch(one, best.plan, load_catalog(), CONFIG, model, model, "plans"))
+    share = float(words[words.index("--vllm_gpu_memory_utilization") + 1])
+    # When the engine starts, vLLM asks for its share of all memory, and only what the trainer has left is free.
+    total, engine = DEVICE.memory_gib * GIB, sum(engine_parts(one, best.plan.sample).values())
+    free = total - (best.plan.peaks()["generate"] - engine)
+    assert engine <= share * total <= free
+
+
+def test_a_colocated_engine_is_planned_for_one_process_only():
+    ranking = search(job_7b(), [Pool(DEVICE, 8, 8)], Space(engines=(COLOCATED,)))
+    assert {entry.plan.count for entry in ranking} == {1}
 
 
 def test_kubeflow_knows_every_key(tmp_path):

@@ -28,7 +28,6 @@ from onetrunk.plan.memory import (
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
-    OWN_LOOP,
     PADDING,
     PIPELINED,
     SERVER,
@@ -220,20 +219,16 @@ def sample_memory(
     Args:
         trainer: bytes by part in scoring, of which weights and what belongs to them stay.
     """
-    mine = -(-job.rows // sample.replicas)
-    rows = min(mine, most_rows_of(job, sample))
-    width = job.lengths.width if sample.engine in OWN_LOOP else job.lengths.row
     if sample.engine == PIPELINED:
         heaviest = max(stage_parts(job, train, sample), key=lambda stage: sum(stage.values()))
         return {"generate": _kept(trainer) | heaviest}
     if sample.engine == LOCAL:
         parts = _kept(trainer)
-        added = decode_parts(job.shape, rows, width, job.itemsize, sample.tensor)
+        added = decode_parts(job.shape, _decoding_rows(job, sample), job.lengths.width, job.itemsize, sample.tensor)
         if train.shards > 1:
             added["transient"] = base_weights_bytes(job.shape, train.base_bytes) / train.tensor
         return {"generate": parts | added}
-    adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
-    served = server_parts(job.shape, rows, width, min(2.0, job.base_bytes), adapters, sample.tensor, sample.stages)
+    served = engine_parts(job, sample)
     if sample.engine == SERVER:
         return {"server": served}
     parts = _kept(trainer)
@@ -242,12 +237,23 @@ def sample_memory(
     return {"generate": parts}
 
 
+def engine_parts(job: Job, sample: SampleLayout) -> dict[str, float]:
+    """Return the bytes of a device that a vLLM engine takes, by part; of rows of mean length, because it has pages."""
+    adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
+    rows, base_bytes = _decoding_rows(job, sample), min(2.0, job.base_bytes)
+    return server_parts(job.shape, rows, job.lengths.row, base_bytes, adapters, sample.tensor, sample.stages)
+
+
+def _decoding_rows(job: Job, sample: SampleLayout) -> float:
+    return min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
+
+
 def stage_parts(job: Job, train: TrainLayout, sample: SampleLayout) -> list[dict[str, float]]:
     """Return the bytes that sampling adds in each stage of a PIPELINED sampler, by part.
 
     Stages that also train differ in their weights, which are among the parts then.
     """
-    rows = min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
+    rows = _decoding_rows(job, sample)
     sizes = sample.sizes(job.shape)
     stages = sampling_bytes(
         job.shape,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onetrunk.plan.cost import cost_of
-from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, host_gib
-from onetrunk.plan.hardware import Catalog
+from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, engine_parts, host_gib
+from onetrunk.plan.hardware import GIB, Catalog
 from onetrunk.plan.job import Job
 from onetrunk.plan.memory import INT8_BYTES, NF4_BYTES
 from onetrunk.plan.search import MANY_ROWS
@@ -123,9 +123,10 @@ def settings_of(launch: Launch) -> list[str]:
     if plan.schedule == "async":
         words += ["--max_staleness", str(ASYNC_STALENESS)]
     if plan.sample.engine == COLOCATED:
-        share = plan.peaks()["generate"] / (train.device.memory_gib * 2**30)
+        # The engine's own part: vLLM refuses a share of which the trainer has taken some before.
+        share = sum(engine_parts(job, plan.sample).values()) / (train.device.memory_gib * GIB)
         words += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
-        words += ["--vllm_gpu_memory_utilization", f"{min(0.95, max(0.1, share)):.2f}"]
+        words += ["--vllm_gpu_memory_utilization", f"{math.ceil(100 * share) / 100:.2f}"]
     elif plan.sample.engine == SERVER:
         words += ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *_urls(launch)]
     elif plan.sample.engine == PIPELINED:

@@ -225,8 +225,8 @@ def inner_layouts(
         for count in (count for count in counts if train.data % count == 0):
             yield from (_pipelined(train, train.data // count, count, split, cap) for cap in caps)
         return
-    # The colocated engine belongs to one process, and reads a whole base.
-    if train.tensor == 1 and train.shards == 1 and not pool.device.is_cpu:
+    # The colocated engine works with one process, and reads a whole base.
+    if train.count == 1 and not pool.device.is_cpu:
         yield from (SampleLayout(train.device, COLOCATED, train.data, rows=cap) for cap in SERVED_ROWS)
 
 
