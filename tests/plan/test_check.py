@@ -146,6 +146,20 @@ def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message):
         check_run(run_dir, DEFAULTS, load_catalog())
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"time/update_s": 0.2', '"time/update_s": [0.2]'), ('"completion/length": 24.0', '"completion/length": "long"'),
+     ('"step": 6', '"step": "six"'), ('"num_processes": 1', '"num_processes": null')],
+)  # fmt: skip
+def test_a_log_with_values_of_other_types_is_one_clear_message(run_dir, old, new):
+    path = run_dir / "_report" / "log.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match="values of other types"):
+        check_run(run_dir, DEFAULTS, load_catalog())
+
+
 def test_an_unknown_gpu_of_a_run_asks_for_its_name(run_dir):
     path = run_dir / "_report" / "log.jsonl"
     path.write_text(path.read_text().replace('"num_gpus": 0', '"num_gpus": 1, "device": "Imaginary 9"'))

@@ -1,7 +1,10 @@
 """The files of a plan are taken by the parsers and the schedulers that read them, and name the plan's devices."""
 
+import os
 import re
+import shlex
 import subprocess
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -169,6 +172,32 @@ def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
     total, engine = DEVICE.memory_gib * GIB, sum(engine_parts(one, best.plan.sample).values())
     free = total - (best.plan.peaks()["generate"] - engine)
     assert engine <= share * total <= free
+
+
+@pytest.mark.parametrize("name", ["one", "apart", "reward", "servers", "pipeline"])
+def test_names_are_only_names_to_a_shell(name, tmp_path):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for program in ("onetrunk", "accelerate", "srun", "scontrol", "squeue"):
+        (programs / program).write_text("#!/bin/sh\necho n1\n")
+        (programs / program).chmod(0o755)
+    trap = f"m$(touch {tmp_path}/made)`touch {tmp_path}/made`';touch {tmp_path}/made;'"
+    folder = tmp_path / "a $(touch made) folder"
+    own = replace(launch_of(name, folder), config=trap, model=trap, base=trap, reward=trap)
+    for path in write_files(own):
+        if path.suffix in (".sh", ".sbatch"):
+            env = {**os.environ, **SLURM, "SERVER_HOST": "s1", "VLLM_PYTHON": "true"}
+            env["PATH"] = f"{programs}:{env['PATH']}"
+            subprocess.run(["bash", str(path)], env=env, check=True, capture_output=True, timeout=300)
+            assert not (tmp_path / "made").exists() and not (ROOT / "made").exists(), path.name
+    (line,) = [line for line in (folder / "launch.sh").read_text().splitlines() if line.startswith("exec ")]
+    assert trap in shlex.split(line)
+    yaml.safe_load((folder / "skypilot.yaml").read_text())
+
+
+def test_a_name_with_a_line_break_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="line break"):
+        replace(launch_of("one", tmp_path), model="m\ntouch made")
 
 
 def test_a_colocated_engine_is_planned_for_one_process_only():

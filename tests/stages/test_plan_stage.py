@@ -9,8 +9,11 @@ import pytest
 import yaml
 
 from onetrunk import cli
-from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.hardware import Pool, load_catalog
+from onetrunk.plan.search import inner_layouts
+from onetrunk.plan.timing import LOCAL, TrainLayout
 from onetrunk.stages.plan import parse_plan
+from tests.plan.support import job
 from tests.stages.recipes import ROOT
 
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
@@ -121,6 +124,9 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--hardware", "H100", *MODEL, "--rollout_backend", "pipelined"], 2, ["two or more devices"]),
         (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes is 0"]),
         (["--hardware", "H100", *MODEL, "--length_spread", "9"], 2, ["--length_spread is 9"]),
+        (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts is 999"]),
+        (["--hardware", "H100", *MODEL, "--lora_r", "-1"], 1, ["lora_r is -1; give 1 or more"]),
+        (["--hardware", "H100", *MODEL, "--num_ppo_epochs", "9" * 400], 1, ["num_ppo_epochs is 999", "at most 10000"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
         (["--check", "absent"], 1, ["absent is no folder"]),
         (["--check", "recipes"], 1, ["_report/run.json", "output_dir"]),
@@ -134,6 +140,33 @@ def test_a_mistake_is_one_clear_message(words, code, parts, capsys):
     assert error.startswith("error: ") and "Traceback" not in error
     for part in parts:
         assert part in error, error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "part"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; give 1 or more, at most 1000"),
+        ("vocab_size", 10**400, "vocab_size is 1000"),
+        ("num_key_value_heads", "two", "num_key_value_heads is 'two'"),
+        ("num_key_value_heads", 999, "num_key_value_heads is larger than num_attention_heads"),
+        ("head_dim", -1, "head_dim is -1"),
+        ("num_experts", "many", "a text or a list where a number belongs"),
+    ],
+)
+def test_a_config_with_impossible_numbers_is_one_clear_message(field, value, part, small, capsys):
+    (small / "config.json").write_text(json.dumps({**TINY, field: value}))
+    assert plan("--model", small, "--hardware", "2xH100") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and part in error
+
+
+def test_a_rollout_of_ten_million_prompts_takes_as_many_trials_as_one_of_a_hundred_thousand():
+    def trials(size):
+        train = TrainLayout(load_catalog().devices["H100-80GB"], 8)
+        layouts = inner_layouts(job(rollout_batch_size=size), train, LOCAL, Pool(train.device, 8, 8))
+        return len(list(layouts))
+
+    assert trials(10**7) == trials(10**5) < 20
 
 
 def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):

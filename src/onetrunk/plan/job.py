@@ -11,6 +11,7 @@ from typing import Any
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.memory import ADAM_8BIT_BYTES, ADAM_BYTES, INT8_BYTES, NF4_BYTES
+from onetrunk.plan.ranges import SETTINGS, require_ranges
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ITEMSIZES, ModelFacts
 
 DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": INT8_BYTES, "nf4": NF4_BYTES}
@@ -208,9 +209,10 @@ def job_of(
         on_cpu: activations have the precision of the base.
 
     Raises:
-        ValueError: settings that contradict each other or the model; the message names them.
+        ValueError: settings out of range, or that contradict each other or the model; the message names them.
     """
     assumed: list[str] = []
+    require_ranges(values, SETTINGS)
     lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)
     base_bytes = _base_bytes(values, model)
     is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)

@@ -47,6 +47,8 @@ TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)
 MANY_ROWS = 512
 # Rows of a server that decode at once; it keeps a queue for the rest.
 SERVED_ROWS = (8, 32, 64, 128, 256, 512)
+# More rows do not decode at once in a process: a larger rollout takes no longer to search.
+MOST_DECODING = 4096
 # Stages of a pipeline of the trainer's processes that are tried at most; each must have a layer.
 MOST_STAGES = 16
 # Counts of a device that are tried for the smallest hardware that fits.
@@ -211,7 +213,7 @@ def inner_layouts(
 ) -> Iterator[SampleLayout]:
     """Yield the layouts of a sampler that shares the trainer's devices; `stages` and `split` as in Space."""
     # Of a process; training stages have the same rows.
-    rows = -(-job.rows // (train.data * train.stages))
+    rows = min(MOST_DECODING, -(-job.rows // (train.data * train.stages)))
     caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
     if train.is_staged:
         if engine == PIPELINED:

@@ -235,7 +235,8 @@ def does_not_fit(request: Request, market: str) -> str:
     pools = " + ".join(map(str, request.pools))
     found = smallest_hardware(request.job, request.catalog, request.space, market)
     if not reasons:
-        divisors = [d for d in range(1, request.job.rollout_batch_size + 1) if request.job.rollout_batch_size % d == 0]
+        size = request.job.rollout_batch_size
+        divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
         reasons = [f"no number of processes divides rollout_batch_size and num_minibatches; of {divisors[:6]} ..."]
     hint = "no known device holds it, not even 64 of the largest"
     if found is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onetrunk.plan.ranges import OPTIONS, require_ranges
 from onetrunk.stages.options.schema import Parser, UsageError
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
@@ -104,17 +104,10 @@ def plan_words(argv: Sequence[str]) -> PlanWords:
     """
     known, rest = plan_parser().parse_known_args(list(argv))
     own = vars(known)
-    for name in ("num_rollouts", "nodes", "top", "label_completions"):
-        if own[name] is not None and own[name] < 1:
-            raise UsageError(f"--{name} is {own[name]}; give 1 or more")
-    for name in ("prompt_tokens", "completion_tokens", "budget"):
-        if own[name] is not None and not (math.isfinite(own[name]) and own[name] > 0):
-            raise UsageError(f"--{name} is {own[name]}; give a number above 0")
-    for name in ("label_prompts", "reward_pairs", "distill_rows"):
-        if own[name] < 0:
-            raise UsageError(f"--{name} is {own[name]}; give 0 or more")
-    if not 0 <= own["length_spread"] <= 3:
-        raise UsageError(f"--length_spread is {own['length_spread']}; give 0 to 3")
+    try:
+        require_ranges(own, OPTIONS, "--")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if any(stages < 2 for stages in own["pipeline_stages"]):
         raise UsageError("--pipeline_stages takes numbers from 2 on; one stage is always tried")
     tasks = [name for name in ("calibrate", "check") if own[name] is not None]
