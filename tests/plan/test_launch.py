@@ -247,7 +247,6 @@ def test_the_example_of_the_repository_is_what_a_plan_writes(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     assert cli.main(PLANNED_COMMAND.split()) == 0
     for path in sorted((tmp_path / "recipes/launch/planned").iterdir()):
-        # Drawings and the last digits of numbers differ between versions and processors.
-        if path.suffix not in (".png", ".svg", ".json"):
+        # The last digits of numbers differ between versions and processors.
+        if path.suffix != ".json":
             assert path.read_text() == (PLANNED / path.name).read_text(), f"run onetrunk {PLANNED_COMMAND}"
-    assert (PLANNED / "gantt.svg").is_file()

@@ -89,6 +89,30 @@ def test_settings_of_ppo_and_means_change_the_plan(capsys):
     assert seconds("--completion_tokens", "64")["generate"] < usual["generate"]
 
 
+def test_unused_devices_are_told_with_the_rollout_that_would_use_them(capsys):
+    # 64 prompts have no divisor with which trainers and servers are nine.
+    words = [*MODEL, "--hardware", "9xH100", "--rollout_batch_size"]
+
+    def unused(size):
+        assert plan(*words, size) == 0
+        return re.findall(r"(\d) of 9 devices are unused: .*rollout_batch_size (\d+)", capsys.readouterr().out)
+
+    ((count, size),) = unused(64)
+    assert count == "1" and unused(size) == []
+
+
+def test_rows_of_changing_length_leave_a_larger_margin(capsys, monkeypatch):
+    def usable(*words):
+        assert plan(*MODEL, "--hardware", "1xH100", "--engines", "local", *words) == 0
+        out = capsys.readouterr().out
+        return float(re.search(r"usable +([0-9.]+)", out)[1]), "PYTORCH_ALLOC_CONF" in out
+
+    assert usable() == (pytest.approx(0.8 * 79.2, abs=0.01), True)
+    assert usable("--length_spread", "0") == (pytest.approx(0.92 * 79.2, abs=0.01), False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert usable() == (pytest.approx(0.92 * 79.2, abs=0.01), False)
+
+
 def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys):
     assert plan("--model", small, "--hardware", "CPU", "--json") == 0
     weights = json.loads(capsys.readouterr().out)["weights"]

@@ -262,6 +262,9 @@ def launch_files(launch: Launch) -> dict[str, str]:
     train = launch.plan.train
     before, needs_host = _before(launch), launch.has_servers and not launch.shares_machine
     environment = ': "${SERVER_HOST:?the name of the machine of the servers}"\n' if needs_host else ""
+    # An engine that sleeps brings an allocator of its own.
+    if launch.job.expands_segments and not train.device.is_cpu and launch.plan.sample.engine != COLOCATED:
+        environment += "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
     if train.device.is_cpu and train.count > 1:
         environment += "export ACCELERATE_USE_CPU=true\n"
     if launch.shares_machine and train.count > 0:

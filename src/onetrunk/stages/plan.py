@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.plan.cost import check_budget, cost_of
+from onetrunk.plan.evaluate import Plan
 from onetrunk.plan.hardware import Catalog, Pool, load_catalog, parse_pools
 from onetrunk.plan.job import DTYPES, Job, job_of
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.other_stages import Around, around_times
-from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
+from onetrunk.plan.search import Ranked, Space, rejected, search, size_for_all, smallest_hardware, why_not
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.timing import PIPELINED
 from onetrunk.stages.options.early import check_ppo_settings, say
@@ -205,12 +206,26 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
     if own["json"]:
         print(json_text(request.job, ranking, cost, own["market"], around))
     else:
-        print("\n".join(plan_lines(request.job, request.pools, ranking, cost, own, around)))
+        unused = unused_line(request, best) if own["objective"] == "time" else None
+        print("\n".join(plan_lines(request.job, request.pools, ranking, cost, own, around, unused)))
         lost = rejected(request.job, request.pools, request.space)
         if lost:
             print("\n".join(["", "what does not fit at its best, or is not tried", *(f"  {line}" for line in lost)]))
     sys.stdout.flush()
     return 0
+
+
+def unused_line(request: Request, best: Plan) -> str | None:
+    """Return why the fastest plan leaves devices unused, and the size of a rollout that would use them."""
+    total = sum(pool.count for pool in request.pools)
+    if best.count == total:
+        return None
+    size = size_for_all(request.job, request.pools, request.space, best)
+    reason = "no plan with more of them is faster"
+    if size is not None:
+        given = request.job.rollout_batch_size
+        reason = f"processes have equally many prompts; rollout_batch_size {size} instead of {given} would use all"
+    return f"{total - best.count} of {total} devices are unused: {reason}"
 
 
 def _within_budget(request: Request, own: Mapping[str, Any], ranking: list[Ranked]) -> list[Ranked]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onetrunk.plan.cost import Cost
-from onetrunk.plan.evaluate import Plan, host_gib, stage_memory, stage_parts, summary, usable_bytes
+from onetrunk.plan.evaluate import Plan, host_gib, stage_memory, stage_parts, summary
 from onetrunk.plan.hardware import GIB, Pool
-from onetrunk.plan.job import Job
+from onetrunk.plan.job import ALLOCATOR, MARGIN, Job
 from onetrunk.plan.memory import role_layouts
 from onetrunk.plan.search import MANY_ROWS, Ranked
 from onetrunk.plan.timing import PIPELINED, PhaseTime, TrainLayout, band, most_rows_of
@@ -32,14 +32,20 @@ def plan_lines(
     cost: Cost,
     own: Mapping[str, Any],
     around: Mapping[str, PhaseTime],
+    unused: str | None = None,
 ) -> list[str]:
-    """Return everything about the best plan, and the table of the others."""
+    """Return everything about the best plan, and the table of the others.
+
+    Args:
+        unused: why devices are left over.
+    """
     best = ranking[0].plan
     return [
         *job_lines(job, pools),
         "",
         f"best plan ({own['objective']})",
         *(f"  {line}" for line in best_lines(job, best)),
+        *([f"  {unused}"] if unused else []),
         "",
         "memory of a device, GiB",
         *(f"  {line}" for line in memory_lines(best)),
@@ -144,10 +150,15 @@ def memory_lines(plan: Plan) -> list[str]:
             lines.append(f"{part:<14}" + "".join(f"{value / GIB:>10.2f}" for value in values))
     peaks = plan.peaks()
     lines.append(f"{'peak':<14}" + "".join(f"{peaks[phase] / GIB:>10.2f}" for phase in phases))
-    room = [usable_bytes(plan.device_of(phase)) for phase in phases]
+    room = [plan.usable(phase) for phase in phases]
     lines.append(f"{'usable':<14}" + "".join(f"{value / GIB:>10.2f}" for value in room))
     left = [(r - peaks[phase]) / GIB for r, phase in zip(room, phases, strict=True)]
     lines.append(f"{'left':<14}" + "".join(f"{value:>10.2f}" for value in left))
+    if plan.margin > MARGIN:
+        lines.append(
+            f"{plan.margin:.0%} of a device stay free, because rows change their length; {MARGIN:.0%} where"
+            f" {ALLOCATOR[0]}=expandable_segments:True is set, here and in the run"
+        )
     return lines
 
 

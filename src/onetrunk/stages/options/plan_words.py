@@ -78,7 +78,7 @@ def plan_parser() -> Parser:
     out = parser.add_argument_group("what comes out")
     out.add_argument("--top", type=int, default=8, metavar="N", help="plans in the table")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.add_argument("--write", metavar="FOLDER", help="folder for launch files and plan.json of the best plan")
+    out.add_argument("--write", metavar="FOLDER", help="folder for the launch files and plan.json of the best plan")
     other = parser.add_argument_group("this machine and finished runs")
     text = "measure this machine (about a minute) and write a hardware file"
     other.add_argument("--calibrate", metavar="FILE", help=text)
