@@ -29,6 +29,8 @@ DEVICES = {
 }  # fmt: skip
 # Matrices of a layer that adapters on all of them have.
 MATRICES = 7
+# Of adapters, by program whose peaks are compared.
+RANKS = {"Qwen finetune.py": 64, "fms-hf-tuning": 16}
 FITTED_RATES = ("matmul", "layer_s", "adapter_layer_s", "unpack_bytes")
 
 
@@ -124,6 +126,7 @@ class Step:
         forwards: whose `seconds` were measured together.
         adapted: matrices of a layer with adapters; 0: all weights train.
         base_bytes: bytes of a weight.
+        peak_gb: of memory; NaN: not published.
     """
 
     program: str
@@ -136,6 +139,7 @@ class Step:
     forwards: int
     is_checkpointed: bool
     seconds: float
+    peak_gb: float = math.nan
 
 
 @functools.cache
@@ -148,6 +152,7 @@ def measured_steps() -> tuple[Step, ...]:
                 row["program"], devices[row["gpu"]], shapes[row["model"]], int(row["adapted"]),
                 NF4_BYTES if row["bits"] == "4" else 2.0, int(row["rows"]), float(row["seq_len"]),
                 int(row["forwards"]), row["checkpointing"] == "1", float(row["seconds"]),
+                float(row["peak_gb"] or "nan"),
             )
             for row in csv.DictReader(file)
         ]  # fmt: skip
@@ -173,6 +178,17 @@ def step_seconds(step: Step, rates: Rates) -> float:
     per_layer = rates.layer_s + rates.adapter_layer_s * step.adapted / MATRICES
     launches = shape.num_layers * per_layer * (1.0 if step.is_checkpointed else UNCHECKPOINTED)
     return step.forwards * (computed + exposed_seconds(device, launches, computed))
+
+
+def peak_ratios() -> dict[str, list[float]]:
+    """Return predicted over measured peaks of memory of the programs that no constant was fitted to."""
+    found: dict[str, list[float]] = {}
+    for step in (step for step in measured_steps() if step.peak_gb > 0):
+        trained = step.shape.lora_parameters(RANKS[step.program])
+        training = Training(step.shape, int(step.rows * step.seq_len), step.base_bytes, trained, keeps_logits=True,
+                            gathers=False, is_checkpointed=step.is_checkpointed)  # fmt: skip
+        found.setdefault(step.program, []).append(sum(training_parts(training).values()) / 1e9 / step.peak_gb)
+    return found
 
 
 def fit_steps(steps: Sequence[Step]) -> Rates:

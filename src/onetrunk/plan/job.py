@@ -24,7 +24,7 @@ MEAN_SHARE = 0.5
 # Of the logarithm of completion lengths; 0.6 is that of chat replies, 1 has a heavy tail.
 SPREAD = 0.6
 # Share of a device that stays free: the error of the estimate, and fragments. Rows of changing length leave more of
-# these: PEFT's own benchmark reserves 1.2 to 1.4 times what it uses.
+# these: what one published program reserved was 1.2 to 1.4 times the predicted peak.
 MARGIN, CHANGING_MARGIN = 0.08, 0.2
 NORMAL = statistics.NormalDist()
 # Variables with the settings of torch's allocator: the name of today, and the old one.

@@ -23,6 +23,7 @@ GPU_ERA_NOTE = (
     "times of GPUs rest on published measurements of other software (plan/README.md has their errors); none of them"
     " was measured with onetrunk"
 )
+EXPERTS_NOTE = "; the one program that trained mixtures of experts took 1.2 to 7 times as long as predicted"
 
 
 def plan_lines(
@@ -39,7 +40,7 @@ def plan_lines(
     Args:
         unused: why devices are left over.
     """
-    best = ranking[0].plan
+    best, experts = ranking[0].plan, EXPERTS_NOTE if job.shape.num_experts else ""
     return [
         *job_lines(job, pools),
         "",
@@ -58,7 +59,11 @@ def plan_lines(
         "",
         "the roles on one device: weights, gradients, optimizer and cache, GiB (no activations)",
         *(f"  {line}" for line in role_lines(job, best)),
-        *([] if best.train.device.is_cpu else ["", f"note: {GPU_ERA_NOTE}"]),
+        *(
+            []
+            if best.train.device.is_cpu
+            else ["", f"note: {GPU_ERA_NOTE}{EXPERTS_NOTE if job.shape.num_experts else ''}"]
+        ),
     ]
 
 
