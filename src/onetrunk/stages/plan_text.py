@@ -59,11 +59,7 @@ def plan_lines(
         "",
         "the roles on one device: weights, gradients, optimizer and cache, GiB (no activations)",
         *(f"  {line}" for line in role_lines(job, best)),
-        *(
-            []
-            if best.train.device.is_cpu
-            else ["", f"note: {GPU_ERA_NOTE}{EXPERTS_NOTE if job.shape.num_experts else ''}"]
-        ),
+        *([] if best.train.device.is_cpu else ["", f"note: {GPU_ERA_NOTE}{experts}"]),
     ]
 
 
