@@ -101,7 +101,7 @@ def best_lines(job: Job, plan: Plan) -> list[str]:
     where = {
         "local": "in the trainer's processes",
         "pipelined": f"in the trainer's processes, {sample.replicas} x {sample.stages} stages of a pipeline",
-        "colocate": "by a vLLM engine in each trainer process, which sleeps meanwhile",
+        "colocate": "by a vLLM engine in the trainer process, which sleeps meanwhile",
         "server": f"by {sample.replicas} vLLM servers of {sample.tensor} x {sample.stages} {sample.device.name}",
     }[sample.engine]
     lines = [
