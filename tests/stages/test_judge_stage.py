@@ -305,6 +305,9 @@ def test_a_budget_stops_the_run_with_everything_kept_and_a_larger_one_continues(
         assert 12 <= asked <= 20
         assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 1 and len(stub.bodies) == asked
         assert judge(WRITTEN, *words, "--judge_budget_usd", "1000") == 0
+        # Where nothing is left to ask, a spent budget stops nothing.
+        asked = len(stub.bodies)
+        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 0 and len(stub.bodies) == asked
     costs = metrics_of(tmp_path / "out")["costs"]["judge-1"]
     assert costs["questions"] == 48 and costs["usd"] == pytest.approx(0.001 * costs["calls"])
 
