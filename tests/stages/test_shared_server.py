@@ -7,7 +7,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.rollouts.proof import PROBE_PROMPTS
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.feedback import runs
@@ -136,8 +135,7 @@ def test_preferences_are_sampled_on_the_server_and_never_twice(stub, inputs, tmp
 
 
 def completions_in(folder):
-    with Ledger(folder / "ledger/ledger.jsonl") as ledger:
-        values = [ledger.get(key) for key in ledger.keys()]
+    values = runs.answers_in(folder / "ledger/ledger.db").values()
     return sorted(value if isinstance(value, str) else value["text"] for value in values if is_text(value))
 
 

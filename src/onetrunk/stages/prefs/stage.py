@@ -39,11 +39,11 @@ from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.judges.load import JudgeConfig, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments
-from onetrunk.stages.judging import measured_words
+from onetrunk.stages.judging import check_judges, measured_words
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.given import GivenItem, GivenSource
@@ -136,9 +136,9 @@ def make(
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
-    costs = Costs(folder, [] if judge is None else [judge], prices, args.part.suffix())
+    costs = Costs(folder, [] if judge is None else [judge], prices)
     if judge is not None:
-        check_judge(judge)
+        check_judges([judge])
         measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
         if given is not None:
@@ -148,7 +148,7 @@ def make(
         say("everything sampled and judged is kept; run the same command again to resume", after_bar=True)
         raise
     finally:
-        costs.save()
+        costs.close()
 
 
 def make_given_rows(
@@ -182,11 +182,12 @@ def make_rows(
 ) -> Result | None:
     """Make the rows of a run in its folder, or resume it. The judge is None for revisions.
 
-    `costs` holds the budget; None: no budget. Returns None for a preview.
+    `costs` counts what the judge uses; None: nothing does. Returns None for a preview.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
-        RuntimeError: another process writes there, the judge fails too often, or there are no rows.
+        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or there are no
+            rows.
     """
     stop = StopFlag()
     source = PromptSource(args, model_args)
