@@ -9,14 +9,12 @@ import threading
 import pytest
 from transformers import TrainerCallback
 
-from onetrunk.rewards import row_wise
 from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import (
     Recorder,
     StopAt,
     base_model,
-    even_share,
     logged,
     make_trainer,
     prompts,
@@ -146,28 +144,6 @@ class HoldsOneRow(StubVLLM):
             self.is_held = True
             self.was_released = await asyncio.to_thread(self.released.wait, 120)
         await super()._complete(body, writer)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["one_step", "async"])
-def test_rows_of_a_call_are_scored_while_another_row_of_it_decodes(tmp_path, schedule):
-    scored = []
-
-    @row_wise
-    def reward(prompts, completion_ids, **kwargs):
-        scored.extend(prompts)
-        if len(scored) >= 3:
-            server.released.set()
-        return even_share(prompts, None, completion_ids)
-
-    with HoldsOneRow(base_model()) as server:
-        settings = {"use_vllm": True, "vllm_server_base_url": server.url, "schedule": schedule, "num_rollouts": 1}
-        server.released.clear()
-        trainer = make_trainer(tmp_path, reward=reward, **settings)
-        trainer.train()
-        trainer.sampler.backend.close()
-    # The other three rows of the rollout were scored before the first one was sampled.
-    assert server.was_released and len(scored) == 4 and trainer.state.global_step == 1
 
 
 @pytest.mark.slow

@@ -122,25 +122,6 @@ def test_rows_go_to_the_least_loaded_server(stub, tmp_path):
     assert sum(shares) == 20 and min(shares) >= 5
 
 
-def test_each_row_is_told_before_the_next_one_is_asked_for(stub, tmp_path):
-    backend, model = backend_of([stub], tmp_path, settings={"max_concurrency": 1}), policy()
-    backend.sync(model, 5)
-    stub.bodies.clear()
-    keys, told = [(0, 0, row) for row in range(len(PROMPTS))], []
-
-    def arrived(place, row):
-        told.append((place, row))
-        assert len(stub.bodies) == len(told)
-
-    rollout = backend.stream_as("policy", 5, PROMPTS, PARAMS, keys, arrived)
-    assert sorted(place for place, _ in told) == list(range(len(PROMPTS)))
-    for place, row in told:
-        assert (row.prompt_ids, row.completion_ids) == ([PROMPTS[place]], [rollout.completion_ids[place]])
-        assert row.sampler_logprobs[0].equal(rollout.sampler_logprobs[place])
-        assert (row.stopped, row.policy_version) == ([rollout.stopped[place]], 5)
-    assert backend.generate_as("policy", 5, PROMPTS, PARAMS, keys).completion_ids == rollout.completion_ids
-
-
 def test_progress_is_told_and_poll_can_end_a_rollout(stub, tmp_path):
     class Enough(Exception):
         pass

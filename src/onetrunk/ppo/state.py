@@ -62,7 +62,7 @@ SETTINGS = {
 # rollout in use again.
 FREE_IN_PPO = frozenset(
     "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows compile_decoding trunk_cache"
-    " score_early pipeline_score_early rollout_backend".split()
+    " pipeline_score_early rollout_backend".split()
 )
 
 

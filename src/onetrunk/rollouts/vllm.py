@@ -35,7 +35,7 @@ from onetrunk.rollouts.adapters import (
     reference_adapter,
     role_of,
 )
-from onetrunk.rollouts.base import RowArrival, SamplingParams
+from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.pool import Connection, ServerPolicy, ServerPool
 from onetrunk.rollouts.proof import Probe, probe_of, require_same_base
 from onetrunk.rollouts.server import LEAST_VERSION, Completed, Request, VLLMServer, require_rows
@@ -420,34 +420,11 @@ class VLLMBackend:
             ValueError: an empty prompt, rows without a key, or more tokens than the servers have positions.
             RuntimeError: the version is not published, no server is up in time, or a row gets no valid answer.
         """
-        return self.stream_as(role, version, prompt_ids, params, keys, lambda place, row: None)
-
-    def stream_as(
-        self,
-        role: str,
-        version: int,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        arrived: RowArrival,
-    ) -> Rollout:
-        """Return what `generate_as` returns; `arrived` is called with each row when its answer is there.
-
-        Of processes that share a divided model, only the first of the group tells of its rows.
-        """
         adapter = self._adapter_of(role, version)
         require_rows(prompt_ids, keys)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
-        rows = once_per_group(
-            lambda: self._complete(
-                adapter,
-                prompt_ids,
-                params,
-                keys,
-                lambda place, row: arrived(place, _as_rollout([prompt_ids[place]], [row], version)),
-            )
-        )
+        rows = once_per_group(lambda: self._complete(adapter, prompt_ids, params, keys))
         return _as_rollout(prompt_ids, rows, version)
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
@@ -475,7 +452,6 @@ class VLLMBackend:
         prompt_ids: Sequence[list[int]],
         params: SamplingParams,
         keys: Sequence[RowKey],
-        arrived: Callable[[int, Completed], None],
     ) -> list[Completed]:
         name = None if adapter is None else adapter.name
         requests = [
@@ -490,7 +466,6 @@ class VLLMBackend:
             num_tokens += len(completed.token_ids)
             if self.progress is not None:
                 self.progress(len(rows), len(requests), num_tokens)
-            arrived(index, completed)
 
         if requests:
             self.pool.complete(requests, adapter, done)

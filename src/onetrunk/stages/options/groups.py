@@ -60,7 +60,7 @@ OF_CLASS = {
 _OF_NAME = {
     "rollout": "rollout_batch_size num_generations num_rollouts max_prompt_length overlong_prompts"
     " max_completion_length temperature top_p top_k stop_tokens max_rollout_rows compile_decoding rollout_backend"
-    " pipeline_* chat_template_kwargs shuffle_dataset schedule max_staleness score_early",
+    " pipeline_* chat_template_kwargs shuffle_dataset schedule max_staleness",
     "reward": "reward_funcs reward_weights missing_eos_penalty length_penalty truncated_completions normalize_scores"
     " score_clip max_unscored_fraction",
     "advantage": "beta kl_* gamma lam lam_* length_adaptive_lam whiten_*",
