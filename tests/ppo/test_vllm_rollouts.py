@@ -1,6 +1,5 @@
 """PPO whose rollouts come from a vLLM server: a fake one, with a real tiny model behind it."""
 
-import asyncio
 import math
 import os
 import signal
@@ -131,19 +130,6 @@ def test_settings_alone_sample_on_the_server_also_ahead_of_the_update(stub, tmp_
     assert (max(logged(trainer, "sampling/logprob_gap_max")) < 1e-4) == (staleness == 0)
     # An evaluation samples from the policy of its own step, whatever is under way.
     assert max(logged(trainer, "eval_sampling/logprob_gap_max")) < 1e-4
-
-
-class HoldsOneRow(StubVLLM):
-    """Answers the first row of the training only after `released`."""
-
-    released = threading.Event()
-    is_held = was_released = None
-
-    async def _complete(self, body, writer):
-        if "-policy-" in body["model"] and self.is_held is None:
-            self.is_held = True
-            self.was_released = await asyncio.to_thread(self.released.wait, 120)
-        await super()._complete(body, writer)
 
 
 @pytest.mark.slow

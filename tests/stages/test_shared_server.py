@@ -135,6 +135,18 @@ def test_preferences_are_sampled_on_the_server_and_never_twice(stub, inputs, tmp
     assert (tmp_path / "served/data/preferences.jsonl").read_bytes() == rows
 
 
+def test_an_evaluation_and_preferences_have_the_key_of_the_server(stub, inputs, monkeypatch, tmp_path, capsys):
+    stub.key = "abc123def456ghi789"
+    monkeypatch.setenv("SERVER_KEY", stub.key)
+    assert evaluate(inputs, *on(stub), out="without") == 1
+    assert "HTTP 401" in capsys.readouterr().err
+    key = ("--vllm_api_key_env", "SERVER_KEY")
+    assert evaluate(inputs, *on(stub), *key, out="eval") == 0
+    assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub), *key, out="prefs") == 0
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written and not any(stub.key.encode() in path.read_bytes() for path in written)
+
+
 def completions_in(folder):
     with Ledger(folder / "ledger/ledger.jsonl") as ledger:
         values = [ledger.get(key) for key in ledger.keys()]
