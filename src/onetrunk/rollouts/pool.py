@@ -82,6 +82,8 @@ class ServerPool:
 
     def __init__(self, servers: Sequence[VLLMServer], policy: ServerPolicy, poll: Callable[[], None] | None = None):
         self.servers, self.policy, self.poll = list(servers), policy, poll
+        # Why the last server was lost.
+        self._lost = ""
 
     @property
     def up(self) -> list[VLLMServer]:
@@ -142,20 +144,22 @@ class ServerPool:
 
     def lose(self, server: VLLMServer, reason: str) -> None:
         """Give a server no more calls; RuntimeError if there is no other."""
-        was_up, server.is_up = server.is_up, False
-        if not self.up:
-            raise RuntimeError(
+        if server.is_up:
+            server.is_up = False
+            self._lost = (
                 f"{server} is lost: {reason.rstrip('.')}. Its own log may say why; start it again, then run the same"
                 " command again, a training with --resume auto"
             )
-        if was_up:
-            logger.warning("%s is lost until the next start: %s; the others go on", server, reason)
+            if self.up:
+                logger.warning("%s is lost until the next start: %s; the others go on", server, reason)
+        if not self.up:
+            raise RuntimeError(self._lost)
 
     async def _completed(self, connections: list[Connection], index: int, request: Request) -> Completed:
         while True:
             up = [connection for connection in connections if connection.server.is_up]
             if not up:
-                raise RuntimeError("no vLLM server is left")
+                raise RuntimeError(self._lost)
             connection = min(up, key=lambda connection: connection.server.in_flight)
             server = connection.server
             server.in_flight += 1
@@ -216,7 +220,7 @@ class ServerPool:
 
     def _run(self, servers: list[VLLMServer], work: Callable[[list[Connection]], Awaitable[None]]) -> None:
         if not servers:
-            raise RuntimeError("no vLLM server is left; start them again and resume")
+            raise RuntimeError(self._lost)
 
         async def run() -> None:
             async with AsyncExitStack() as stack:
