@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -586,6 +587,16 @@ def test_the_files_of_another_folder_are_never_deleted(stub, tmp_path):
     for version in range(3):
         second.sync(policy(version), version)
     assert set((tmp_path / "first").rglob("*")) == kept
+
+
+def test_a_killed_run_whose_folder_was_deleted_leaves_the_server_to_the_next_one(stub, tmp_path):
+    first = backend_of([stub], tmp_path / "first")
+    first.sync(policy(), 0)
+    first._files._lock.release()
+    shutil.rmtree(tmp_path / "first")
+    second = backend_of([stub], tmp_path / "second")
+    second.sync(policy(), 0)
+    assert [second._files.nonce in name for name in stub.adapters] == [True]
 
 
 def test_an_adapter_of_someone_else_is_left_alone(stub, tmp_path):

@@ -175,9 +175,9 @@ class JudgingStub(StubVLLM):
 
     num_judged = 0
 
-    async def _answer(self, method, path, body, writer):
+    async def _answer(self, method, path, headers, body, writer):
         if path != "/v1/chat/completions":
-            await super()._answer(method, path, body, writer)
+            await super()._answer(method, path, headers, body, writer)
             return
         self.num_judged += 1
         entries = [{"token": label, "logprob": value} for label, value in (("A", -0.4), ("B", -1.2))]
@@ -211,6 +211,10 @@ def test_an_evaluation_shares_a_server_with_a_training_that_publishes_there(stub
     assert stub._load({"lora_name": name, "lora_path": str(folder)})[0] == 200
     assert evaluate(inputs, *COLD, *on(stub), out="out") == 0
     assert list(stub.adapters) == [name] and folder.is_dir()
+    # Nor does it unload what a training publishes in a folder that this machine cannot see.
+    stub.adapters[name] = (f"/of/another/machine/{folder.name}", stub.adapters[name][1])
+    assert evaluate(inputs, *COLD, *on(stub), out="again") == 0
+    assert list(stub.adapters) == [name]
     training._files.close()
 
 

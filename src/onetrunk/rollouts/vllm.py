@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from peft import PeftModel
@@ -44,8 +43,6 @@ from onetrunk.utils.calls import CallError
 from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ROLES = ("policy", "reference")
 # The servers' base itself, whatever the reference is.
