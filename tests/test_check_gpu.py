@@ -60,17 +60,12 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
         assert found[name]["result"]["passed"] == 0 and found[name]["result"]["skipped"] >= fewest
     speeds = results["measurements"]["iterations"]
     assert [*speeds] == ITERATIONS
-    for name, row in speeds.items():
-        assert ("compiled" in row["decode"]) == name.endswith("bf16")
+    for row in speeds.values():
         assert all(row[phase]["tokens_per_s"] > 0 for phase in ("generate", "score", "update"))
         assert row["decode"]["operations"] > 100
     assert results["measurements"]["trl"]["ratio"]["total"] > 0
     assert all("torch" in case and "kernel" in case for case in found["twins"]["result"]["logprobs"].values())
     readme = (tmp_path / "out" / "README.md").read_text()
-    for name in ("0.5b-bf16", "7b-bf16"):
-        decode = speeds[name]["decode"]
-        assert decode["compiled"]["operations"] < decode["operations"] / 2
-    assert "0.5b-bf16, compiled step" in readme
     assert "A dry run on a CPU" in readme and "| 7b-nf4 | passed |" in readme and "Seconds of TRL 1.12 over" in readme
     assert str(ROOT) not in readme + json.dumps(results)
 

@@ -20,7 +20,7 @@ from onetrunk.models.score_adapter import load_adapter_scorer, read_score_adapte
 from onetrunk.models.scorer import load_scorer
 from onetrunk.models.sources import load_config, pinned_source
 from onetrunk.stages.eval.stage import restore_reference
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT

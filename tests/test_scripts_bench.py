@@ -206,17 +206,6 @@ def test_a_pipeline_on_gpus_that_are_not_there_is_refused(tmp_path):
     assert done.returncode == 2 and "needs --clock wall and a GPU for each of --stages 64" in done.stderr
 
 
-@pytest.mark.multi_process
-@pytest.mark.slow
-def test_scoring_early_gives_the_outputs_of_scoring_afterwards(tmp_path):
-    options = "--stages 2 --stage_ms 5 --rows 8 --layers 2 --prompt 4 --completion 24 --repeats 1".split()
-    done = run("bench/stage_scoring.py", *options, cache=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["same_outputs"] and found["tokens"] >= 8 and found["stage_time"] == "emulated, 5 ms per forward"
-    assert 0 < found["scored_early"] <= 1
-
-
 @pytest.mark.slow
 def test_runs_that_sample_ahead_are_timed_against_runs_in_turn(tmp_path):
     done = run("bench/schedules.py", "--phase_s", "0.05", "--rollouts", "2", cache=tmp_path)

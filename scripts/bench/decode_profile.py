@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 from onetrunk.rollouts.base import SamplingParams
-
-# The profiler then sees the kernels that torch.compile makes for a CPU.
-torch._inductor.config.cpp.enable_kernel_profile = True
 
 FEW = 4
 # Repetitions of the timing, of which the fastest counts.
@@ -36,7 +32,7 @@ IDLE = frozenset(
 
 
 def work_of(run: Callable[[], Any]) -> Iterator[Any]:
-    """Run something, and yield the profiler's event of each piece of work on the CPU: an operation, a compiled kernel.
+    """Run something, and yield the profiler's event of each piece of work on the CPU: an operation.
 
     Views and allocations are no work, and of nested operations only the innermost counts.
     """
@@ -46,8 +42,7 @@ def work_of(run: Callable[[], Any]) -> Iterator[Any]:
     def innermost(event: Any) -> Iterator[Any]:
         inside = [found for child in event.cpu_children for found in innermost(child)]
         library, _, name = event.name.rpartition("::")
-        # A compiled kernel is named after its graph.
-        is_work = name.startswith("graph_") if not library else name not in IDLE
+        is_work = library and name not in IDLE
         yield from inside or ([event] if is_work else [])
 
     for event in trace.events():
@@ -140,8 +135,7 @@ def decode_profile(
             seconds.append(now() - start)
         return min(seconds)
 
-    for length in (FEW, FEW + tokens):  # A compiled step is compiled here.
-        sample(length)
+    sample(FEW)
     # Never negative: on a small model the difference may drown in noise.
     costs = {"seconds": max(per_token(fastest), 0.0), "operations": per_token(lambda r: count_operations(r).total())}
     if next(backend.model.parameters()).is_cuda:

@@ -100,9 +100,6 @@ def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
     for name, row in found["iterations"].items():
         cells = [f"{row[phase]['tokens_per_s']:,} ({_share(row[phase]['roofline'])})" for phase in PHASES]
         lines.append((name, *cells, f"{row['peak_mb']:,}", *_decode_cells(row["decode"])))
-        if "compiled" in row["decode"]:
-            no_phases = [""] * (len(PHASES) + 1)
-            lines.append((f"{name}, compiled step", *no_phases, *_decode_cells(row["decode"]["compiled"])))
     text = [
         "Tokens per second of each phase, in brackets the share of the roofline: the fewest seconds that the"
         " arithmetic allows, at the measured speed of matrix products and copies on this machine, over the measured"
@@ -123,7 +120,7 @@ def _share(value: float | None) -> str:
 
 
 def _twins(result: dict[str, Any], markdown: Markdown) -> str:
-    cases = {f"logprobs, {name}": case for name, case in result["logprobs"].items()} | {"PPO loss": result["loss"]}
+    cases = {f"logprobs, {name}": case for name, case in result["logprobs"].items()}
 
     def cell(case: dict[str, Any], variant: str) -> str:
         if variant not in case:
@@ -139,9 +136,7 @@ def _twins(result: dict[str, Any], markdown: Markdown) -> str:
         )
         for name, case in cases.items()
     ]
-    shape = result["shape"]
-    return (
-        f"The kernels against their twins: {shape['tokens']} tokens, vocabulary {shape['vocab']}, {shape['dtype']};"
-        f" the loss of {shape['rows']} rows of {shape['length']} tokens. The difference is that of kernel and twin,"
-        " relative to the norm.\n\n" + markdown(("part", "naive", "torch", "kernel", "difference"), lines)
-    )
+    tokens, vocab, dtype = (result["shape"][name] for name in ("tokens", "vocab", "dtype"))
+    sentence = f"The kernels against their twins: {tokens} tokens, vocabulary {vocab}, {dtype}."
+    sentence += " The difference is that of kernel and twin, relative to the norm.\n\n"
+    return sentence + markdown(("part", "naive", "torch", "kernel", "difference"), lines)

@@ -36,7 +36,6 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 from workload import EOS, FORBIDDEN, LORA, PAD, Meter, Workload
 
 from onetrunk import PPOConfig, PPOTrainer, __version__
-from onetrunk.rollouts import LocalBackend
 from onetrunk.types import Experience, Rollout
 
 # Operations of a decoded token that take less are not listed.
@@ -217,7 +216,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
     parser.add_argument("--profile_tokens", type=int, default=0, help="measure one decoded token over so many; 0: not")
-    parser.add_argument("--profile_compiled", action="store_true", help="the same with compile_decoding")
     parser.add_argument("--profile_operations", action="store_true", help="the milliseconds of its operations too")
     return parser
 
@@ -268,33 +266,24 @@ def roofline(work: Workload, given: argparse.Namespace, marks: Marks, ceilings: 
 def one_token(
     work: Workload, given: argparse.Namespace, trainer: PPOTrainer, now: Callable[[], float], ceilings: Ceilings
 ) -> dict[str, Any]:
-    """Return what one decoded token of a whole rollout costs after training, and its share of the roofline.
-
-    With --profile_compiled there is an entry `compiled` with the same of a compiled step.
-    """
-    eager, prompts = trainer.sampler.backend, work.prompts()[: work.rollout]
-    eager.logits_processor = None
-    backends = {"eager": eager}
-    if given.profile_compiled:
-        backends["compiled"] = LocalBackend(eager.model, compiles=True)
-    least = decode_seconds(work.config(), len(prompts), itemsize(work, given), ceilings)
-    found: dict[str, dict[str, Any]] = {}
-    for name, backend in backends.items():
-        costs = found[name] = {"rows": len(prompts), **decode_profile(backend, prompts, given.profile_tokens, now)}
-        if costs["seconds"]:
-            costs["tokens_per_s"] = round(len(prompts) / costs["seconds"])
-            costs["roofline"] = round(least / costs["seconds"], 3)
-        if given.profile_operations:
-            shown = operation_profile(backend, prompts, given.profile_tokens)
-            costs["operation_ms"] = {work: round(ms, 3) for work, ms in shown.items() if ms >= LEAST_MS}
-    return found.pop("eager") | found
+    """Return what one decoded token of a whole rollout costs after training, and its share of the roofline."""
+    backend, prompts = trainer.sampler.backend, work.prompts()[: work.rollout]
+    backend.logits_processor = None
+    costs = {"rows": len(prompts), **decode_profile(backend, prompts, given.profile_tokens, now)}
+    if costs["seconds"]:
+        least = decode_seconds(work.config(), len(prompts), itemsize(work, given), ceilings)
+        costs["tokens_per_s"] = round(len(prompts) / costs["seconds"])
+        costs["roofline"] = round(least / costs["seconds"], 3)
+    if given.profile_operations:
+        shown = operation_profile(backend, prompts, given.profile_tokens)
+        costs["operation_ms"] = {work: round(ms, 3) for work, ms in shown.items() if ms >= LEAST_MS}
+    return costs
 
 
 def main() -> None:
     given = parse()
-    for name in ("profile_compiled", "profile_operations"):
-        if getattr(given, name) and not given.profile_tokens:
-            raise SystemExit(f"--{name} needs --profile_tokens")
+    if given.profile_operations and not given.profile_tokens:
+        raise SystemExit("--profile_operations needs --profile_tokens")
     work = Workload.from_options(given)
     torch.set_num_threads(1)
     meter = Meter(work.device)

@@ -63,7 +63,7 @@ class Rollout:
         policy_version: number of optimizer steps that the sampling policy had made; of the oldest row, if they differ.
         states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
             at the last token, which is not always needed; None if the sampler keeps no states.
-        policy_versions: the policy version of each row if they may differ, else None.
+        policy_versions: the policy version of each row, or of its first token, if they may differ, else None.
         sampler_values: n float32 tensors [len(completion)]: value of the state that predicts each token, if the
             sampler computes values, else None.
     """
@@ -134,7 +134,7 @@ class Experience:
         advantages: whitened if the config says so.
         returns: targets of the value head.
         ref_logprobs: logprobs of the reference; None if no KL is used.
-        weights: importance weights of the policy loss, or None.
+        weights: importance weights of the policy loss and of the KL in the loss, or None.
         states: [N, H] output of the frozen layers below the first adapted layer at the N tokens of the rows, row
             after row without padding; in the trunk's dtype, on any device; None if it is not kept.
     """

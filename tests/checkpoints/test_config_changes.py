@@ -62,7 +62,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "pipeline_split": {"rollout_backend": "pipelined"},
     "pipeline_ahead": {"rollout_backend": "pipelined"},
     "pipeline_training": {"rollout_backend": "pipelined"},
-    "pipeline_score_early": {"rollout_backend": "pipelined", "pipeline_training": True},
 }
 ALONG: dict[str, dict[str, Any]] = {
     "kl_in_loss": {"kl_estimator": "k2"},

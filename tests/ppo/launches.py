@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,8 +32,6 @@ class Launch:
 
 
 ALONE = Launch(processes=1)
-# A metric that only runs in pipeline stages have.
-SCORED_EARLY = "sampling/scored_early"
 
 
 @dataclass(eq=False)
@@ -93,7 +91,7 @@ class Launches:
         """Require the history, the KL coefficient and the moments of the scores of one process."""
         alone, found = (self.facts(place, launch, name) for launch in (self.alone(), how))
         assert len(found["history"]) == len(alone["history"])
-        for entry, one in zip(of_any_layout(found["history"]), alone["history"], strict=True):
+        for entry, one in zip(found["history"], alone["history"], strict=True):
             assert entry.keys() == one.keys()
             for key in set(one) - {"mine/rows"}:
                 # A token at the edge of the clip range may fall on either side: one of 40.
@@ -108,8 +106,3 @@ class Launches:
         expected = pytest.approx(self.facts(place, self.alone(), name)["evaluation"], rel=1e-3, abs=1e-5)
         for rank in range(self.named[how].processes):
             assert self.facts(place, how, name, rank)["evaluation"] == expected
-
-
-def of_any_layout(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a log without the metric that only pipelines have."""
-    return [{name: value for name, value in entry.items() if name != SCORED_EARLY} for entry in log]

@@ -19,6 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from onetrunk.models.base import decoder_layers  # noqa: E402
+from onetrunk.ppo.ahead import load_rows  # noqa: E402
 from onetrunk.rollouts import pipelined  # noqa: E402
 from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests import learning  # noqa: E402
@@ -44,15 +45,18 @@ def ahead(folder: Path) -> None:
     facts = {name: logged(whole, name) for name in ("sampling/staleness", "sampling/staleness_max")}
     facts["weights"] = logged(whole, "sampling/effective_sample_size")
     rank = whole.accelerator.process_index
-    (folder / f"ahead-{rank}.json").write_text(json.dumps(facts))
     save_file(trained_weights(whole.model), folder / f"ahead-{rank}.safetensors")
     for step in (3, 4):
         place = folder / f"ahead-{step}"
         make_trainer(place, callbacks=[StopAt(step)], **case).train()
         resumed = make_trainer(folder / f"ahead-{step}-resumed", **case)
         resumed.accelerator.wait_for_everyone()
-        resumed.train(resume_from_checkpoint=str(place / f"checkpoint-{step}"))
+        checkpoint = place / f"checkpoint-{step}"
+        rows = [row for writer in (0, 1) for row in load_rows(checkpoint, writer).values()]
+        facts[f"unfinished-{step}"] = sum(not row.stopped and len(row.completion_ids) < 10 for row in rows)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
         save_file(trained_weights(resumed.model), folder / f"ahead-{step}-{rank}.safetensors")
+    (folder / f"ahead-{rank}.json").write_text(json.dumps(facts))
 
 
 def whole_layers(folder: Path) -> None:

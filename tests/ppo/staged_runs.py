@@ -29,13 +29,13 @@ IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
 # By case of two_processes.py: settings of the launched run, and those of both.
 CASES = {
     "shared": {"pipeline_batches": 3},
-    "adapter": {"pipeline_score_early": True},
+    "adapter": {},
     "tokens": {},
     "kept": {},
     "packed": {},
     "stopped": {},
     "autocast": {},
-    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1], "pipeline_score_early": True},
+    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
 }
 BOTH = {"kept": {"trunk_cache": "off"}, "packed": {"trunk_cache": "off"}, "autocast": {"bf16": True}}
 

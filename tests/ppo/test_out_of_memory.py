@@ -1,12 +1,12 @@
-"""Where memory runs out a pack is cut: weights, scores and completions are those of a run that had enough."""
+"""What happens when memory runs out: sampling continues with fewer rows at once, an update ends the run."""
 
 import logging
 
 import pytest
 import torch
 
-from onetrunk.models.trunk import PackOutput
-from onetrunk.ppo.memory import join_rows, split_rows
+from onetrunk.ppo.state import halve
+from onetrunk.stages.running import run_stage
 from tests.ppo.support import assert_same, base_model, logged, make_trainer, prompts, trained_weights
 
 # One optimizer step over packs of up to 4 rows. SGD: weights are linear in the gradient.
@@ -29,10 +29,6 @@ def in_update(module, kwargs):
     return torch.is_grad_enabled() and not kwargs.get("use_cache")
 
 
-def in_scoring(module, kwargs):
-    return not torch.is_grad_enabled() and not kwargs.get("use_cache")
-
-
 def in_sampling(module, kwargs):
     return bool(kwargs.get("use_cache"))
 
@@ -43,25 +39,6 @@ def run(folder, most=None, when=None, **settings):
         failing_above(trainer.model, most, when)
     trainer.train()
     return trainer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{}, {"adapter_layers": "top-1", "trunk_cache": "cpu"}, {"value_head": "adapter"}]
-)
-@pytest.mark.parametrize(("when", "most"), [(in_update, 1), (in_update, 3), (in_scoring, 2)])
-def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, when, most):
-    whole = run(tmp_path / "whole", **settings)
-    halved = run(tmp_path / "halved", most, when, **settings)
-    assert_same(trained_weights(halved.model), trained_weights(whole.model), atol=1e-6, rtol=1e-5)
-    for name in ("policy/loss", "value/loss", "kl/ref", "policy/clip_fraction", "score/mean"):
-        assert logged(halved, name) == pytest.approx(logged(whole, name), abs=1e-5), name
-    size = halved.pack_size if when is in_update else halved._stream.scorer.pack_size
-    assert size.num_halvings == {1: 2, 2: 1, 3: 1}[most] and size.most_rows <= most
-    assert set(logged(halved, "memory/halvings")) == {size.num_halvings} and not logged(whole, "memory/halvings")
-    said = [r.getMessage() for r in caplog.records if "out of memory in the" in r.getMessage()]
-    assert len(said) == size.num_halvings and "Tried to allocate 1.00 GiB.)" in said[0] and "\n" not in said[0]
-    assert f"Set per_device_train_batch_size to {size.most_rows}" in said[-1]
 
 
 @pytest.mark.slow
@@ -94,38 +71,20 @@ def test_rows_that_finished_before_memory_ran_out_stay(tmp_path):
     assert len(calls) > 6 and again.completion_ids == whole.completion_ids
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("when", [in_update, in_scoring, in_sampling])
-def test_one_row_that_does_not_fit_is_one_sentence(tmp_path, when):
-    with pytest.raises(
-        RuntimeError, match=r"(out of memory in|the memory does not hold) .* one row.*; lower max_completion_length"
-    ):
-        run(tmp_path, 0, when)
+def test_a_run_that_runs_out_of_memory_in_an_update_ends_with_the_settings_to_lower(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, check_memory=False, **SHAPE)
+    failing_above(trainer.model, 1, in_update)
+
+    assert run_stage("ppo", lambda words: (trainer.args,), lambda args: trainer.train(), []) == 1
+    error = capsys.readouterr().err
+    assert "out of memory; lower per_device_train_batch_size" in error and "Traceback" not in error
 
 
-def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path):
-    trainer = make_trainer(tmp_path, check_memory=False)
-
-    def fails(module, args, kwargs):
-        if torch.is_grad_enabled():
-            raise RuntimeError("shapes do not match")
-
-    trainer.model.get_base_model().model.register_forward_pre_hook(fails, with_kwargs=True)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        trainer.train()
-    assert trainer.pack_size.num_halvings == 0
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_parts_of_an_experience_are_its_rows(tmp_path, most):
-    trainer = make_trainer(tmp_path, dataset=prompts(8), rollout_batch_size=8, per_device_train_batch_size=8)
-    stream = trainer.get_train_dataloader()
-    experience = stream.make_rollout()[0]
-    parts = split_rows(experience, most)
-    assert [part.pack.num_rows for part in parts][:-1] == [most] * (len(parts) - 1)
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_the_halves_of_an_experience_are_its_rows(tmp_path, rows):
+    trainer = make_trainer(tmp_path, dataset=prompts(8), rollout_batch_size=rows, per_device_train_batch_size=8)
+    experience = trainer.get_train_dataloader().make_rollout()[0]
+    parts = halve(experience)
+    assert [part.pack.num_rows for part in parts] == [-(-rows // 2), rows // 2]
     assert torch.equal(torch.cat([part.returns for part in parts]), experience.returns)
     assert torch.equal(torch.cat([part.pack.input_ids for part in parts]), experience.pack.input_ids)
-    outputs = [PackOutput(logprobs=part.old_logprobs, next_values=part.returns[:, 0]) for part in parts]
-    joined = join_rows(outputs)
-    assert torch.equal(joined.logprobs, experience.old_logprobs) and joined.values is None
-    assert torch.equal(joined.next_values, experience.returns[:, 0])

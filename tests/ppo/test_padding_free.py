@@ -1,8 +1,5 @@
 """padding_free in a run: the same training, fewer forwards, exact resume, and a message where it cannot work."""
 
-import logging
-from dataclasses import replace
-
 import pytest
 import torch
 from datasets import Dataset
@@ -10,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.models.base import backbone
 from onetrunk.ops.packing import make_pack
-from onetrunk.ppo.memory import largest_pack, split_rows
-from onetrunk.ppo.state import load_buffer, save_buffer
+from onetrunk.ppo.memory import largest_pack
+from onetrunk.ppo.state import halve
 from onetrunk.types import Experience
 from tests.ppo.support import StopAt, assert_same, logged, make_config, make_trainer, trained_weights
 from tests.tiny import WORDS
@@ -87,26 +84,6 @@ def test_it_may_change_in_the_middle_of_a_rollout_because_it_only_rounds(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {**TOP, "trunk_cache": "cpu"}])
-@pytest.mark.parametrize("is_update", [True, False])
-def test_less_memory_gives_the_same_run(tmp_path, caplog, settings, is_update):
-    caplog.set_level(logging.WARNING)
-    settings = {"padding_free": True, "microbatch_tokens": None, "num_minibatches": 1, **settings}
-    whole = run(tmp_path / "whole", **settings)
-    trainer = make_trainer(tmp_path / "halved", check_memory=False, **{**SHAPE, **SGD, **BUDGET, **settings})
-
-    def check(_module, _args, kwargs):
-        num_tokens = kwargs["input_ids"].numel()
-        if num_tokens > 40 and torch.is_grad_enabled() == is_update and not kwargs.get("use_cache"):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-
-    backbone(trainer.model).register_forward_pre_hook(check, with_kwargs=True)
-    trainer.train()
-    assert_same(trained_weights(trainer.model), trained_weights(whole.model), atol=1e-6, rtol=1e-5)
-    assert "out of memory in the" in caplog.text and "at most 4 rows" in caplog.text
-
-
-@pytest.mark.slow
 def test_an_evaluation_measures_the_same_kl(tmp_path):
     values = []
     for free in (False, True):
@@ -158,14 +135,5 @@ def an_experience(states):
 
 def test_rows_that_are_split_keep_their_states():
     states = torch.arange(14.0).view(7, 2)  # Rows of 3 and 4 tokens.
-    first, second = split_rows(an_experience(states), 1)
+    first, second = halve(an_experience(states))
     assert torch.equal(first.states, states[:3]) and torch.equal(second.states, states[3:])
-    assert split_rows(an_experience(states), 2)[0].states is states
-
-
-def test_states_of_an_earlier_version_lose_their_padding(tmp_path):
-    (tmp_path / "experience_stream.json").write_text('{"settings": {"num_processes": 1}}')
-    padded = torch.arange(16.0).view(2, 4, 2)
-    save_buffer(tmp_path, [replace(an_experience(None), states=padded)], 0)
-    (loaded,) = load_buffer(tmp_path, 0, 1)
-    assert torch.equal(loaded.states, torch.cat([padded[0, :3], padded[1]]))

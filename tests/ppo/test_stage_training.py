@@ -19,7 +19,7 @@ from onetrunk.ppo.checks import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places
-from tests.ppo.launches import ALONE, SCORED_EARLY, Launch, Launches, of_any_layout
+from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
 from tests.ppo.support import assert_same, base_model, make_config
 from tests.rollouts.stub_vllm import StubVLLM
@@ -80,15 +80,11 @@ def test_the_log_is_that_of_one_process(place, processes, name):
 
 @launches
 @pytest.mark.parametrize("place", places(2))
-def test_rows_are_scored_while_others_decode_and_the_first_ratio_is_1(place):
-    # Some rollouts end with one batch alone.
-    names = {name for name, settings in CASES.items() if settings.get("pipeline_score_early")}
-    histories = {name: facts(place, 2, name)["history"] for name in CASES}
-    shares = [entry[SCORED_EARLY] for name in names for entry in histories[name] if SCORED_EARLY in entry]
-    assert shares and max(shares) > 0 and all(0 <= share <= 1 for share in shares)
+def test_the_first_ratio_of_a_rollout_is_1(place):
     for name in set(CASES) - {"autocast"}:
-        assert any(SCORED_EARLY in entry for entry in histories[name]) == (name in names)
-        ratios = [entry["policy/ratio_max"] for entry in histories[name] if "policy/ratio_max" in entry]
+        ratios = [
+            entry["policy/ratio_max"] for entry in facts(place, 2, name)["history"] if "policy/ratio_max" in entry
+        ]
         assert ratios[0] == 1.0
 
 
@@ -108,11 +104,11 @@ def test_a_pipeline_resumes_in_the_middle_of_a_rollout(place):
 def test_a_checkpoint_of_stages_goes_on_in_another_layout_and_the_other_way_round(written, processes, how):
     folder = launched(CPU, processes, "go-on", str(launched(CPU, written) / "stopped"), *how)
     whole = weights(CPU, 1, "whole")
-    log = of_any_layout(json.loads((launched(CPU, 1) / "resumed-0.json").read_text()))
+    log = json.loads((launched(CPU, 1) / "resumed-0.json").read_text())
     for rank in range(processes):
         assert_same(load_file(folder / f"resumed-{rank}.safetensors"), whole, atol=1e-4, rtol=1e-3)
         # Also the metrics that were counted, but not yet logged, at the checkpoint.
-        found = of_any_layout(json.loads((folder / f"resumed-{rank}.json").read_text()))
+        found = json.loads((folder / f"resumed-{rank}.json").read_text())
         assert [entry.keys() for entry in found] == [entry.keys() for entry in log]
         for entry, one in zip(found, log, strict=True):
             assert entry == pytest.approx(one, rel=2e-3, abs=0.03)
@@ -203,10 +199,6 @@ SERVED = {"use_vllm": True, "pipeline_training": True}
         ({**SERVED, "vllm_mode": "colocate"}, "pipeline_training is not supported with vllm_mode 'colocate'"),
         ({**SERVED, "schedule": "one_step"}, "the processes of pipeline_training work together.*set schedule to sync"),
         ({**SERVED, "pipeline_stages": 1}, "pipeline_stages is 1"),
-        (
-            {"rollout_backend": "pipelined", "pipeline_score_early": True},
-            "the processes score as replicas.*leave pipeline_s",
-        ),
         ({**STAGED, "pipeline_training": "yes"}, "pipeline_training is 'yes'; it must be true or false"),
         (
             {**STAGED, "trunk_cache": "cpu"},

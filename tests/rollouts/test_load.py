@@ -86,16 +86,6 @@ def test_without_a_server_this_process_samples():
     assert isinstance(backend, LocalBackend) and backend.max_rows == 3
 
 
-def test_compiled_decoding_is_for_the_sampler_of_this_process():
-    assert load_backend(config(compile_decoding=True)).compiles and not load_backend(config()).compiles
-    with pytest.raises(ValueError, match="compile_decoding is about sampling in this process"):
-        config(compile_decoding=True, use_vllm=True)
-    with pytest.raises(ValueError, match="compile_decoding is 'yes'; it must be true or false"):
-        config(compile_decoding="yes")
-    with pytest.raises(ValueError, match=r"rollout_backend is a CannedBackend.*LocalBackend\(compiles=True\)"):
-        check_parts(config(compile_decoding=True), None, CannedBackend())
-
-
 def test_a_server_and_a_backend_of_ones_own_exclude_each_other():
     with pytest.raises(ValueError, match="use_vllm is set and rollout_backend is a CannedBackend; give one of them"):
         check_parts(config(use_vllm=True), None, CannedBackend())

@@ -90,13 +90,11 @@ def test_a_prompt_that_comes_several_times_runs_once(max_rows):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("keeps_last", [False, True])
-@pytest.mark.parametrize("compiles", [False, True])
-def test_the_states_of_rows_that_share_a_prompt_or_join_late_are_captured(keeps_last, compiles, monkeypatch):
-    monkeypatch.setattr("onetrunk.rollouts.compiled.COMPILER", "eager")
+def test_the_states_of_rows_that_share_a_prompt_or_join_late_are_captured(keeps_last):
     trunk = a_trunk("mistral", base=tiny("mistral"), adapter_layers="top-2")
     prompts = [PROMPTS[row] for row in (0, 0, 1, 3, 3, 3, 4)]
     params = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(8, 14)))
-    backend = LocalBackend(trunk, max_rows=3, compiles=compiles)
+    backend = LocalBackend(trunk, max_rows=3)
     rollout = backend.generate(
         prompts, params, MANY_KEYS[: len(prompts)], keeps_states=True, keeps_last_state=keeps_last
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams, compiled
+from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
 from onetrunk.rollouts.draws import draw, truncation
 from tests.ppo.support import base_model
 from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
@@ -106,23 +106,6 @@ def test_first_tokens_of_many_rows_follow_the_renormalised_probabilities():
     # Four standard deviations of a frequency.
     errors = (counts / rows - expected).abs()
     assert (errors <= 4 * (expected * (1 - expected) / rows).sqrt() + 1e-12).all()
-
-
-@pytest.mark.parametrize("is_traced", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_compiled_step_truncates_as_an_eager_one_does(is_traced, monkeypatch):
-    """With other settings than the call before, which its graphs must notice. Untraced, the step runs as it is."""
-    monkeypatch.setattr(compiled, "COMPILER", "eager")
-    if not is_traced:
-        monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    torch._dynamo.reset()
-    model, keys = tiny(), MANY_KEYS[:10]
-    backend = LocalBackend(model, compiles=True)
-    for settings in ({}, *HALVES[1:]):
-        chosen = mixed_params(temperature=1.3, **settings)
-        rollout = backend.generate(PROMPTS * 2, chosen, keys)
-        assert backend._obstacle is None
-        assert_same(rollout, LocalBackend(model).generate(PROMPTS * 2, chosen, keys))
-    assert_truncated(model, rollout, chosen)
 
 
 def test_greedy_decoding_ignores_truncation():

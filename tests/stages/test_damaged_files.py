@@ -398,6 +398,11 @@ ADAPTER_FAULTS = {
         ADAPTER_CONFIG,
         "makes 1000000000 layers",
     ),
+    "a million lists of copies": (
+        written(ADAPTER_CONFIG, b'{"layer_replication": [[0, 1]' + b", [0, 1]" * 1_250_000 + b"]}"),
+        ADAPTER_CONFIG,
+        "it has 10000031 bytes, at most 10000000",
+    ),
     "copies of layers that are numbers": (changed(ADAPTER_CONFIG, layer_replication=[3]), ADAPTER_CONFIG, "cannot be"),
     "a target that is a number": (changed(ADAPTER_CONFIG, target_modules=3), ADAPTER_CONFIG, "cannot be used"),
     "targets that are not there": (changed(ADAPTER_CONFIG, target_modules=["nope"]), ADAPTER_CONFIG, "nope"),

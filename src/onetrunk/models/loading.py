@@ -48,6 +48,7 @@ JSON_TYPES = {list: "array", str: "string", int: "number", float: "number", bool
 # Far above any model: a config beyond these is damaged or hostile.
 MOST_LAYERS = 10_000
 MOST_LABELS = 1_000_000
+MOST_ADAPTER_CONFIG_BYTES = 10_000_000
 LAYER_COUNT = re.compile(r"(num|n|encoder|decoder)_(\w+_)?(layers?|blocks)|depth")
 # A model may hold this many times the numbers of its weight files, plus this many: heads and buffers are new.
 MOST_TIMES, MOST_NEW = 2, 2**27
@@ -398,6 +399,8 @@ def read_adapter_config(name: str, revision: str | None = None) -> PeftConfig:
         raise not_loadable("adapter", name, "there is no adapter_config.json")
     weights = source_file(name, ADAPTER_WEIGHTS_FILE, revision)
     with reading("adapter", name, path):
+        if (size := path.stat().st_size) > MOST_ADAPTER_CONFIG_BYTES:
+            raise ValueError(f"it has {size} bytes, at most {MOST_ADAPTER_CONFIG_BYTES}")
         peft_type = read_object("adapter", name, path).get("peft_type")
         if peft_type not in [known.value for known in PeftType]:
             raise ValueError(f"it says peft_type {peft_type!r}, which PEFT does not know")

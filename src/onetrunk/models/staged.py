@@ -97,31 +97,6 @@ class StagedTrunk(Stage):
         """Return the tokens of a pack that cross between stages."""
         return token_grid(self.trunk, pack, self.trunk.padding_free).num_tokens
 
-    def num_received(self, roles: Sequence[str]) -> int:
-        """Return how many states of each token the stage before hands over: one, or above the cut one per stream."""
-        return len(self._streams(self.layers.start, roles))
-
-    @torch.no_grad()
-    def run_alone(
-        self, pack: Pack, roles: Sequence[str], temperature: float, received: Tensor | None
-    ) -> PackOutput | Tensor:
-        """Run one pack through this stage; return the states for the next one, or the outputs if this is the last.
-
-        Args:
-            pack, roles, temperature: as TrunkModel takes them.
-            received: [num_received, N, H] states of the stage before; None on the first stage.
-        """
-        states = None if received is None else received.unbind()
-        stage = StageInput(self.layers, states, self.is_last)
-        result = self.trunk(pack=pack, roles=roles, temperature=temperature, stage=stage)
-        return result if self.is_last else torch.stack([out.to(self.dtype) for out in result])
-
-    def known_outputs(
-        self, packs: Sequence[Pack], roles: Sequence[str], outputs: Sequence[PackOutput]
-    ) -> list[PackOutput]:
-        """Return the outputs of `run_alone`, which the last stage has, on every stage; collective."""
-        return self._shared(outputs, self._call(packs, roles, temperature=1.0)) if packs else []
-
     @torch.no_grad()
     def outputs(self, packs: Sequence[Pack], roles: Sequence[str], temperature: float) -> list[PackOutput]:
         """Return the outputs of `roles` over each pack, on every stage."""

@@ -145,7 +145,6 @@ class Job:
     captures_states: bool = False
     stage_obstacle: str | None = None
     is_padding_free: bool = False
-    compiles: bool = False
     schedule: str = "sync"
     max_staleness: int = 0
     uses_server: bool = False
@@ -252,7 +251,6 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer_bytes": ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         "keeps_states": values["trunk_cache"] in ("auto", "device"),
         "is_padding_free": bool(values["padding_free"]),
-        "compiles": bool(values["compile_decoding"]),
         "max_staleness": {"sync": 0, "one_step": 1}.get(values["schedule"], staleness),
         "uses_server": bool(values["use_vllm"]),
         "save_every": int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,

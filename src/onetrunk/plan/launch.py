@@ -152,7 +152,7 @@ def pipeline_settings(job: Job, plan: Plan) -> list[str]:
         words += ["--max_rollout_rows", str(sample.rows // sample.stages)]
     # Settings of the recipe that belong to another sampler.
     words += ["--use_vllm", "false"] if job.uses_server else []
-    return words + (["--compile_decoding", "false"] if job.compiles else [])
+    return words
 
 
 def _host(launch: Launch) -> str:

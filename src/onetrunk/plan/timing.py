@@ -219,10 +219,10 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
         parts = {name: value * UNMERGED for name, value in parts.items()}
         parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s + rows * rates.served_row_s
     else:
-        is_compiled = job.compiles and layout.engine == LOCAL
-        layer_s = rates.served_layer_s if is_compiled else rates.decode_layer_s
         # Every stage has the overhead of a step.
-        parts["launches"] = shape.num_layers * layer_s + layout.stages * rates.decode_step_s + rows * rates.row_s
+        parts["launches"] = (
+            shape.num_layers * rates.decode_layer_s + layout.stages * rates.decode_step_s + rows * rates.row_s
+        )
         if base_bytes <= INT8_BYTES:
             parts["compute"] += bandwidth * (UNPACKING[True] - 1)
     if divided > 1:

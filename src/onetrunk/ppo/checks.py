@@ -132,11 +132,6 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
             f"rollout_backend is {args.rollout_backend!r} in the config and a {type(rollout_backend).__name__} was"
             " passed; give one of them"
         )
-    if rollout_backend is not None and args.compile_decoding:
-        raise ValueError(
-            f"compile_decoding is set and rollout_backend is a {type(rollout_backend).__name__}, which has settings of"
-            " its own; leave compile_decoding out, or pass LocalBackend(compiles=True)"
-        )
 
 
 def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.cache import TrunkCache
 from onetrunk.models.parallel import is_divided, is_sharded
-from onetrunk.models.staged import staged
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
-from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
@@ -43,6 +41,7 @@ from onetrunk.ppo.sampling import (
     equal_counts,
     prompt_batch,
     rollout_packs,
+    with_importance,
 )
 from onetrunk.ppo.scoring import Background, PackScorer
 from onetrunk.ppo.state import (
@@ -58,7 +57,6 @@ from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 
@@ -152,21 +150,17 @@ class ExperienceStream:
         iteration = self.state.iteration
         self.watch.begin_rollout(iteration)
         start = time.perf_counter()
-        # What reward functions draw from the global generators depends on the rollout alone too.
-        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
-
-        batch, rollout, scoring = self._sampled(iteration)
+        batch, rollout = self._sampled(iteration)
         sampled = time.perf_counter()
-        if scoring is not None:
-            share = torch.tensor([scoring.scored_share], device=self.accelerator.device)
-            self.metrics.add_rollout({"sampling/scored_early": self.data_parallel.gather(share).mean().item()})
 
+        # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
+        # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
+        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
         # The model runs over the packs in the background: reward functions may need the main thread. Collective
         # forwards have a certain order in the main thread only, and a trace sees only that one.
         formed = self._packs(rollout)
         starts_now = self.sampler.may_wait and not (self.is_collective or self.watch.trace.is_recording)
-        known = {} if scoring is None else scoring.outputs
-        model_run = Background(lambda: self._run_model(formed, known), self.accelerator.device, starts_now)
+        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True), self.watch.phase("score"):
             scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
             packs = model_run.result()
@@ -179,39 +173,22 @@ class ExperienceStream:
             self.ahead.finish(iteration)
         return experiences
 
-    def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout, StageScoring | None]:
-        """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead.
-
-        The last is there with pipeline_score_early: what the stages have scored meanwhile.
-        """
+    def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout]:
+        """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead."""
         if self.ahead is not None:
             batch = self.ahead.begin(iteration)
             with self.stop_signals.giving_up(self.accelerator), self.watch.phase("generate"):
                 rollout = self.ahead.take(iteration, self._poll_waiting)
-            return batch, rollout, None
+            return batch, rollout
         batch, version = self.prompts(iteration), iteration * self.config.slots_per_rollout
         self.sampler.backend.sync(self.model(), version)
         alone = self.sampler.samples_together
         with self.stop_signals.giving_up(self.accelerator, alone=alone), self.watch.phase("generate"):
-            scoring = self._stage_scoring(batch, iteration)
-            keywords: dict[str, Any] = {
-                "trains": True,
-                "captures_last": self.reads_next_values,
-                "scoring": scoring,
-            }
+            keywords: dict[str, Any] = {"trains": True, "captures_last": self.reads_next_values}
             if self.config.pipeline_ahead and iteration + 1 < self.num_rollouts:
                 keywords["ahead"] = self.prompts(iteration + 1)
             rollout = self.sampler.generate(batch, version=version, **keywords)
-        return batch, rollout, scoring
-
-    def _stage_scoring(self, batch: PromptBatch, iteration: int) -> StageScoring | None:
-        stage = staged(self.model())
-        if stage is None or not self.config.pipeline_score_early:
-            return None
-        _, minibatches = self._deal(iteration)
-        pad_id, roles = self.sampler.params.pad_token_id, self._roles
-        limits, temperature = self._pack_limits, self.config.temperature
-        return StageScoring(stage, batch.prompt_ids, minibatches, limits, pad_id, roles, temperature)
+        return batch, rollout
 
     def shape(self, scored: ScoredRollout, packs: list[RolloutPack]) -> list[Experience]:
         """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns."""
@@ -310,9 +287,9 @@ class ExperienceStream:
         """The roles that score a rollout."""
         return self.sampler.roles("policy", "value", *(("reference",) if self.config.beta else ()))
 
-    def _run_model(self, packs: Sequence[RolloutPack], known: Mapping[tuple[int, ...], Any]) -> list[RolloutPack]:
+    def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
         try:
-            return self.scorer.run(packs, self._roles, self._poll, known)
+            return self.scorer.run(packs, self._roles, self._poll)
         except FloatingPointError as error:
             raise RuntimeError(
                 f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
@@ -356,13 +333,8 @@ class ExperienceStream:
         if not self.corrects_sampler:
             return list(packs)
         prefix = "vllm_importance_sampling"
-        mode, low, high = (getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max"))
-        weighted = []
-        for item in packs:
-            sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
-            importance = importance_weights(item.output.logprobs, sampled, mask, mode, low, high)
-            weighted.append(replace(item, importance=importance))
-        return weighted
+        bounds = {name: getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max")}
+        return [with_importance(item, rollout, **bounds) for item in packs]
 
     def _experience(self, item: RolloutPack, stopped: Tensor) -> Experience:
         output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)

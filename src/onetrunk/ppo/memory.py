@@ -1,6 +1,6 @@
-"""Memory in PPO: MemoryCheck runs the largest batch once at startup, PackSize halves packs when memory runs out.
+"""MemoryCheck runs the largest batch of a PPO run once, when training begins.
 
-The check does a forward and backward at full length and discards the gradients: weights, optimizer and random numbers
+It does a forward and backward at full length and discards the gradients: weights, optimizer and random numbers
 stay as they are, and an out-of-memory error appears in the first minute. What is allocated later (optimizer state,
 key-value cache, trunk states) is added by arithmetic.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -21,19 +21,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling_bytes, trunk_states_bytes
 from onetrunk.models.parallel import held_bytes, is_sharded
-from onetrunk.models.speedups.memory import free_memory, is_out_of_memory, offloaded_activations
+from onetrunk.models.speedups.memory import is_out_of_memory, offloaded_activations
 from onetrunk.models.staged import StagedTrunk, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.metrics import peak_gib
-from onetrunk.types import Experience, Pack, to_device
+from onetrunk.types import Pack, to_device
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
-Rows = TypeVar("Rows", Pack, Experience)
 
 GIB = 2**30
 
@@ -194,87 +191,3 @@ class MemoryCheck(TrainerCallback):
             states=trunk_states_bytes(shape, rows * width, base.dtype.itemsize) if has_states else 0,
             sampling=held_bytes(base) + sampled,
         )
-
-
-class PackSize:
-    """The most rows that a forward takes: a whole pack, until memory runs out; `what` names the work in messages."""
-
-    def __init__(self, what: str):
-        self.what = what
-        self.most_rows: int | None = None
-        self.num_halvings = 0
-
-    def parts(self, item: Rows) -> list[Rows]:
-        """Split a pack or an experience into parts of at most `most_rows` rows."""
-        return split_rows(item, self.most_rows)
-
-    def retry(self, run: Callable[[], T], packs: Sequence[Pack], before_retry: Callable[[str], None]) -> T:
-        """Return what `run` returns for the packs; it runs with half the rows after each out-of-memory error.
-
-        `before_retry` receives the error's text, and discards what the failed run left.
-        """
-        while True:
-            try:
-                return run()
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = (str(error) or "out of memory").splitlines()[0]
-            # Not within `except`: the error keeps the tensors of the failed forward alive.
-            before_retry(reason)
-            free_memory()
-            self._shrink(packs, reason)
-
-    def _shrink(self, packs: Sequence[Pack], reason: str) -> None:
-        largest = max(min(pack.num_rows, self.most_rows or pack.num_rows) for pack in packs)
-        width = max(pack.input_ids.shape[1] for pack in packs)
-        if largest == 1:
-            raise RuntimeError(
-                f"out of memory in {self.what} of one row of {width} tokens ({reason}); lower max_completion_length,"
-                " set activation_checkpointing, or load the base in 4 bit"
-            )
-        self.most_rows = -(-largest // 2)
-        self.num_halvings += 1
-        logger.warning(
-            f"out of memory in {self.what} of {largest} rows x {width} tokens ({reason}); it is retried with at most"
-            f" {self.most_rows} rows in a forward, now and from here on, with the same result. Set"
-            f" per_device_train_batch_size to {self.most_rows} (or lower microbatch_tokens) to avoid the attempt"
-        )
-
-
-def split_rows(item: Rows, most_rows: int | None) -> list[Rows]:
-    """Split a pack or an experience into parts of at most `most_rows` rows and the same width; None: do not split."""
-    num_rows = item.num_rows if isinstance(item, Pack) else item.pack.num_rows
-    if most_rows is None or num_rows <= most_rows:
-        return [item]
-    states = item.states if isinstance(item, Experience) else None
-    whole = item if states is None else replace(item, states=None)
-    parts = [_rows(whole, slice(start, start + most_rows)) for start in range(0, num_rows, most_rows)]
-    if states is None:
-        return parts
-    shares = split_states(states, [part.pack for part in parts])
-    return [replace(part, states=share) for part, share in zip(parts, shares, strict=True)]
-
-
-def split_states(states: Tensor, parts: Sequence[Pack]) -> list[Tensor]:
-    """Split the states [N, H] of a pack into those of its parts."""
-    return list(states.split([int(part.attention_mask.sum()) for part in parts]))
-
-
-def _rows(item: Rows, rows: slice) -> Rows:
-    changes = {}
-    for field in fields(item):
-        value = getattr(item, field.name)
-        if is_dataclass(value):
-            changes[field.name] = _rows(value, rows)
-        elif isinstance(value, Tensor):
-            changes[field.name] = value[rows]
-    return replace(item, **changes)
-
-
-def join_rows(outputs: Sequence[PackOutput]) -> PackOutput:
-    """Join the outputs of the parts of a pack into the output of the pack."""
-    if len(outputs) == 1:
-        return outputs[0]
-    columns = zip(*outputs, strict=True)
-    return PackOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))

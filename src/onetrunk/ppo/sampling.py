@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.parallel import is_sharded
 from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.importance import ImportanceWeights
+from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
@@ -29,7 +29,6 @@ from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -171,6 +170,12 @@ class RolloutPack:
         return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
 
 
+def with_importance(item: RolloutPack, rollout: Rollout, **bounds: Any) -> RolloutPack:
+    """Return a pack that the policy has scored with the importance weights of its tokens (`importance_weights`)."""
+    sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
+    return replace(item, importance=importance_weights(item.output.logprobs, sampled, mask, **bounds))
+
+
 def longest_prompt_of(dataset: Dataset | ShardedRows, config: PPOConfig) -> int:
     """Return the tokens of the longest prompt; of sharded rows max_prompt_length, which they must not exceed."""
     if isinstance(dataset, ShardedRows):
@@ -284,7 +289,6 @@ class Sampler:
         trains: bool = False,
         captures_last: bool = False,
         ahead: PromptBatch | None = None,
-        scoring: StageScoring | None = None,
     ) -> Rollout:
         """Return one completion per row; RuntimeError if the backend breaks its contract.
 
@@ -294,13 +298,10 @@ class Sampler:
             trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
             captures_last: capture the state of a row's last token too, whatever the sampler is set to.
             ahead: prompts of the next call, with which a pipeline fills places that are free.
-            scoring: runs packs of finished rows in the stages of a pipeline, while others decode.
         """
         if self.is_versioned:
             return self.generate_as(role, version, batch.prompt_ids, batch.keys)
         keywords: dict[str, Any] = {} if ahead is None else {"ahead": (ahead.prompt_ids, ahead.keys)}
-        if scoring is not None:
-            keywords["scoring"] = scoring
         if trains and self.captures_states:
             keywords |= {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
         rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)

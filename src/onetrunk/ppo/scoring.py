@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -13,12 +13,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import is_divided, is_sharded, reshard
+from onetrunk.models.parallel import reshard
 from onetrunk.models.staged import staged
-from onetrunk.models.trunk import PackOutput
-from onetrunk.ppo.memory import PackSize, join_rows, split_states
 from onetrunk.ppo.sampling import RolloutPack
-from onetrunk.types import Experience, Pack
+from onetrunk.types import Experience
 
 T = TypeVar("T")
 
@@ -40,7 +38,6 @@ class PackScorer:
         self.accelerator = accelerator
         self.temperature = temperature
         self.cache = cache
-        self.pack_size = PackSize("the scoring")
         self._were_captured = False
 
     @torch.no_grad()
@@ -49,7 +46,6 @@ class PackScorer:
         packs: Sequence[RolloutPack],
         roles: Sequence[str],
         poll: Callable[[], None] = lambda: None,
-        known: Mapping[tuple[int, ...], PackOutput | None] | None = None,
     ) -> list[RolloutPack]:
         """Return the packs with the outputs of `roles`, and with `output.states` if there is a cache.
 
@@ -57,7 +53,6 @@ class PackScorer:
             packs: all or none with captured states; without them the frozen lower layers make the states.
             roles: as TrunkModel takes them.
             poll: called before each pack; may raise to give up.
-            known: outputs of packs by their rows, from pipeline stages that ran them while they sampled.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.
@@ -66,10 +61,10 @@ class PackScorer:
         self._were_captured = any(item.states is not None for item in packs)
         if self.cache is not None and not self._were_captured:
             roles = (*roles, "trunk")
-        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll, known or {})
+        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll)
         for item in packs if not scored else ():
             poll()
-            output = self._outputs(item.pack, tuple(roles), item.states)
+            output = self.model()(pack=item.pack, states=item.states, roles=tuple(roles), temperature=self.temperature)
             if self.cache is not None:
                 states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
                 output = output._replace(states=self.cache.keep(states))
@@ -86,41 +81,11 @@ class PackScorer:
         packs: Sequence[RolloutPack],
         roles: Sequence[str],
         poll: Callable[[], None],
-        known: Mapping[tuple[int, ...], PackOutput | None],
     ) -> list[RolloutPack]:
-        """Return the packs with the outputs of a model in pipeline stages, which run together those not yet known."""
+        """Return the packs with the outputs of a model in pipeline stages, which run them together."""
         poll()
-        stage, by_rows = staged(self.model()), {tuple(item.rows): item.pack for item in packs}
-        rest = [rows for rows in by_rows if rows not in known]
-        outputs = stage.outputs([by_rows[rows] for rows in rest], roles, self.temperature)
-        shared = stage.known_outputs([by_rows[rows] for rows in known], roles, list(known.values()))
-        found = dict(zip([*rest, *known], [*outputs, *shared], strict=True))
-        return [replace(item, output=found[tuple(item.rows)]) for item in packs]
-
-    def _outputs(self, pack: Pack, roles: Sequence[str], states: Tensor | None) -> PackOutput:
-        """Return the model's outputs for a pack; after an out-of-memory error, joined from smaller parts."""
-
-        def run() -> PackOutput:
-            parts = self.pack_size.parts(pack)
-            shares = [None] * len(parts) if states is None else split_states(states, parts)
-            return join_rows(
-                [
-                    self.model()(pack=part, states=share, roles=roles, temperature=self.temperature)
-                    for part, share in zip(parts, shares, strict=True)
-                ]
-            )
-
-        return self.pack_size.retry(run, [pack], before_retry=self._require_retry)
-
-    def _require_retry(self, reason: str) -> None:
-        """Raise RuntimeError if this process cannot run a pack in parts, because the others run it whole."""
-        model = self.accelerator.unwrap_model(self.model())
-        if is_sharded(model) or is_divided(model):
-            raise RuntimeError(
-                f"process {self.accelerator.process_index} ran out of memory in the scoring ({reason}), and on a"
-                " sharded base one process cannot retry, because the others wait in the same forward. Lower"
-                " per_device_train_batch_size, microbatch_tokens or max_completion_length, then resume"
-            )
+        outputs = staged(self.model()).outputs([item.pack for item in packs], roles, self.temperature)
+        return [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
 
     def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the experiences as a checkpoint keeps them: without the states that the same forwards make again.

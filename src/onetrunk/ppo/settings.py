@@ -38,7 +38,6 @@ PIPELINE_SETTINGS = (
     "pipeline_batches",
     "pipeline_split",
     "pipeline_ahead",
-    "pipeline_score_early",
     "pipeline_training",
 )
 # Those of stages that train, whatever samples.
@@ -121,12 +120,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     top_k: int = option(0, "Sample from so many most probable tokens; 0: from all. Biases training as top_p does.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
     max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
-    compile_decoding: bool = option(
-        False,
-        "Sample with a compiled step (torch.compile, a static cache, CUDA graphs): for a GPU, where launching kernels"
-        " bounds an eager step (not yet run on hardware). Each of four sizes of the batch is compiled when it is first"
-        " needed. Models that it cannot serve sample eagerly, and the log says why.",
-    )
     rollout_backend: str = option(
         "local",
         "What samples without use_vllm. 'local': each process its own rows, with all layers. 'pipelined': the layers"
@@ -152,14 +145,9 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     pipeline_ahead: bool = option(
         False,
         "With rollout_backend pipelined: let rows of the next rollout start where places are free while the last rows"
-        " of a rollout decode. Those that are finished with it are used in the next one, one rollout old, and"
-        " corrected by vllm_importance_sampling_correction as rollouts of schedule one_step are.",
-    )
-    pipeline_score_early: bool = option(
-        False,
-        "With pipeline_training and rollout_backend pipelined: score the packs of minibatches whose rows are finished"
-        " on the slots of batches that have ended, while the last rows decode. The outputs are the same. It pays with"
-        " many stages and small packs (not yet run on hardware).",
+        " of a rollout decode. The next one uses all of them: rows that still run go on there, with tokens of the new"
+        " policy. Tokens of the old one are corrected by vllm_importance_sampling_correction, as with schedule"
+        " one_step.",
     )
     pipeline_training: bool = option(
         False,
@@ -189,12 +177,14 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     beta: float = option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
     kl_estimator: str = option(
         "k1",
-        "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss, where k2 has the gradient of the KL.",
+        "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss. There k2 has the gradient of KL(policy ||"
+        " reference), k3 that of KL(reference || policy).",
     )
     kl_in_loss: bool = option(
         False,
-        "Add beta * KL to the loss instead of subtracting it from the rewards. A token is then not credited with the"
-        " KL of later tokens, and with whiten_advantages beta is in units of the advantage's standard deviation.",
+        "Add beta * KL to the loss instead of subtracting it from the rewards. A token counts there by its probability"
+        " under the current policy relative to the sampler's. It is then not credited with the KL of later tokens, and"
+        " with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
     kl_target: float | None = option(None, "Nats per completion that an adaptive beta keeps; None: beta is fixed.")
     kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
@@ -296,6 +286,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         self._check_objective()
         self._check_truncation()
         self._check_schedule()
+        self._switch_alarms_off()
         self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
         super().__post_init__()
@@ -381,7 +372,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")
-        switches = "padding_free compile_decoding pipeline_ahead pipeline_score_early pipeline_training"
+        switches = "padding_free pipeline_ahead pipeline_training"
         for name in switches.split():
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
@@ -408,11 +399,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                 raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
 
     def _check_rollout(self) -> None:
-        if self.compile_decoding and self.use_vllm:
-            raise ValueError(
-                "compile_decoding is about sampling in this process, and use_vllm samples on a server;"
-                " leave one of them out"
-            )
         if self.num_rollouts is not None:
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):
@@ -433,12 +419,10 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
 
     def _check_pipeline(self) -> None:
         if self.rollout_backend == "pipelined":
-            for name, why in (
-                ("use_vllm", "samples on a server"),
-                ("compile_decoding", "compiles a step of the whole model"),
-            ):
-                if getattr(self, name):
-                    raise ValueError(f"rollout_backend is 'pipelined' and {name} {why}; leave one of them out")
+            if self.use_vllm:
+                raise ValueError(
+                    "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out"
+                )
         else:
             self._check_pipeline_without_sampling()
             if not self.pipeline_training:
@@ -453,11 +437,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         require_split(self)
         if self.pipeline_training:
             self._check_stage_training()
-        elif self.pipeline_score_early:
-            raise ValueError(
-                "pipeline_score_early is set and pipeline_training is not: the processes score as replicas, after the"
-                " rollout; set pipeline_training, or leave pipeline_score_early out"
-            )
 
     def _check_pipeline_without_sampling(self) -> None:
         """Check that no setting asks for stages but, with rollouts from a server, those that train."""
@@ -506,16 +485,17 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     def _check_truncation(self) -> None:
         require_truncation(self.top_p, self.top_k)
         require_truncation(self.eval_top_p, self.eval_top_k, "eval_")
-        if not self.truncates:
-            return
-        if self.vllm_importance_sampling_correction is False:
+        if self.truncates and self.vllm_importance_sampling_correction is False:
             raise ValueError(
                 f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that"
                 " is trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or"
                 " leave top_p and top_k out"
             )
-        for name in TRUNCATION_ALARMS:
-            if getattr(self, f"alarm_{name}") == RULES[name].default:
+
+    def _switch_alarms_off(self) -> None:
+        samples_ahead = self.max_staleness > 0 or self.pipeline_ahead
+        for name in TRUNCATION_ALARMS if self.truncates else ("negative_kl",) if samples_ahead else ():
+            if getattr(self, f"alarm_{name}") == getattr(AlarmConfig, f"alarm_{name}"):
                 setattr(self, f"alarm_{name}", None)
 
     def _check_objective(self) -> None:

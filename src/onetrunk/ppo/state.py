@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.memory import split_rows
 from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.shaping import RunningMoments
@@ -61,8 +60,7 @@ SETTINGS = {
 # Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
 # rollout in use again.
 FREE_IN_PPO = frozenset(
-    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows compile_decoding trunk_cache"
-    " pipeline_score_early rollout_backend".split()
+    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache rollout_backend".split()
 )
 
 
@@ -147,7 +145,7 @@ def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Exper
     stay together and keep their width, so that its gradient changes only in the order of sums.
 
     Raises:
-        ValueError: a file is missing, or an earlier version wrote it.
+        ValueError: a file is missing.
     """
     written = num_writers(folder)
     if written == num_processes:
@@ -174,9 +172,30 @@ def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int)
         packs = [experience for experience in experiences if experience.pack.minibatch == minibatch]
         while len(packs) % num_processes:
             largest = max(range(len(packs)), key=lambda i: packs[i].pack.num_rows)
-            packs[largest : largest + 1] = split_rows(packs[largest], -(-packs[largest].pack.num_rows // 2))
+            packs[largest : largest + 1] = halve(packs[largest])
         share += packs[rank::num_processes]
     return share
+
+
+def halve(experience: Experience) -> list[Experience]:
+    """Cut an experience of two or more rows in two, at the same width."""
+    half = -(-experience.pack.num_rows // 2)
+    parts = [_rows(replace(experience, states=None), rows) for rows in (slice(None, half), slice(half, None))]
+    if experience.states is None:
+        return parts
+    lengths = [int(part.pack.attention_mask.sum()) for part in parts]
+    return [replace(part, states=s) for part, s in zip(parts, experience.states.split(lengths), strict=True)]
+
+
+def _rows(record: Any, rows: slice) -> Any:
+    changes = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _rows(value, rows)
+        elif isinstance(value, Tensor):
+            changes[field.name] = value[rows]
+    return replace(record, **changes)
 
 
 def _read_buffer(folder: str | Path, rank: int) -> list[Experience]:
@@ -189,11 +208,6 @@ def _read_buffer(folder: str | Path, rank: int) -> list[Experience]:
     for key, tensor in load_tensors(path).items():
         number, name = key.split(".", 1)
         groups.setdefault(number, {})[name] = tensor
-    if not all("pack.minibatch" in tensors for tensors in groups.values()):
-        raise ValueError(
-            f"{path} does not say which minibatch a pack belongs to: an earlier version wrote it. Resume from a"
-            " checkpoint between two rollouts"
-        )
     return [_experience(groups[number]) for number in sorted(groups)]
 
 
@@ -206,10 +220,7 @@ def _tensors(experience: Experience) -> dict[str, Tensor]:
 def _experience(tensors: dict[str, Tensor]) -> Experience:
     of_pack: dict[str, Any] = {n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")}
     of_pack["minibatch"] = int(of_pack["minibatch"])
-    pack, others = Pack(**of_pack), {n: t for n, t in tensors.items() if not n.startswith("pack.")}
-    if "states" in others and others["states"].dim() == 3:  # An earlier version kept the padding.
-        others["states"] = others["states"][pack.attention_mask.bool()]
-    return Experience(pack, **others)
+    return Experience(Pack(**of_pack), **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
 
 
 def run_settings(

@@ -42,7 +42,6 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_keys import explain_arguments
-from onetrunk.ppo.memory import PackSize
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
@@ -53,7 +52,7 @@ from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.producer import Producer
-from onetrunk.types import Experience, LossCoefficients, Minibatch, Pack, to_device
+from onetrunk.types import Experience, LossCoefficients, Minibatch, to_device
 
 
 class PPOTrainer(ResumableTrainer):
@@ -144,7 +143,6 @@ class PPOTrainer(ResumableTrainer):
             lambda metrics: self.metric_log.add_rollout(metrics),
             self.may_save,
         )
-        self.pack_size = PackSize("the update")
         is_logged = args.log_completions and args.should_save
         self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on=is_logged)
         self._stream: ExperienceStream | None = None
@@ -260,10 +258,7 @@ class PPOTrainer(ResumableTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process.
-
-        If memory runs out, the step is retried with half the rows in a pack, which gives the same gradient.
-        """
+        """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
         minibatch = inputs["minibatch"]
         self._step_start = time.perf_counter()
         self.guard.begin_step(minibatch.is_empty_slot)
@@ -272,28 +267,20 @@ class PPOTrainer(ResumableTrainer):
             return torch.zeros((), device=self.accelerator.device)
         if not model.training:  # `train` walks over all modules.
             model.train()
-        packs = [experience.pack for experience in minibatch.experiences]
-
-        def forget(reason: str) -> None:
-            if self.accelerator.num_processes > 1:
-                raise self._cannot_retry(packs, reason)
-            self._forget_step(model)
-
         with self._undo_step_on_stop(model), self.watch.phase("update"):
-            loss = self.pack_size.retry(lambda: self._run_packs(model, minibatch), packs, forget)
+            loss = self._run_packs(model, minibatch)
         self._stop_on_target_kl()
         return loss
 
     def _run_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor:
         total = torch.zeros((), device=self.accelerator.device)
         self._policy_kl = torch.zeros_like(total)
-        experiences = [part for whole in minibatch.experiences for part in self.pack_size.parts(whole)]
         stage = staged(model)
         if stage is not None:
-            return self._run_stage(stage, experiences, minibatch)
-        for experience in experiences:
+            return self._run_stage(stage, minibatch.experiences, minibatch)
+        for experience in minibatch.experiences:
             self._poll()
-            is_last = experience is experiences[-1]
+            is_last = experience is minibatch.experiences[-1]
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
                 pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
                 with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
@@ -342,24 +329,12 @@ class PPOTrainer(ResumableTrainer):
             with self.stop_signals.giving_up(self.accelerator):
                 yield
         except StopAsked:
-            self._forget_step(model)
+            model.zero_grad()
+            self.metric_log.drop_step()
+            if self.tensorboard is not None:
+                self.tensorboard.forget()
             self._stream.retreat()
             raise
-
-    def _forget_step(self, model: nn.Module) -> None:
-        model.zero_grad()
-        self.metric_log.drop_step()
-        if self.tensorboard is not None:
-            self.tensorboard.forget()
-
-    def _cannot_retry(self, packs: Sequence[Pack], reason: str) -> RuntimeError:
-        rows, width = (max(pack.input_ids.shape[i] for pack in packs) for i in (0, 1))
-        return RuntimeError(
-            f"process {self.accelerator.process_index} ran out of memory in the update of {rows} rows x {width} tokens"
-            f" ({reason}), and one of several processes cannot retry a step, because the others wait for its"
-            f" gradients. Set per_device_train_batch_size to {max(1, rows // 2)}, lower microbatch_tokens or"
-            " max_completion_length, or set activation_checkpointing, then resume"
-        )
 
     def _give_scaler_gradients(self, model: nn.Module) -> None:
         # The gradient scaler of fp16 fails on a step without gradients; StepGuard removes these again.
@@ -609,16 +584,10 @@ class PPOTrainer(ResumableTrainer):
     # --- logging ----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `logs` together with the PPO metrics gathered since the last log.
-
-        `memory/halvings` counts, from the start of this process, how often rows were halved because memory ran out.
-        """
+        """Log `logs` together with the PPO metrics gathered since the last log."""
         if "loss" in logs and self._stream:
             self.drop_non_finite_loss(logs["loss"])
             logs = {**logs, **self.metric_log.flush(), **self.watch.flush()}
-            halvings = self.pack_size.num_halvings + self._stream.scorer.pack_size.num_halvings
-            if halvings:
-                logs["memory/halvings"] = float(halvings)
             scored = self._stream.take_scored()
             if scored is not None:
                 self.samples.record(f"step-{self.state.global_step:06d}", scored)

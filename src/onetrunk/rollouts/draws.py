@@ -11,8 +11,8 @@ from onetrunk.rollouts.base import SamplingParams
 from onetrunk.types import RowKey
 from onetrunk.utils.randomness import generator_of
 
-# A row goes on; its last token was a stop token; its logits are wrong; it is as long as may be.
-RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT, FULL = range(5)
+# A row continues; its last token was a stop token; its logits are wrong (two ways).
+RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
 FAULTS = {
     NOT_FINITE: "policy logits are not finite at {}; look for a non-finite weight after the last update, or for an"
     " overflow in float16",

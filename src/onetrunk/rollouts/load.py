@@ -35,7 +35,6 @@ class BackendSettings(ServerSettings, Protocol):
     """The settings that `load_backend` reads, under the names of PPOConfig."""
 
     max_rollout_rows: int | None
-    compile_decoding: bool
     rollout_backend: str
     pipeline_stages: int | None
     pipeline_batches: int | None
@@ -82,7 +81,7 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
             **hooks,
         )
     if not config.use_vllm:
-        return LocalBackend(max_rows=config.max_rollout_rows, compiles=config.compile_decoding, **hooks)
+        return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
     if config.is_colocated:
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,

@@ -26,7 +26,6 @@ from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.packed import packed_weights
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.compiled import CompiledDecoder, first_line, is_compile_error
 from onetrunk.rollouts.decoding import (
     Completion,
     DecodeState,
@@ -58,8 +57,6 @@ class LocalBackend:
             processor makes the sampler another policy than the one that trains: meant for evaluation and constraints.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever rows finish.
         poll: called before each token; may raise to stop sampling.
-        compiles: decode with a compiled step (compiled.py). Of models that it cannot serve the log says why, once, and
-            they decode eagerly.
     """
 
     model: nn.Module | None = None
@@ -68,10 +65,7 @@ class LocalBackend:
     logits_processor: LogitsProcessorList | None = None
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
-    compiles: bool = False
     policy_version: int = field(default=0, init=False)
-    _decoder: CompiledDecoder | None = field(default=None, init=False)
-    _obstacle: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.max_rows is not None and self.max_rows < 1:
@@ -147,9 +141,10 @@ class LocalBackend:
         while unfinished:
             message = None
             try:
-                for finished in self._decode(call, self._compiled_decoder(call), unfinished, most):
-                    unfinished = [row for row in unfinished if row not in finished]
-                    yield finished
+                with packed_weights(call.model), capturing(call.capture, call.model):
+                    for finished in self._decode(call, unfinished, most):
+                        unfinished = [row for row in unfinished if row not in finished]
+                        yield finished
             except RuntimeError as error:
                 # The processes of a group decode in step, so one of them cannot decode fewer rows.
                 if not is_out_of_memory(error) or is_divided(call.model):
@@ -159,43 +154,8 @@ class LocalBackend:
                 free_memory()
                 most = self.max_rows = _half(min(most, len(unfinished)), message)
 
-    def _decode(
-        self, call: SamplingCall, decoder: CompiledDecoder | None, rows: Sequence[int], most: int
-    ) -> Iterator[dict[int, Completion]]:
+    def _decode(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
         """Sample `rows` to their ends, at most `most` at once; yield {row: completion} as they finish."""
-        if decoder is None:
-            with packed_weights(call.model), capturing(call.capture, call.model):
-                yield from self._decode_eagerly(call, rows, most)
-            return
-        decoder.processor, decoder.version = self.logits_processor, self.policy_version
-        try:
-            yield from decoder.decode(call, rows, most, self.poll)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                decoder.size = 0
-            if not is_compile_error(error):
-                raise
-            self._stop_compiling(f"torch.compile failed ({first_line(error)})")
-
-    def _compiled_decoder(self, call: SamplingCall) -> CompiledDecoder | None:
-        """Return the decoder of the call's model, or None: rows decode eagerly. Decided once for a model."""
-        if not self.compiles:
-            return None
-        if self._decoder is None or self._decoder.model is not call.model:
-            if self._decoder is not None:
-                self._decoder.close()
-            self._decoder, self._obstacle = CompiledDecoder(call.model, call.last_only), None
-            obstacle = self._decoder.obstacle()
-            if obstacle is not None:
-                self._stop_compiling(obstacle)
-        return None if self._obstacle else self._decoder
-
-    def _stop_compiling(self, obstacle: str) -> None:
-        self._obstacle = obstacle
-        self._decoder.close()
-        logger.warning("compile_decoding is not possible with this model, so it decodes eagerly: %s", obstacle)
-
-    def _decode_eagerly(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
         waiting, state = list(rows), None
         staying: list[int] = []
         while waiting or state is not None:

@@ -6,7 +6,8 @@ of Pipe-RLHF (DOI 10.7544/issn1000-1239.202550127); the design is our own.
 
 The first stage has the queue of prompts. It sends a plan with every turn of a batch (which rows stay, which prompts
 join) and its hidden states; each stage applies the plan to its own cache and passes it on; the last one draws, and
-sends token ids back. All of it happens within one call, under one version of the policy, so no sample is stale.
+sends token ids back. All of it happens within one call, under one version of the policy, so no sample is stale. Only
+rows of the next call may start early (`ahead`); that call continues them under its own version.
 Randomness derives from a row's key: a completion depends neither on the number of stages and batches nor on timing.
 """
 
@@ -42,11 +43,10 @@ from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
 from onetrunk.rollouts.producer import StartedRow
 from onetrunk.rollouts.stage_links import StageLinks
-from onetrunk.rollouts.stage_scoring import StageScoring
 from onetrunk.types import Rollout, RowKey
 
-# In place of the number of a batch: nothing follows; a pack that is scored.
-END, PACK = -1, -2
+# In place of the number of a batch: nothing follows.
+END = -1
 # A row that ended, and its values [len(completion)] if they are computed.
 _Finished = tuple[Completion, Tensor | None]
 
@@ -91,7 +91,7 @@ class PipelinedBackend:
     policy_version: int = field(default=0, init=False)
     # Of each stage: the most memory that its process used after a turn, GiB.
     stage_gib: list[float] = field(default_factory=list, init=False)
-    # Rows of this process that were sampled ahead.
+    # Rows of this process that started ahead, with their tokens so far.
     _ahead: dict[RowKey, StartedRow] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -151,19 +151,18 @@ class PipelinedBackend:
         keys: Sequence[RowKey],
         *,
         ahead: tuple[Sequence[list[int]], Sequence[RowKey]] | None = None,
-        scoring: StageScoring | None = None,
     ) -> Rollout:
         """Return one completion per prompt, in the order of this process's prompts. All stages call it together.
 
         Args:
-            scoring: runs packs of finished rows on slots that no batch uses; for stages that share their rows.
             ahead: prompts and keys of the next call. They start where places are free while the last rows of this call
-                decode. What is finished when this call ends is returned by the next one, with its policy version; the
-                other rows start again there.
+                decode. The next call uses every row that has started. One that still runs when this call ends goes on
+                there after its tokens so far, with tokens of the policy of then; to draw it anew would be a selection
+                of short completions.
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and truncation.
-            `policy_versions` are there if rows were, or may have been, sampled ahead.
+            `policy_versions`, those that rows started with, are there if any has, or may have, started ahead.
 
         Raises:
             ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
@@ -187,8 +186,6 @@ class PipelinedBackend:
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
             run = _StageRun(self, call, rows, stage, links)
-            if scoring is not None:
-                run.score_with(scoring, keys, self._ahead)
             error = run.until_end()
         errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
         self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
@@ -196,16 +193,21 @@ class PipelinedBackend:
         if message is not None:
             raise RuntimeError(message)
         owners = [0] * links.num_stages if self.shares_rows else range(links.num_stages)
-        shares = [run.finished_rows(owner) for owner in owners] if links.is_last else None
-        return self._own_rows(prompt_ids, keys, links.dealt(shares), is_ahead=ahead is not None)
+        shares = [run.rows_of(owner) for owner in owners] if links.is_last else None
+        return self._own_rows(prompt_ids, params, keys, links.dealt(shares), None if ahead is None else ahead[1])
 
     def started(self) -> dict[RowKey, StartedRow]:
-        """Return the rows of this process that were sampled ahead, for a checkpoint."""
+        """Return the rows of this process that started ahead, with their tokens so far, for a checkpoint."""
         return dict(self._ahead)
 
     def remember(self, rows: Mapping[RowKey, StartedRow]) -> None:
-        """Use completions of a checkpoint that were sampled ahead; keys of other processes do no harm."""
+        """Use rows of a checkpoint that started ahead; keys of other processes do no harm."""
         self._ahead |= rows
+
+    def _is_finished(self, key: RowKey, params: SamplingParams) -> bool:
+        """Return whether a row started ahead and has ended."""
+        row = self._ahead.get(tuple(key))
+        return row is not None and (row.stopped or len(row.completion_ids) >= params.max_completion_length)
 
     def _joined_call(
         self,
@@ -224,7 +226,11 @@ class PipelinedBackend:
             # The others wait for this stage: they must learn of it.
             error = raised
         own = [
-            [(list(ids), tuple(key)) for ids, key in zip(*part, strict=False) if tuple(key) not in self._ahead]
+            [
+                (list(ids), tuple(key), self._ahead.get(tuple(key)))
+                for ids, key in zip(*part, strict=False)
+                if not self._is_finished(key, params)
+            ]
             for part in ((prompt_ids, keys), later)
         ]
         bounds = (self.batches, self.rows_per_batch, self.max_rows)
@@ -244,38 +250,48 @@ class PipelinedBackend:
                     " processes must pass the same settings and have the same policy version"
                 )
         joined = [[(stage, *row) for stage, (parts, *_) in enumerate(stages) for row in parts[i]] for i in (0, 1)]
-        owners, prompts, all_keys = zip(*joined[0], *joined[1], strict=True) if any(joined) else ((), (), ())
-        rows = _Rows(owners, num_current=len(joined[0]), num_asked=sum(count for _, count, *_ in stages))
+        owners, prompts, all_keys, started = zip(*joined[0], *joined[1], strict=True) if any(joined) else ((),) * 4
+        begun = {place: row for place, row in enumerate(started) if row is not None}
+        rows = _Rows(owners, begun, num_current=len(joined[0]), num_asked=sum(count for _, count, *_ in stages))
+        # The tokens so far of a row run with its prompt: under another policy their keys and values are others.
+        prompts = [ids if row is None else ids + row.completion_ids for ids, row in zip(prompts, started, strict=True)]
         return rows, SamplingCall(model, prompts, params, all_keys, None, last_logits_only(model))
 
     def _own_rows(
         self,
         prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
         keys: Sequence[RowKey],
         sampled: tuple[list[_Finished], dict[RowKey, Completion]],
-        is_ahead: bool,
+        later_keys: Sequence[RowKey] | None,
     ) -> Rollout:
-        """Return this process's rows, sampled now or ahead, and keep what was sampled for the next call."""
+        """Return this process's rows, and keep those of the next call that have started."""
         now, later = sampled
-        known = {tuple(key): self._ahead[tuple(key)] for key in keys if tuple(key) in self._ahead}
-        new = (self._as_row(completion) for completion, _ in now)
-        rows = [known[tuple(key)] if tuple(key) in known else next(new) for key in keys]
-        if is_ahead:
-            # Rows of this call stay, for a checkpoint of a run that is stopped before it uses them.
-            self._ahead = known | {key: self._as_row(completion) for key, completion in later.items()}
-        has_values = bool(now) and not known and all(values is not None for _, values in now)
+        has_known = any(tuple(key) in self._ahead for key in keys)
+        new = (completion for completion, _ in now)
+        rows = [
+            self._ahead[tuple(key)] if self._is_finished(key, params) else self._as_row(tuple(key), next(new))
+            for key in keys
+        ]
+        if later_keys is not None:
+            # Rows of this call stay as they came, for a checkpoint of a run that is stopped before it uses them.
+            needed = {tuple(key) for key in (*keys, *later_keys)}
+            kept = {key: row for key, row in self._ahead.items() if key in needed}
+            self._ahead = kept | {key: self._as_row(key, completion) for key, completion in later.items()}
+        has_values = bool(now) and not has_known and all(values is not None for _, values in now)
         return Rollout(
             prompt_ids=[list(ids) for ids in prompt_ids],
             completion_ids=[row.completion_ids for row in rows],
             sampler_logprobs=[row.logprobs for row in rows],
             stopped=[row.stopped for row in rows],
             policy_version=min((row.version for row in rows), default=self.policy_version),
-            policy_versions=[row.version for row in rows] if is_ahead or known else None,
+            policy_versions=[row.version for row in rows] if later_keys is not None or has_known else None,
             sampler_values=[values for _, values in now] if has_values else None,
         )
 
-    def _as_row(self, completion: Completion) -> StartedRow:
-        return StartedRow(self.policy_version, completion.token_ids, completion.logprobs, completion.stopped)
+    def _as_row(self, key: RowKey, completion: Completion) -> StartedRow:
+        version = self._ahead[key].version if key in self._ahead else self.policy_version
+        return StartedRow(version, completion.token_ids, completion.logprobs, completion.stopped)
 
 
 @dataclass(frozen=True)
@@ -284,12 +300,14 @@ class _Rows:
 
     Args:
         owners: the stage of each row.
+        begun: rows that have tokens of an earlier call.
         num_current: rows that the call must return.
         num_asked: rows that the stages asked for, with those that were sampled ahead; the size of a batch follows from
             it.
     """
 
     owners: Sequence[int]
+    begun: Mapping[int, StartedRow]
     num_current: int
     num_asked: int
 
@@ -339,36 +357,19 @@ class _StageRun:
         self.states: dict[int, DecodeState] = {}
         # Status of the rows of a turn, if the first stage is the last one too.
         self._drawn: dict[int, list[int]] = {}
-        # Of the last stage: rows that ended, and the value of each token's state.
+        # Of the last stage: rows that ended, at the end all that have started, and the value of each token's state.
         self.completions: dict[int, Completion] = {}
         self.has_values = backend.computes_values and _has_policy_values(call.model)
         shape = (num_rows, call.params.max_completion_length) if links.is_last and self.has_values else (0, 0)
         self.values = torch.zeros(shape, device=self.device)
-        self.scoring: StageScoring | None = None
-        # Of each row of this call its place among the rows that are scored.
-        self.places: list[int] = []
-
-    def score_with(self, scoring: StageScoring, keys: Sequence[RowKey], finished: Mapping[RowKey, StartedRow]) -> None:
-        """Score packs of finished rows where a batch has ended.
-
-        Args:
-            scoring: of the rows with these keys.
-            keys: of all rows that the call returns.
-            finished: rows that were sampled ahead.
-        """
-        places = {tuple(key): place for place, key in enumerate(keys)}
-        self.scoring = scoring
-        self.places = [places[key] for key in self.call.keys[: self.rows.num_current]]
-        if len(self.waiting) > self.num_batches * self.capacity:
-            # Rows that wait start such that minibatches are finished one after the other.
-            self.waiting = deque(sorted(self.waiting, key=lambda row: scoring.minibatch_of[self.places[row]]))
-        scoring.add({places[key]: row.completion_ids for key, row in finished.items() if key in places})
 
     def until_end(self) -> str | None:
         """Run until every row is finished; return an error message that ended it early."""
         try:
             error = self._lead() if self.links.is_first else self._follow()
             self.links.flush()
+            if self.links.is_last:
+                self._keep_running()
             return error
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -379,8 +380,15 @@ class _StageRun:
             f" up to {self.capacity} rows ({message}); set max_rollout_rows, or lower it, then resume the run"
         )
 
-    def finished_rows(self, stage: int) -> tuple[list[_Finished], dict[RowKey, Completion]]:
-        """Return a stage's rows, on the last one: all of this call in their order, and those ahead that ended."""
+    def _keep_running(self) -> None:
+        """Keep the tokens so far of rows that have not ended."""
+        for state in self.states.values():
+            for place, row in enumerate(state.rows):
+                if row not in self.completions:
+                    self.completions[row] = state.completion(place, stopped=False)
+
+    def rows_of(self, stage: int) -> tuple[list[_Finished], dict[RowKey, Completion]]:
+        """Return a stage's rows, on the last one: all of this call in their order, and those ahead that started."""
         now, ahead = [], {}
         for row, owner in enumerate(self.rows.owners):
             completion = self.completions.get(row)
@@ -418,17 +426,13 @@ class _StageRun:
                 num_done, num_tokens = num_done + len(lengths), num_tokens + sum(lengths)
                 if self.backend.progress is not None:
                     self.backend.progress(num_done, current, num_tokens)
-            if self.scoring is not None:
-                self.scoring.add(self._completed(state, ended))
             staying = [place for place, has_ended in enumerate(ended) if not has_ended]
             goes_on = error is None and num_done < current
             new = self._next_rows(self._room(state, len(staying))) if goes_on else []
             if goes_on and (staying or new):
                 flight.append(self._begin_turn(_Turn(batch, staying, new)))
-            else:
+            elif not self.links.is_last:
                 del self.states[batch]
-            if error is None and flight and len(flight) < self.links.num_stages:
-                self._begin_pack()
         if not self.links.is_last:
             self.links.send_on(_Turn(END, [], []).encoded(self.capacity))
         return error
@@ -464,18 +468,6 @@ class _StageRun:
         longest = self.call.params.max_completion_length
         return [code == STOPPED or n == longest for code, n in zip(status, state.counts, strict=True)]
 
-    def _completed(self, state: DecodeState, ended: Sequence[bool]) -> dict[int, list[int]]:
-        """Return the completions of the rows of this call that ended, by their places among those that are scored."""
-        own = [i for i, has_ended in enumerate(ended) if has_ended and state.rows[i] < self.rows.num_current]
-        return {self.places[state.rows[i]]: state.completion(i, stopped=False).token_ids for i in own}
-
-    def _begin_pack(self) -> None:
-        """Let a pack of finished rows use the slot of a batch that has ended, if there is one."""
-        begun = None if self.scoring is None else self.scoring.begin()
-        if begun is not None:
-            description, states = begun
-            self._send_pack(_Turn(PACK, [len(description)], []).encoded(self.capacity), description, states)
-
     def _fault(self, state: DecodeState, status: Sequence[int]) -> str | None:
         for row, count, code in zip(state.rows, state.counts, status, strict=True):
             if code in FAULTS:
@@ -496,9 +488,6 @@ class _StageRun:
                 if not self.links.is_last:
                     self.links.send_on(message)
                 return
-            if turn.batch == PACK:
-                self._follow_pack(message, turn.staying[0], dtype)
-                continue
             result = self._forward(turn, dtype)
             state = self.states[turn.batch]
             if self.links.is_last:
@@ -506,12 +495,6 @@ class _StageRun:
             else:
                 self.links.send_on(message, result)
                 _append(state, torch.zeros(len(state.rows), dtype=torch.int64, device=self.device))
-
-    def _follow_pack(self, message: Tensor, count: int, dtype: torch.dtype) -> None:
-        description = self.links.next_numbers(count)
-        states = self.scoring.follow(description, lambda size: self.links.next_states(size, dtype, self.device))
-        if states is not None:
-            self._send_pack(message, description, states)
 
     # --- every stage -------------------------------------------------------------------------------------------------
 
@@ -539,6 +522,7 @@ class _StageRun:
                 index = torch.tensor(copies, device=self.device)
                 outputs[-1] = tuple(output.index_select(0, index) for output in outputs[-1])
             new.rows, new.uniforms = list(turn.new), self.call.uniforms(turn.new).to(self.device)
+            self._count_begun(new)
             if state is None:
                 state = new
             else:
@@ -552,10 +536,13 @@ class _StageRun:
         self.most_gib = max(self.most_gib, used_gib(self.device))
         return result
 
-    def _send_pack(self, message: Tensor, description: Tensor, states: Tensor) -> None:
-        self.links.send_on(message, states)
-        self.links.send_numbers(description)
-        self.most_gib = max(self.most_gib, used_gib(self.device))
+    def _count_begun(self, state: DecodeState) -> None:
+        """Count the tokens that rows have from an earlier call, which ran with their prompts, as completion tokens."""
+        for place, row in enumerate(state.rows):
+            if row in self.rows.begun:
+                logprobs = self.rows.begun[row].logprobs
+                state.counts[place] = state.places[place] = len(logprobs)
+                state.logprobs[place, : len(logprobs)] = logprobs
 
     def _received(self, parts: Sequence[DecodeState], dtype: torch.dtype | None) -> list[Tensor | None]:
         """Return the states [b, t, H] of each part from the stage before; None on the first stage."""

@@ -39,7 +39,10 @@ class Closed(Exception):
 
 @dataclass(frozen=True)
 class StartedRow:
-    """A row that was sampled, or is being sampled, from `version`; `completion_ids` are None while it runs."""
+    """A row that was sampled, or is being sampled, from `version`.
+
+    `completion_ids` are None while it runs; a pipeline keeps the tokens so far (`PipelinedBackend.generate`, `ahead`).
+    """
 
     version: int
     completion_ids: list[int] | None = None

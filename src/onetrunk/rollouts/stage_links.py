@@ -116,16 +116,6 @@ class StageLinks:
         self._receive(states, self.stage - 1, self._states)
         return states
 
-    def send_numbers(self, numbers: Tensor) -> None:
-        """Send more numbers (int64, on the CPU) to the next stage, which knows their count from the plan before."""
-        self._send(numbers, self.stage + 1, self._control)
-
-    def next_numbers(self, count: int) -> Tensor:
-        """Wait for `count` numbers that follow a plan."""
-        numbers = torch.empty(count, dtype=torch.int64)
-        self._receive(numbers, self.stage - 1, self._control)
-        return numbers
-
     # --- back --------------------------------------------------------------------------------------------------------
 
     def send_back(self, tokens: Tensor) -> None:

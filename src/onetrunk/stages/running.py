@@ -21,9 +21,11 @@ from typing import Any
 
 from onetrunk.checkpoints.heartbeats import Heartbeat
 from onetrunk.models.parallel import launch_layout
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.models.speedups.memory import is_out_of_memory
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
 from onetrunk.stages.secrets import print_redacted, secrets_redacted
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.output import lasting_output
 from onetrunk.utils.redaction import redact
 
@@ -112,7 +114,8 @@ def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int 
         return None
     if os.environ.get("ONETRUNK_TRACEBACK") == "1":
         print_redacted(type(error), error, error.__traceback__)
-    say(f"error: {message}", after_bar=bool(parsed))
+    way = _how_to_resume(parsed) if is_out_of_memory(error) else ""
+    say(f"error: {message}{way}", after_bar=bool(parsed))
     if isinstance(error, UsageError):
         say(f"all options: onetrunk {verb} --help")
         return 2
@@ -142,7 +145,7 @@ def end_process_group() -> None:
 
 def say(message: str, after_bar: bool = False) -> None:
     """Print to stderr, without secrets; `after_bar` first ends a line that may hold a progress bar."""
-    message = redact(message)
+    message = printable(redact(message))
     print(f"\n{message}" if after_bar else message, file=sys.stderr, flush=True)
 
 
@@ -226,10 +229,10 @@ def _message(error: BaseException) -> str | None:
             f"{where} ({error.strerror}); make room there, or choose another output_dir, another folder for caches"
             " (HF_HOME) or for temporary files (TMPDIR)"
         )
-    if type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return (
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
-            f" max_completion_length ({str(error).splitlines()[0]})"
+            f" max_completion_length, or set activation_checkpointing ({str(error).splitlines()[0]})"
         )
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
