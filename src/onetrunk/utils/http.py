@@ -56,7 +56,7 @@ TIMED_OUT = frozenset((408, 504, 522, 524))
 UNPAID = frozenset((500, 503, 529))
 # A wrong key, used-up credit, an unknown path or model: every question would fail in the same way.
 FOR_ALL = {
-    401: "check the key in the variable that api_key_env names",
+    401: "check the key in the variable that api_key_env names (vllm_api_key_env, judge_api_key_env)",
     402: "its account has no credit left",
     404: "check the URL's path and the model's name",
     405: "check the URL's path",
