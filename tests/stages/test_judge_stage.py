@@ -322,7 +322,7 @@ def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(j
     assert cli.main(["prefs", *given, *rubric("longer"), "--output_dir", "other"]) == 1
     assert "judge_report out measured rubric, and this run is judged by rubric" in capsys.readouterr().err
     assert cli.main(["prefs", *given[:-1], "absent", *rubric("right"), "--output_dir", "other"]) == 1
-    assert "judge_report absent is no folder" in capsys.readouterr().err
+    assert "absent holds no measurement" in capsys.readouterr().err
 
 
 def test_ratings_are_measured_as_pairs_are(judge, tmp_path):

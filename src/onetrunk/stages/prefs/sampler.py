@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
-from onetrunk.data.names import BUILDERS
+from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
@@ -291,8 +291,11 @@ def open_stream(args: PrefsArguments) -> Iterable[dict[str, Any]]:
     """Return an iterable over the rows of `dataset_name`, with our names of the columns; rows are read as needed.
 
     Raises:
-        ValueError: the dataset, split or column does not exist.
+        ValueError, FileNotFoundError: the dataset, split or column does not exist.
     """
+    name = args.dataset_name
+    if looks_like_path(name) and not set(name) & set("*:") and not Path(name).expanduser().exists():
+        raise missing_path(name)
     builder = BUILDERS.get(Path(args.dataset_name).suffix)
     source: dict[str, Any] = {"path": args.dataset_name, "name": args.dataset_config}
     if builder is not None:

@@ -59,7 +59,14 @@ from onetrunk.stages.prefs.output import (
 )
 from onetrunk.stages.prefs.preview import preview
 from onetrunk.stages.prefs.ray import RaySampling
-from onetrunk.stages.prefs.sampler import PromptSource, Served, load_sampler, positions_left, sampling_servers
+from onetrunk.stages.prefs.sampler import (
+    PromptSource,
+    Served,
+    load_sampler,
+    open_stream,
+    positions_left,
+    sampling_servers,
+)
 from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
@@ -132,6 +139,8 @@ def make(
     given = GivenSource(args) if args.completions == "given" else None
     if given is None and not args.streaming:
         prompt_rows(load_dataset_rows(args))
+    elif given is None:
+        open_stream(args)
     constitution = load_constitution(judge_settings.constitution)
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
