@@ -402,7 +402,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if self.args.center_rewards_coefficient:
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
         self.note_pairs(scores.detach(), chosen.detach(), rejected.detach(), inputs.get("probability"))
-        loss = loss * (len(chosen) / self.collator.denominators(inputs)[0])
+        loss = loss * len(chosen) / self.collator.denominators(inputs)[0]
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
