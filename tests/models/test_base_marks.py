@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from onetrunk.judges.local import load_causal_judge
 from onetrunk.models.build import build_trunk
+from onetrunk.models.loading import BASE_FILE, base_marks, check_base_marks, write_base_marks
 from onetrunk.models.score_adapter import attach_score_adapter, load_adapter_scorer, read_score_adapter
-from onetrunk.models.sources import BASE_FILE, base_marks, check_base_marks, write_base_marks
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 

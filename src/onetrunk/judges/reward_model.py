@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, digest, logistic, model_name
-from onetrunk.models.loading import read_tokenizer
+from onetrunk.models.loading import base_fingerprint, read_tokenizer
 from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
 from onetrunk.models.scorer import (
     ScoreScale,
@@ -29,7 +29,6 @@ from onetrunk.models.scorer import (
     reads_end_token,
     score_token_ids,
 )
-from onetrunk.models.sources import base_fingerprint
 
 logger = logging.getLogger(__name__)
 

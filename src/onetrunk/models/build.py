@@ -26,15 +26,20 @@ from onetrunk.models.adapters import (
     set_adapter_weights,
 )
 from onetrunk.models.base import decoder_layers, load_base
-from onetrunk.models.loading import empty_model, put_adapter_on, read_adapter_weights, read_config
+from onetrunk.models.loading import (
+    adapter_base,
+    base_of,
+    check_base_marks,
+    is_adapter,
+    pinned_source,
+    put_adapter_on,
+    read_adapter_weights,
+    read_config,
+)
 from onetrunk.models.scorer import load_scorer
-from onetrunk.models.sources import adapter_base, base_of, check_base_marks, is_adapter, pinned_source
 from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)
-
-# An empty model of more layers takes seconds to build, and a config that says so is more likely damaged.
-MOST_LAYERS_BUILT = 512
 
 
 def default_peft_config() -> LoraConfig:
@@ -122,11 +127,12 @@ def check_targets_by_name(
     if trust_remote_code:
         return
     base = read_config("model", name, **pinned_source(revision, False))
-    if getattr(base.get_text_config(decoder=True), "num_hidden_layers", 0) > MOST_LAYERS_BUILT:
-        return
-    model = empty_model(AutoModelForCausalLM, base)
-    if model is not None:
-        check_targets(config, model)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(base, trust_remote_code=False)
+    except Exception:
+        return  # `from_pretrained` makes the model in the same way, and its error is translated.
+    check_targets(config, model)
 
 
 def check_model_type(model: Any) -> None:

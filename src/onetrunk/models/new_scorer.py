@@ -26,9 +26,8 @@ from transformers import (
 )
 
 from onetrunk.models.base import repair_padding
-from onetrunk.models.loading import load_weights, read_config, read_tokenizer
+from onetrunk.models.loading import load_weights, pinned_source, read_config, read_tokenizer
 from onetrunk.models.scorer import check_scorer, score_layer
-from onetrunk.models.sources import pinned_source
 from onetrunk.utils.files import require_output_dir
 
 # Modules of transformers that report weights which are missing, left over, or on one device.
@@ -55,7 +54,7 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
         check_scorer(config, name)
     with quiet_load():
         model, loading = load_weights(
-            AutoModelForSequenceClassification, "model", name, config, num_labels=1, **source, **settings
+            AutoModelForSequenceClassification, "model", name, num_labels=1, **source, **settings
         )
     layer = score_layer(model)
     head = next(n for n, module in model.named_modules() if module is layer).split(".")[0]

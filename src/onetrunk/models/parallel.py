@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.late_cast import cast_now, casting_later
-from onetrunk.models.sources import base_fingerprint, keep_identity
+from onetrunk.models.loading import base_fingerprint, keep_identity
 
 USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
     f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")

@@ -27,7 +27,9 @@ from onetrunk.models.adapters import (
 )
 from onetrunk.models.base import decoder_layers, output_head
 from onetrunk.models.loading import (
+    adapter_base,
     adding_adapter,
+    check_base_marks,
     expand,
     put_adapter_on,
     read_adapter_config,
@@ -36,7 +38,6 @@ from onetrunk.models.loading import (
 )
 from onetrunk.models.new_scorer import load_with_new_head
 from onetrunk.models.scorer import READS_END
-from onetrunk.models.sources import adapter_base, check_base_marks
 from onetrunk.types import Pack
 
 # The modules that PEFT trains whole in a sequence-classification model; a decoder has only `score`.

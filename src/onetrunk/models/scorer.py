@@ -63,7 +63,7 @@ def load_scorer(
         settings["num_labels"] = 1  # Its head is missing; load it to name the missing weights.
     else:
         check_scorer(config, name)
-    model, loading = load_weights(AutoModelForSequenceClassification, "reward model", name, config, **settings)
+    model, loading = load_weights(AutoModelForSequenceClassification, "reward model", name, **settings)
     missing_keys = sorted(map(str, loading["missing_keys"]))
     if missing_keys:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.models.loading import read_tokenizer
+from onetrunk.models.loading import is_same_source, load_config, read_tokenizer
 from onetrunk.models.score_adapter import ScoreAdapter, read_score_adapter
 from onetrunk.models.scorer import (
     adapter_tokenizer,
@@ -25,7 +25,6 @@ from onetrunk.models.scorer import (
     score_token_ids,
     scorer_source,
 )
-from onetrunk.models.sources import is_same_source, load_config
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.settings import check_streaming
 from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.models.loading import load_config
 from onetrunk.models.new_scorer import (
     load_reward_tokenizer,
     load_with_new_head,
@@ -25,7 +26,6 @@ from onetrunk.models.new_scorer import (
 )
 from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.scorer import ScoreScale
-from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import forwards_of_first
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger

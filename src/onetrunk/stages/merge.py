@@ -23,8 +23,16 @@ from onetrunk.checkpoints.manifest import MANIFEST
 from onetrunk.checkpoints.writing import install
 from onetrunk.models.adapters import POLICY, check_adapter_fits
 from onetrunk.models.base import check_decoder, load_base
-from onetrunk.models.loading import can_be_on_hub, put_adapter_on, read_adapter_config, read_adapter_weights
-from onetrunk.models.sources import adapter_base, base_of, check_base_marks, load_config
+from onetrunk.models.loading import (
+    adapter_base,
+    base_of,
+    can_be_on_hub,
+    check_base_marks,
+    load_config,
+    put_adapter_on,
+    read_adapter_config,
+    read_adapter_weights,
+)
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import MergeArguments, with_first_word

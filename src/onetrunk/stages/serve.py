@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onetrunk.models.sources import adapter_base, load_config
+from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.parsing import parse
