@@ -15,7 +15,7 @@ from onetrunk.judges.reward_model import RewardModelJudge
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import question_messages
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.parsing import parse
 from tests.judges.test_rubric import SHORT, short

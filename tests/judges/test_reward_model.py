@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.reward_model import RewardModelJudge, load_reward_judge
-from onetrunk.models.scorer import ScoreScale
+from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer

@@ -1,4 +1,4 @@
-"""Tests of `onetrunk.models.scorer`: what is refused at loading, and scores that padding does not change."""
+"""Tests of `onetrunk.models.reward_model`: what is refused at loading, and scores that padding does not change."""
 
 import json
 
@@ -12,7 +12,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from onetrunk.models.scorer import _batches, encode_texts, load_scorer, score_token_ids
+from onetrunk.models.reward_model import _batches, encode_texts, load_scorer, score_token_ids
 from tests.tiny import tiny_tokenizer
 
 TEXTS = ["the cat runs fast", "dog", "a big red bird sings in the old tree", "no <eos>", "the cat runs fast"]

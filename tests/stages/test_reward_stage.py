@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.models.scorer import read_score_scale
+from onetrunk.models.reward_model import read_score_scale
 from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.stages import plots as preference_plots

@@ -35,8 +35,8 @@ from onetrunk.judges.template import (
     with_reasons_given,
 )
 from onetrunk.models.base import load_base, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.loading import adapter_base, base_fingerprint, base_of, check_base_marks, put_adapter_on, reading
-from onetrunk.models.scorer import length_limit
+from onetrunk.models.loading import adapter_base, base_fingerprint, base_of, put_adapter_on, reading
+from onetrunk.models.reward_model import length_limit
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import Message
@@ -254,7 +254,6 @@ def load_causal_judge(
         with base_of(name):
             model = load_base(base, dtype=dtype)
         adapted = put_adapter_on(model, name)
-        check_base_marks(adapted.get_base_model(), name)
         # Not every type of adapter can be merged.
         with peft_calls(), reading("adapter", name, "adapter_config.json"):
             model = adapted.merge_and_unload()

@@ -386,9 +386,14 @@ def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Te
 
 
 def put_adapter_on(base: PreTrainedModel, name: str, revision: str | None = None, **kwargs: Any) -> PeftModel:
-    """Return `base` with the adapter at `name` on it."""
+    """Return `base` with the adapter at `name` on it.
+
+    Raises:
+        ValueError: the adapter was trained on another base.
+    """
     config = read_adapter_config(name, revision)
     read_adapter_weights(name, revision)
+    check_base_marks(base, name, revision)
     with adding_adapter(config, base, name):
         return PeftModel.from_pretrained(base, name, revision=revision, **kwargs)
 
