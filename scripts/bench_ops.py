@@ -6,7 +6,7 @@
 
 Each pair runs alternately (A B A B) on the same inputs; a ratio below 1 means that ours is slower. Differences under
 10% mean nothing. Peak memory is that of a process per variant, beyond what the inputs take. On a GPU (--device cuda)
-seconds are those of the clock, memory that of the tensors, and the PPO loss, one kernel there, is measured too.
+seconds are those of the clock, and memory that of the tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 
 import torch
-from bench.ops_cases import decode_pair, gae_pair, logprobs_run, loss_pair, medians
+from bench.ops_cases import decode_pair, gae_pair, logprobs_run, medians
 from bench.ops_memory import GROWTH, growth, measured
 from bench.ops_plot import save_growth
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("logprobs", "gae", "loss", "decode", "memory")
+PARTS = ("logprobs", "gae", "decode", "memory")
 
 
 def parse() -> argparse.Namespace:
@@ -71,8 +71,6 @@ def print_seconds(console: Console, args: argparse.Namespace) -> None:
             add(f"logprobs, fused against naive, {what} ({shape})", pair)
     for rows, length in ((64, 512), (1, 4096), (8, 4096)) if "gae" in args.only else ():
         add(f"GAE, vectorised against loop ({rows} x {length} tokens)", gae_pair(rows, length))
-    if "loss" in args.only and args.device == "cuda":
-        add("PPO loss, one kernel against its operations (64 x 512 tokens)", loss_pair(64, 512, args.device))
     if "decode" in args.only:
         name = f"decode loop against generate ({args.prompts} prompts, up to {args.completion} tokens, mixed lengths)"
         add(name, decode_pair(args.prompts, args.completion))

@@ -224,6 +224,8 @@ def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):
     launch_layout.cache_clear()
     with pytest.raises(ValueError, match="is not supported.*accelerate_configs/fsdp2.yaml"):
         check_launch(config)
+    with pytest.raises(ValueError, match="is not supported.*accelerate_configs/fsdp2.yaml"):
+        PPOConfig(output_dir=str(tmp_path), use_cpu=True)
 
 
 @pytest.mark.sampled(1)

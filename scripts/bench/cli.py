@@ -22,7 +22,6 @@ COMMANDS = {
     "help of sft": ["sft", "--help"],
     "YAML of every option": ["config", "ppo"],
     "unknown option": ["ppo", "--config", RECIPE, "--learning_rat", "1"],
-    "value out of range": ["ppo", "--config", RECIPE, "--beta", "-1"],
     "missing config": ["ppo", "--config", "absent.yaml"],
     "missing rows": ["ppo", "--config", RECIPE, "--dataset_name", "./absent.jsonl"],
 }

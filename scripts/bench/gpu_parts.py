@@ -37,7 +37,7 @@ LOG_LINES = 40
 LEAST_S, ENDS_WITHIN_S = 10.0, 20.0
 WORK = "--dtype bfloat16 --mixed --prompt 256 --completion 256 --rollout 64 --microbatch 16 --epochs 2".split()
 TINY = "--dtype bfloat16 --mixed --prompt 8 --completion 8 --rollout 4 --microbatch 2 --epochs 2 --iterations 2"
-TINY_TWINS = "--device cpu --hidden 16 --vocab 64 --tokens 4 --rows 2 --length 8 --repeats 1"
+TINY_TWINS = "--device cpu --hidden 16 --vocab 64 --tokens 4 --repeats 1"
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _share(value: float | None) -> str:
 
 
 def _twins(result: dict[str, Any], markdown: Markdown) -> str:
-    cases = {f"logprobs, {name}": case for name, case in result["logprobs"].items()} | {"PPO loss": result["loss"]}
+    cases = {f"logprobs, {name}": case for name, case in result["logprobs"].items()}
 
     def cell(case: dict[str, Any], variant: str) -> str:
         if variant not in case:
@@ -136,9 +136,7 @@ def _twins(result: dict[str, Any], markdown: Markdown) -> str:
         )
         for name, case in cases.items()
     ]
-    shape = result["shape"]
-    return (
-        f"The kernels against their twins: {shape['tokens']} tokens, vocabulary {shape['vocab']}, {shape['dtype']};"
-        f" the loss of {shape['rows']} rows of {shape['length']} tokens. The difference is that of kernel and twin,"
-        " relative to the norm.\n\n" + markdown(("part", "naive", "torch", "kernel", "difference"), lines)
-    )
+    tokens, vocab, dtype = (result["shape"][name] for name in ("tokens", "vocab", "dtype"))
+    sentence = f"The kernels against their twins: {tokens} tokens, vocabulary {vocab}, {dtype}."
+    sentence += " The difference is that of kernel and twin, relative to the norm.\n\n"
+    return sentence + markdown(("part", "naive", "torch", "kernel", "difference"), lines)

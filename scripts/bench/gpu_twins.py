@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ops_cases import loss_pair, seconds
+from ops_cases import seconds
 
 from onetrunk.ops import fused_token_logprobs, token_logprobs
 from onetrunk.ops.kernels import SWITCH
@@ -82,21 +82,12 @@ def logprobs_case(given: argparse.Namespace, hidden: int, trains: bool) -> dict[
     return found
 
 
-def loss_case(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the cost of the PPO loss with its gradients, by torch's operations and by one kernel."""
-    with kernels("on"):
-        pair = zip(("torch", "kernel"), loss_pair(given.rows, given.length, given.device), strict=True)
-        return {variant: cost(run, given.device, given.repeats) for variant, run in pair}
-
-
 def parse() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[896, 3584])
     parser.add_argument("--vocab", type=int, default=152_000)
     parser.add_argument("--tokens", type=int, default=1024, help="completion tokens of a pack")
-    parser.add_argument("--rows", type=int, default=64, help="of the loss")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row of the loss")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
@@ -110,8 +101,8 @@ def main() -> None:
         for hidden in given.hidden
         for trains in (True, False)
     }
-    shape = {name: getattr(given, name) for name in ("tokens", "vocab", "dtype", "rows", "length")}
-    print(json.dumps({"shape": shape, "logprobs": logprobs, "loss": loss_case(given)}))
+    shape = {name: getattr(given, name) for name in ("tokens", "vocab", "dtype")}
+    print(json.dumps({"shape": shape, "logprobs": logprobs}))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ import torch
 
 from onetrunk.ops import fused_token_logprobs, gae, token_logprobs
 from onetrunk.ops.advantages import gae_reference
-from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import make_pack
-from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 Run = Callable[[], object]
 Pair = tuple[Run, Run]
@@ -62,27 +60,6 @@ def gae_pair(rows: int, length: int) -> Pair:
     rewards, values = torch.randn(rows, length), torch.randn(rows, length)
     case = (rewards, values, length_mask(torch.full((rows,), length), length), 1.0, 0.95)
     return lambda: gae_reference(*case), lambda: gae(*case)
-
-
-def loss_pair(rows: int, length: int, device: str) -> Pair:
-    """Return (operation by operation, one kernel where there is one) runs of the PPO loss with its gradients."""
-
-    def column(trains: bool = False) -> torch.Tensor:
-        return torch.randn(rows, length, device=device).requires_grad_(trains)
-
-    output = PackOutput(values=column(True), logprobs=column(True), entropy=column(True))
-    experience = Experience(
-        pack=make_pack([[0]] * rows, [[0] * length] * rows, 0),
-        loss_mask=torch.rand(rows, length, device=device) < 0.7,
-        old_logprobs=column(),
-        old_values=column(),
-        advantages=column(),
-        returns=column(),
-        ref_logprobs=column(),
-    )
-    coefficients = LossCoefficients(value_clip=0.2, value_coef=0.1, entropy_coef=0.01, beta=0.05)
-    case = (experience, output, coefficients)
-    return lambda: ppo_loss(*case, use_kernel=False)[0].backward(), lambda: ppo_loss(*case)[0].backward()
 
 
 def decode_pair(rows: int, length: int) -> Pair:

@@ -1,12 +1,13 @@
 """The command `onetrunk VERB ...`, which runs a stage.
 
-Help and mistakes are answered by `stages/options/early.py`, in well under a second. Only then is a stage imported, and
-with it torch and transformers.
+Help, and mistakes in the names of options and in YAML files, are answered in well under a second. Only then is a stage
+imported, and with it torch and transformers.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,12 +23,17 @@ HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 Options override the file; `onetrunk VERB --help` lists them. FILE.yaml may be the name of a
 recipe, such as tiny/ppo.
 Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ppo.py --config FILE.yaml
+Completion in your shell: eval "$(register-python-argcomplete onetrunk)"
 ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed,
 2 wrong usage, 130 interrupted, 143 terminated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
+    if "_ARGCOMPLETE" in os.environ:
+        from onetrunk.stages.options.completion import complete
+
+        complete()
     with lasting_output():  # `onetrunk recipes list | head -1` closes the pipe.
         return _answer(argv)
 
@@ -45,18 +51,36 @@ def _answer(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"error: unknown verb {words[0]!r}: {hint}", file=sys.stderr)
         return 2
-    return _run(words[0], words[1:])
+    code = None if words[0] in PLAIN_VERBS else early_answer(words[0], words[1:])
+    return run(words[0], words[1:]) if code is None else code
 
 
-def _run(verb: str, words: Sequence[str]) -> int:
-    """Run a verb; a mistake in the words after it is answered before its stage is imported."""
-    if verb not in PLAIN_VERBS:
-        from onetrunk.stages.options.early import answer
+def early_answer(verb: str, words: Sequence[str]) -> int | None:
+    """Print the help of a verb, or what is wrong with the words after it; return the exit code.
 
-        code = answer(verb, words, VERBS[verb])
-        if code is not None:
-            return code
-    return run(verb, words)
+    None means that the stage should run. It reads the words again, and checks the values too.
+    """
+    from onetrunk.stages.options.helping import help_text, help_topic
+    from onetrunk.stages.options.parser import UsageError
+    from onetrunk.stages.options.reading import DRY_RUN, read
+    from onetrunk.stages.options.words import READERS
+    from onetrunk.stages.secrets import say
+
+    try:
+        if verb in READERS:
+            READERS[verb](words)
+            return None
+        topic = help_topic(words)
+        if topic is not None:
+            print(help_text(verb, VERBS[verb], topic), flush=True)
+            return 0
+        read(verb, [word for word in words if verb != "ppo" or word not in DRY_RUN])
+    except SystemExit as end:  # argparse, after --help.
+        return int(end.code or 0)
+    except UsageError as error:
+        say(f"error: {error}", f"all options: onetrunk {verb} --help")
+        return 2
+    return None
 
 
 def run(verb: str, words: Sequence[str] | None = None) -> int:

@@ -134,7 +134,7 @@ class Experience:
         advantages: whitened if the config says so.
         returns: targets of the value head.
         ref_logprobs: logprobs of the reference; None if no KL is used.
-        weights: importance weights of the policy loss, or None.
+        weights: importance weights of the policy loss and of the KL in the loss, or None.
         states: [N, H] output of the frozen layers below the first adapted layer at the N tokens of the rows, row
             after row without padding; in the trunk's dtype, on any device; None if it is not kept.
     """

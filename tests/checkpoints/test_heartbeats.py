@@ -130,6 +130,26 @@ def test_the_first_rank_deletes_what_ranks_left_that_do_not_run_now(tmp_path):
         assert names == ["_heartbeat-0.json", "_heartbeat-1.json", "_heartbeat-of-mine.json"]
 
 
+@pytest.mark.parametrize("name", ["_heartbeat-0.json", "._heartbeat-0.json.tmp"])
+def test_a_heartbeat_is_not_written_through_a_link(tmp_path, name):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to(other)
+    with Heartbeat(folder, 0).running(world_size=1):
+        assert read_beat(folder, 0) and not heartbeat_file(folder, 0).is_symlink()
+    assert other.read_text() == "mine"
+
+
+def test_the_end_of_a_run_deletes_the_temporary_files_that_killed_processes_left(tmp_path):
+    left = tmp_path / f"._heartbeat-0.json.{'0a' * 8}.tmp"
+    left.touch()
+    with Heartbeat(tmp_path, 0).running(world_size=1):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path, caplog):
     heartbeat = Heartbeat(tmp_path, 0)
     (tmp_path / "_heartbeat-0.json").mkdir()

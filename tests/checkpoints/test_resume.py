@@ -1,14 +1,19 @@
 """A run that was interrupted and resumed is the run that was not: weights, optimizer, schedule and log, bit by bit."""
 
+import random
 import shutil
+import threading
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 import torch
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import safe_globals
 
 from tests.checkpoints.checkpoints import change_json
+from tests.fakes import CannedBackend
 from tests.ppo.support import (
     StopAt,
     assert_same,
@@ -245,3 +250,47 @@ def test_a_second_training_starts_at_the_first_prompt_again(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 2
     assert trainer._stream.state.iteration == 2
+
+
+def draw_elsewhere():
+    """Draw from Python's generator in another thread, as the retries of an upload do."""
+    thread = threading.Thread(target=random.random)
+    thread.start()
+    thread.join()
+
+
+class DisturbedSampling(CannedBackend):
+    """Another thread draws while rows are sampled."""
+
+    def generate(self, *args):
+        draw_elsewhere()
+        return super().generate(*args)
+
+
+class DisturbedSteps(TrainerCallback):
+    """Another thread draws after every step, so before every checkpoint, and before an evaluation."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        draw_elsewhere()
+
+
+def drawing(completions, **kwargs):
+    return [random.random() for _ in completions]
+
+
+def test_draws_of_another_thread_change_neither_the_run_nor_its_checkpoints(tmp_path):
+    def finished(name, backend, callbacks):
+        settings = {**SHAPE, "eval_dataset": prompts(3), "eval_strategy": "steps", "eval_steps": 3}
+        settings |= {"reward": drawing, "save_strategy": "steps", "save_steps": 3}
+        trainer = make_trainer(tmp_path / name, rollout_backend=backend, callbacks=callbacks, **settings)
+        trainer.train()
+        with safe_globals():
+            states = [torch.load(path) for path in sorted((tmp_path / name).glob("checkpoint-*/rng_state.pth"))]
+        final = trainer.evaluate()["eval_score/mean"]
+        return [state["python"] for state in states], logged(trainer, "score/mean"), final, trainer
+
+    states, scores, final, undisturbed = finished("undisturbed", CannedBackend(), [])
+    others = finished("disturbed", DisturbedSampling(), [DisturbedSteps()])
+    assert len(states) >= 2 and states[0] != states[1]
+    assert others[:3] == (states, scores, final)
+    assert_same(trained_weights(others[3].model), trained_weights(undisturbed.model))

@@ -194,6 +194,17 @@ def test_a_writer_on_another_machine_is_believed_to_live_but_one_before_the_last
     Ledger(path).close()
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_lock_is_not_written_through_a_link(tmp_path, exists):
+    other = tmp_path / "other"
+    if exists:
+        other.write_text("mine")
+    (tmp_path / "f.lock").symlink_to(other)
+    with pytest.raises(RuntimeError, match="f.lock is a link.*delete it"):
+        WriterLock(tmp_path / "f")
+    assert (other.read_text() == "mine") if exists else not other.exists()
+
+
 def test_where_the_file_system_has_no_locks_the_pid_decides(tmp_path, monkeypatch):
     def no_locks(descriptor, operation):
         raise OSError(errno.ENOLCK, "no locks")

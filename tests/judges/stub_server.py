@@ -68,6 +68,7 @@ class StubServer:
         latency_s: how long an answer takes.
         thinks: where its model's reasoning comes back, which takes THOUGHT_TOKENS and is turned off by the template's
             enable_thinking: "reasoning", "reasoning_content", or "inline" for the text itself; None: it has none.
+        repeats_headers: whether the reasoning ends with the headers of a call.
         routes: path -> function(body) -> (status, JSON value), for servers of other kinds.
     """
 
@@ -84,11 +85,12 @@ class StubServer:
         bias: float = 0.0,
         latency_s: float = 0.0,
         thinks: str | None = None,
+        repeats_headers: bool = False,
         routes: dict[str, Callable[[Any], tuple[int, Any]]] | None = None,
     ):
         self.model, self.fault, self.rate = model, fault, rate
         self.logprobs, self.samples, self.redirect_to, self.key, self.bias = logprobs, samples, redirect_to, key, bias
-        self.latency_s, self.thinks = latency_s, thinks
+        self.latency_s, self.thinks, self.repeats_headers = latency_s, thinks, repeats_headers
         self.routes = routes or {}
         self.faulty = True
         # Of a body: the reply in place of the usual one, or None.
@@ -217,6 +219,7 @@ class StubServer:
         The log probabilities are those of all its tokens, the reasoning's first.
         """
         thought = f"A and B, let me see {draw('thought', body['messages'], seed)}"
+        thought += f" {self.headers[-1]}" if self.repeats_headers else ""
         is_whole = body["max_tokens"] > THOUGHT_TOKENS
         label = "A" if draw("label", body["messages"], seed) < first_probability(body["messages"], self.bias) else "B"
         positions = [candidates("A", {"A": 0.99, "B": 0.001})] if body.get("logprobs") else None

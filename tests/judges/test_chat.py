@@ -61,6 +61,7 @@ def test_a_label_alone_is_read_in_its_usual_clothes(text):
         '{"verdict": "A"',
         '```json\n{"verdict": "A"',
         "[A, B]",
+        '{"verdict": ' + "[" * 100_000,
     ],
 )
 def test_anything_else_is_no_label(text):

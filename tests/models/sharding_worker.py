@@ -29,6 +29,7 @@ from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import to_device
 from tests.models.branches import a_pack, a_trunk, gradients, lora, loss_of, move
+from tests.models.late_cast_worker import private_bytes
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 
@@ -187,6 +188,22 @@ def compare(
     }
 
 
+def kept_mib() -> float:
+    """Return how much of 128 MiB the process keeps after freeing them, as layers are freed: between blocks that stay.
+
+    The second time counts: at first glibc puts every large block into pages of its own.
+    """
+    staying = []
+    for _ in range(2):
+        before = private_bytes()
+        freed = []
+        for _ in range(8):
+            freed.append(torch.ones(2**22))
+            staying.append(torch.ones(25_000))
+        del freed
+    return (private_bytes() - before) / 2**20
+
+
 def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU) -> None:
     device = join_group(place, folder, rank, world_size)
     results = {}
@@ -195,5 +212,6 @@ def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[st
         own = Path(folder) / name.replace(",", "").replace(" ", "-")
         own.mkdir(exist_ok=True)
         results[name] = compare(builders[name], layout, rank, device, own, name == "checkpointing")
+        results[name]["kept_mib"] = kept_mib()
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -84,7 +84,9 @@ def loss_of(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
     """Return the share of a part of a batch in its Bradley-Terry loss."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     chosen, rejected = logits.squeeze(-1).chunk(2)
-    return bradley_terry_loss(chosen, rejected, batch["probability"]) * batch.get("share", 1.0)
+    return bradley_terry_loss(chosen, rejected, batch["probability"]) * (
+        len(chosen) / PairCollator.denominators(batch)[0]
+    )
 
 
 def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops.importance import effective_share, importance_sums, importance_weights
-from onetrunk.ops.losses import policy_loss
+from onetrunk.ops.losses import kl_loss, policy_loss
 
 SEEDS = st.integers(0, 2**31)
 BOUNDS = st.sampled_from([(None, 3.0), (0.5, 2.0), (0.8, None), (None, 0.7)])
@@ -112,3 +112,31 @@ def test_on_a_bandit_the_weighted_gradient_of_any_sampler_is_the_on_policy_gradi
     # Without weights the gradient is that of another objective.
     uncorrected = bandit_gradient(logits, policy, sampler, advantages, clip_max=False)
     assert (uncorrected - expected).abs().max() > 1e-6
+
+
+@many
+@given(seed=SEEDS, arms=st.integers(2, 7), estimator=st.sampled_from(["k2", "k3"]))
+def test_on_a_bandit_the_kl_in_the_loss_has_the_gradient_of_the_exact_kl_for_any_sampler_in_any_epoch(
+    seed, arms, estimator
+):
+    """Current policy, policy at the start of the update, sampler and reference all differ."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, *others = torch.randn(4, arms, generator=generator, dtype=torch.float64)
+    old, sampler, reference = (other.log_softmax(-1) for other in others)
+    logits.requires_grad_()
+    policy = logits.log_softmax(-1)
+    # Every arm is a row of one token, drawn with the sampler's probability.
+    mask = torch.ones(arms, 1, dtype=torch.bool)
+    columns = [x[:, None] for x in (policy, old, reference)]
+    importance = importance_weights(columns[1], sampler[:, None], mask, clip_max=None)
+    drawn = sampler.exp()[:, None]
+    kl = kl_loss(*columns, mask, estimator, importance.weights * drawn, num_tokens=1)
+    start, end = (policy, reference) if estimator == "k2" else (reference, policy)
+    expected = (start.exp() * (start - end)).sum()
+    gradient, exact = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, expected))
+    assert_close(gradient, exact, atol=1e-12, rtol=1e-9)
+    if estimator == "k3":
+        assert_close(kl.detach(), (policy.exp() * (policy - reference)).sum().detach(), atol=1e-12, rtol=1e-9)
+    # Without weights it is the gradient of another function.
+    uncorrected = kl_loss(columns[0], columns[0].detach(), columns[2], mask, estimator, drawn, num_tokens=1)
+    assert (torch.autograd.grad(uncorrected, logits)[0] - exact).abs().max() > 1e-6

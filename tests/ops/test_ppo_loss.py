@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from onetrunk.ops import kl_estimate, policy_loss, value_loss
-from onetrunk.ops.losses import ppo_loss
+from onetrunk.ops.losses import kl_loss, ppo_loss
 from onetrunk.ops.masking import masked_mean
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
@@ -46,10 +46,10 @@ def test_the_loss_of_one_token_by_hand():
         old_logprobs=one(-1.0 - math.log(1.5)), ref_logprobs=one(-1.3), entropy=one(0.9),
     )  # fmt: skip
     loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, value_coef=0.1, entropy_coef=0.5, beta=2.0))
-    # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * .3
-    assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.6, abs=1e-12)
+    # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * (1.5 * .3)
+    assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.9, abs=1e-12)
     assert stats["policy"]["clip_fraction"] == 1 and stats["policy"]["entropy"].item() == pytest.approx(0.9)
-    assert stats["kl"]["loss"].item() == pytest.approx(0.3) and stats["value"]["error_mean"] == 3
+    assert stats["kl"]["loss"].item() == pytest.approx(0.45) and stats["value"]["error_mean"] == 3
 
 
 @pytest.mark.parametrize("num_tokens", [None, 77.0, torch.tensor(77)])
@@ -69,13 +69,34 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
     )
     value, value_stats = value_loss(t.values, t.old_values, t.returns, clip=0.2, **counted)
     entropy = masked_mean(t.entropy, **counted)
-    kl = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, "k2"), **counted)
+    kl = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, estimator="k2", weights=t.weights, **counted)
     expected = policy + 0.4 * value - 0.05 * entropy + 0.7 * kl
     assert_close(loss, expected, **EXACT)
     assert_close(gradients(loss, t), gradients(expected, t), **EXACT)
     terms = {"policy": policy_stats | {"entropy": entropy.detach()}, "value": value_stats, "kl": {"loss": kl.detach()}}
     assert_close(stats, terms, **EXACT)
     assert not any(x.requires_grad for group in stats.values() for x in group.values())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_token_of_the_kl_counts_by_its_ratio_and_its_weight_which_get_no_gradient(estimator):
+    t = random_tensors(1)
+    loss = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, t.mask, estimator, t.weights)
+    expected, tokens = 0.0, t.mask.nonzero().tolist()
+    for i, j in tokens:
+        factor = math.exp(t.logprobs[i, j].item() - t.old_logprobs[i, j].item()) * t.weights[i, j].item()
+        expected = expected + factor * kl_estimate(t.logprobs[i, j], t.ref_logprobs[i, j], estimator) / len(tokens)
+    assert_close(loss, expected, **EXACT)
+    assert_close(torch.autograd.grad(loss, t.logprobs), torch.autograd.grad(expected, t.logprobs), **EXACT)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_on_the_first_pass_over_the_policys_own_samples_the_kl_is_the_plain_mean(estimator):
+    t = random_tensors(2)
+    loss = kl_loss(t.logprobs, t.logprobs.detach(), t.ref_logprobs, t.mask, estimator)
+    plain = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, estimator), t.mask)
+    gradients_of_both = (torch.autograd.grad(x, t.logprobs)[0] for x in (loss, plain))
+    assert torch.equal(loss, plain) and torch.equal(*gradients_of_both)
 
 
 def test_what_is_not_given_is_left_out():
@@ -103,6 +124,34 @@ def test_values_outside_the_mask_change_neither_loss_nor_gradient(estimator):
     dirty_loss, dirty_stats = loss_of(vars(dirty), coefs)
     assert_close((dirty_loss, dirty_stats), (loss, stats), rtol=0, atol=0)
     assert_close(gradients(dirty_loss, dirty), gradients(loss, t), rtol=0, atol=0)
+
+
+def test_a_token_that_is_not_finite_shows_in_the_loss_and_in_its_own_gradient():
+    t = random_tensors()
+    row, column = t.mask.nonzero()[0].tolist()
+    t.logprobs.data[row, column] = torch.nan
+    loss, _ = loss_of(vars(t), COEFS)
+    _, gradient, _ = gradients(loss, t)
+    assert loss.isnan() and gradient[row, column].isnan() and gradient.isnan().sum() == 1
+
+
+def test_a_pack_without_a_counted_token_gives_a_loss_of_zero():
+    t = random_tensors()
+    t.mask[:] = False
+    loss, stats = loss_of(vars(t), COEFS)
+    assert loss == 0 and not any(gradient.any() for gradient in gradients(loss, t))
+    assert not any(x.any() for group in stats.values() for x in group.values())
+
+
+def test_a_small_kl_keeps_its_digits_in_float32():
+    # exp(d) - 1 - d in float32 at d = 1e-4 would be 0 or 1e-7; it is d^2 / 2 = 5e-9
+    d = torch.full((1, 4), 1e-4)
+    zero = torch.zeros_like(d)
+    tensors = dict(mask=zero == 0, logprobs=d, **dict.fromkeys(CONSTANTS, zero))
+    del tensors["weights"]
+    _, stats = loss_of(tensors, LossCoefficients(kl_estimator="k3", beta=1.0))
+    for kl in (stats["policy"]["approx_kl"], stats["kl"]["loss"]):
+        assert kl.item() == pytest.approx(5e-9, rel=1e-3)
 
 
 def test_values_that_stay_within_the_clip_range_count_as_not_clipped():

@@ -10,10 +10,10 @@ from onetrunk.plan.check import check_lines, check_run
 from onetrunk.plan.evaluate import stage_memory
 from onetrunk.plan.hardware import GIB, load_catalog
 from onetrunk.plan.rates import Rates, non_negative_fit
-from onetrunk.stages.options.schema import load_options
+from onetrunk.stages.options.table import load_options
 from tests.plan.support import LENGTHS, device, job
 
-DEFAULTS = {option.name: option.default for option in load_options("ppo")}
+DEFAULTS = {name: option.default for name, option in load_options("ppo").items()}
 CPU = load_catalog().devices["CPU"]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.experience import ExperienceStream
@@ -13,6 +14,8 @@ from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.local import LocalBackend
 from tests.fakes import CannedBackend, CopyBackend
 from tests.ppo.support import assert_same, base_model, logged, lora, make_trainer, prompts, trained, trained_weights
+from tests.ppo.test_shaping import moved_policy
+from tests.tiny import tiny_tokenizer
 
 ESS, CLIPPED = "sampling/effective_sample_size", "sampling/clipped_weights"
 
@@ -133,6 +136,55 @@ def test_logprobs_that_are_not_finite_are_an_error_that_names_the_backend(tmp_pa
 
     with pytest.raises(RuntimeError, match="NotFinite.generate returned sampler_logprobs that are not finite"):
         make_trainer(tmp_path, rollout_backend=NotFinite([[5, 1]])).train()
+
+
+class EvenDraws(CannedBackend):
+    """Draws each of some tokens once, as completions of one token, and says that all were equally likely."""
+
+    def generate(self, prompt_ids, params, keys):
+        rows = super().generate(prompt_ids, params, keys)
+        logprob = -math.log(len(self.completions))
+        return replace(rows, sampler_logprobs=[torch.tensor([logprob]) for _ in rows.completion_ids])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_the_kl_of_a_rollout_is_that_of_the_policy_whatever_sampled_it(tmp_path, top_p):
+    """The sampler draws each of its tokens once, so the mean over the rollout is its exact mean.
+
+    If it draws from the whole vocabulary, as older weights do, the KL is exact. If it draws from a nucleus, the part
+    of the tokens outside is missing.
+    """
+    trainer = make_trainer(tmp_path / "exact")
+    moved_policy(trainer)
+    prompt = prompts(1)
+    ids = torch.tensor([tiny_tokenizer()(prompt["prompt"][0])["input_ids"]])
+    with torch.no_grad():
+        policy = trainer.model(input_ids=ids).logits[0, -1].log_softmax(-1)
+        with trainer.model.as_role("reference"):
+            k1 = policy - trainer.model(input_ids=ids).logits[0, -1].log_softmax(-1)
+    order = policy.argsort(descending=True)
+    before = policy[order].exp().cumsum(0) - policy[order].exp()
+    kept, left = order[before < top_p], order[before >= top_p]
+    exact, missing, unweighted = ((policy.exp() * k1).sum(), (policy.exp() * k1)[left].sum(), k1[kept].mean())
+
+    trainer = make_trainer(
+        tmp_path,
+        dataset=prompt,
+        eval_dataset=Dataset.from_dict({"prompt": [prompt["prompt"][0]] * len(kept)}),
+        rollout_backend=EvenDraws([[int(token)] for token in kept]),
+        top_p=top_p,
+        rollout_batch_size=len(kept),
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_clip_max=1e4,
+    )
+    moved_policy(trainer)
+    evaluated = trainer.evaluate()["eval_kl/ref"]
+    trainer.train()
+    (kl,) = logged(trainer, "kl/ref")
+    assert exact > 0.1 and kl == pytest.approx((exact - missing).item(), abs=1e-5)
+    assert abs(unweighted - exact) > 3 * abs(kl - exact)
+    # An evaluation samples from the weights that it measures, so only truncation needs weights.
+    assert evaluated == pytest.approx(kl if top_p < 1 else unweighted.item(), abs=1e-5)
 
 
 # --- role and version ------------------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ def test_the_reference_answers_after_training_as_it_did_before(tmp_path):
     assert before["score/mean"] == trainer.evaluate()["eval_score/mean"]
     trainer.train()
     assert trainer.evaluate_reference() == before
-    assert trainer.evaluate()["eval_score/mean"] != before["score/mean"]
+    # Not their scores, which are equal by chance now and then.
+    assert trainer.evaluate()["eval_kl/ref"] > 0.01
 
 
 @pytest.mark.parametrize(

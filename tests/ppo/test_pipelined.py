@@ -317,7 +317,7 @@ def check_on_this_machine(folder: Path, runtime_gib: float):
     """Return the check of a run in a folder, on a CPU whose processes have `runtime_gib` before they have a model."""
     from onetrunk.plan.check import check_run
     from onetrunk.plan.hardware import load_catalog
-    from onetrunk.stages.options.schema import load_options
+    from onetrunk.stages.options.table import load_options
 
     own = {"is_cpu": True, "rates": {"runtime_gib": round(runtime_gib, 3)}}
     fields = ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "network_gb_s", "host_gib", "usd_per_hour")
@@ -325,7 +325,7 @@ def check_on_this_machine(folder: Path, runtime_gib: float):
     own |= {name: getattr(cpu, name) for name in fields}
     path = folder / f"machine-{runtime_gib:.3f}.yaml"
     path.write_text(json.dumps({"devices": {"THIS-CPU": own}}))
-    defaults = {option.name: option.default for option in load_options("ppo")}
+    defaults = {name: option.default for name, option in load_options("ppo").items()}
     return check_run(folder / "out", defaults, load_catalog(str(path)))
 
 

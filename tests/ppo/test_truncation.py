@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from onetrunk.ops.importance import importance_weights
+from onetrunk.ppo.alarm_rules import RULES
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import TRUNCATION_ALARMS
 from onetrunk.rollouts.local import LocalBackend
@@ -143,6 +144,16 @@ def config(**settings):
 def test_settings_that_cannot_work_say_the_mend(settings, message):
     with pytest.raises(ValueError, match=message):
         config(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"schedule": "one_step"}, {"schedule": "async"}, {"rollout_backend": "pipelined", "pipeline_ahead": True}],
+)
+def test_where_rollouts_are_sampled_ahead_chance_says_nothing_about_a_negative_kl_and_the_alarm_is_off(settings):
+    off = config(**settings)
+    assert [name for name in RULES if getattr(off, f"alarm_{name}") is None] == ["negative_kl"]
+    assert config(**settings, alarm_negative_kl=0.5).alarm_negative_kl == 0.5
 
 
 def test_without_truncation_the_alarms_keep_their_limits():

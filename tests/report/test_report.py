@@ -10,7 +10,7 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.checkpoints.heartbeats import Heartbeat
-from onetrunk.report.plots import PLOTS
+from onetrunk.report.plots import PLOTS, draw, on_ink, png_of, svg_of
 from onetrunk.report.report import write_report, write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.stages import resuming
@@ -222,8 +222,75 @@ def test_without_matplotlib_the_page_says_so_and_has_the_rest(tmp_path, monkeypa
     assert "No plots: matplotlib cannot be imported; pip install matplotlib." in text and ALARM in text
 
 
-def test_a_report_that_fails_does_not_fail_the_run(tmp_path, caplog):
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     folder = write_ppo_run(tmp_path / "run")
-    (folder / "metrics.json").write_text("{")
+    (folder / "_report" / "report.md").mkdir()
     assert write_report_of(folder) is None
-    assert "no report was written (RuntimeError" in caplog.text
+    assert "no report was written (IsADirectoryError" in caplog.text
+
+
+LARGE = "1" * 400
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.json", "{"),
+        ("metrics.json", "[" * 100_000),
+        ("metrics.json", "[1]"),
+        ("metrics.json", '{"win_rate": {"win_rate": "x", "interval": 3}}'),
+        ("metrics.json", f'{{"policy": {{"score/mean": {LARGE}}}, "reference": {{"score/mean": 1.5}}}}'),
+        ("_report/run.json", "{"),
+        ("_report/run.json", '{"verb": [], "planned_steps": "many"}'),
+        ("_report/run.json", '{"settings": [1], "changed": 3}'),
+        ("_report/costs.json", "{"),
+        ("_report/costs.json", "[1]"),
+        ("_report/costs.json", '{"judge": {"calls": "x"}}'),
+        ("_report/completions-after.jsonl", f'{{"prompt": "prompt 0", "completion": 3, "score": {LARGE}}}'),
+    ],
+)
+def test_a_report_is_written_without_what_is_damaged_and_names_it(
+    tmp_path, monkeypatch, capsys, caplog, name, content
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Plots take longer than all else.
+    folder = write_ppo_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    assert cli.main(["report", str(folder)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert ALARM in (folder / "_report" / "report.html").read_text()
+    is_readable = LARGE in content
+    assert is_readable or str(folder / name) in caplog.text or f"{folder}/_report is damaged" in caplog.text
+
+
+def test_log_lines_of_other_forms_are_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = write_ppo_run(tmp_path / "run")
+    with (folder / "_report" / "log.jsonl").open("a") as file:
+        lines = ['{"step": "x"}', f'{{"step": {LARGE}}}', f'{{"step": 7, "score/mean": {LARGE}}}', '{"step": [1]}']
+        file.write("\n".join(lines))
+    assert read_run(folder).series("score/mean") == ([1, 3, 5, 7], [0.1, 0.3, 0.5, 0.7])
+    assert ALARM in write_report([folder]).read_text() and caplog.text == ""
+
+
+@pytest.mark.parametrize("stages", ["[1]", '{"ppo": 3}', '{"ppo": {"seconds": "x"}}'])
+def test_a_damaged_pipeline_has_a_page_that_says_so(tmp_path, caplog, stages):
+    (tmp_path / "pipeline.json").write_text(f'{{"stages": {stages}}}')
+    assert f"A part is left out: {tmp_path}/pipeline.json is damaged" in write_report([tmp_path]).read_text()
+
+
+def test_a_name_with_two_dollar_signs_is_drawn_as_it_is(tmp_path):
+    runs = [read_run(write_ppo_run(tmp_path / name)) for name in ("$\\frac{x$", "two")]
+    figure = on_ink(lambda: draw(PLOTS[0], runs))
+    assert png_of(figure) and "$\\frac{x$: training rollouts" in svg_of(figure, "score", "Score")
+
+
+def test_a_folder_named_like_a_script_is_a_relative_address(tmp_path):
+    chain, name = write_pipeline(tmp_path), "javascript:alert(1)"
+    (tmp_path / "ppo").rename(tmp_path / name)
+    record = chain / "pipeline.json"
+    record.write_text(record.read_text().replace(f"{tmp_path}/ppo", f"{tmp_path}/{name}"))
+    (tmp_path / name / "_report" / "report.html").write_text("a page")
+    addresses = Elements(write_report([chain], tmp_path).read_text()).addresses
+    assert "javascript%3Aalert%281%29/_report/report.html" in addresses
+    assert not [address for address in addresses if address.startswith("javascript:")]

@@ -129,6 +129,19 @@ def test_margins_and_centring_change_the_loss_as_their_formulas_say(base, tmp_pa
     torch.testing.assert_close(loss, expected + 0.1 * (chosen + rejected).square().mean())
 
 
+def test_accumulated_batches_of_which_the_last_is_short_train_as_one_batch(base, tmp_path):
+    dataset = rows(probability=[0.9, 0.1, 0.7, 1.0, 0.3, 0.8, 0.0, 0.6]).select(range(7))
+    weights = []
+    for size, number in ((8, 1), (2, 4)):
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": number, "max_steps": 1}
+        settings |= {"optim": "sgd", "learning_rate": 0.1, "center_rewards_coefficient": 0.1}
+        trainer = a_trainer(base, tmp_path / str(size), dataset, **settings)
+        trainer.train()
+        weights.append(dict(trainer.model.named_parameters()))
+    for name, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][name], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_hard_labels_can_be_chosen_where_there_are_soft_ones(base, tmp_path):
     trainer = a_trainer(base, tmp_path, rows(probability=[0.6] * 8), soft_labels=False)
     assert trainer.train_dataset.column_names == ["chosen_ids", "rejected_ids"]

@@ -159,6 +159,7 @@ def test_bad_rows_that_are_held_out_are_said_to_be_of_that_part(tmp_path, capsys
         (b'{"prompt": "a"}\n{"prompt": "a \xff"}\n', "rows.jsonl line 2: the byte 0xff is not UTF-8"),
         (b'{"prompt": "a"}\n{"prompt": "a \\ud800"}\n', "rows.jsonl line 2: half of a surrogate pair"),
         (b'{"prompt": "a"}\n{"prompt": "a}\n', "rows.jsonl line 2: "),
+        (b'{"prompt": "a"}\n{"prompt": ' + b"[" * 100_000, "rows.jsonl line 2: nested too deeply"),
     ],
 )
 @pytest.mark.parametrize("verb", STAGES)

@@ -118,8 +118,6 @@ def test_init_loads_in_4_bit_what_would_fill_half_of_the_gpu(tmp_path, monkeypat
     ("words", "message", "code"),
     [
         ([], "the following arguments are required", 2),
-        (["new", "--model", "m/m", "--data", "absent.jsonl"], "absent.jsonl does not exist", 1),
-        (["new", "--model", "m/m", "--data", "d/d", "--reward", "absent.py:f"], "there is no file absent.py", 1),
         (["new", "--model", "m/m", "--data", "d/d", "--gpu_gib", "-1"], "give the memory of one GPU", 2),
     ],
 )

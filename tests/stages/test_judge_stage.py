@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 from datasets import Dataset
@@ -192,6 +193,20 @@ def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judg
     lines = [json.loads(line) for line in (tmp_path / "out/pairs.jsonl").read_text().splitlines()]
     assert len(lines) == 24 and lines[0]["judges"]["rubric"]["probability"] < 0.5
     assert "prefers the longer completion" in capsys.readouterr().out
+
+
+def test_names_and_rows_of_others_stay_text_in_the_terminal_the_report_and_the_card(judge, tmp_path, capsys):
+    hostile = "\x1b]0;mine\x07[red]![picture](https://host/p.png) <img src=https://host>"
+    subsets = ("$\\frac{x$", hostile)
+    rows = [{**row, "prompt": f"{hostile} {i}", "subset": subsets[i % 2]} for i, row in enumerate(WRITTEN)]
+    assert judge(rows, *rubric("longer"), out="$\\frac{y$") == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out and r"\x1b]0;m" in said.out
+    folder = tmp_path / "$\\frac{y$"
+    for name in ("_report/report.md", "README.md"):
+        text = (folder / name).read_text().split("## Samples")[0]  # In samples it stands in a fence.
+        assert r"[red\]!\[picture\](https://host/p.png) &lt;img" in text.replace(r"\[red", "[red")
+        assert not re.search(r"(?<!\\)\]\((?!\w+\.png\))", text) and "<img" not in text
 
 
 def test_a_judge_on_a_server_that_takes_the_first_is_exposed_and_costs_are_counted(judge, tmp_path, capsys):

@@ -1,14 +1,12 @@
-"""The options of the command line: the data file, the page, the help texts, `config`, `completion`, and old names."""
+"""The options of the command line: their table, the help texts, `config`, completion, and old names."""
 
 import inspect
-import json
 import os
-import pty
-import re
-import shlex
-import shutil
-import signal
 import subprocess
+import sys
+import types
+import typing
+from dataclasses import MISSING, fields
 
 import pytest
 import yaml
@@ -18,15 +16,17 @@ from onetrunk.ppo.foreign_keys import RENAMED
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
 from onetrunk.stages.judge.stage import parse_judge
-from onetrunk.stages.options import collect, completion, helping, page, schema
-from onetrunk.stages.options.groups import FIRST, GROUPS
-from onetrunk.stages.options.reading import parsed_values, read
+from onetrunk.stages.merge import parse_merge
+from onetrunk.stages.options import helping
+from onetrunk.stages.options.helping import FIRST
+from onetrunk.stages.options.table import load_options, shown_options
 from onetrunk.stages.options.verbs import VERBS
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.serve import parse_serve
 from onetrunk.stages.sft import parse_sft
+from tests.stages.recipes import ROOT
 
 PARSERS = {
     "sft": parse_sft,
@@ -37,46 +37,50 @@ PARSERS = {
     "ppo": parse_ppo,
     "eval": parse_eval,
     "serve": parse_serve,
+    "merge": parse_merge,
 }
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
 NEEDED_OF = {"judge": ["--dataset_name", "d", "--output_dir", "o", "--judge", "rubric"]}
 MORE = {"ppo": ["--reward_funcs", "r.f"], "distill": ["--teacher", "t"]}
 
 
-def test_the_data_file_is_made_of_the_settings_classes_as_they_are():
-    remedy = "run python -m onetrunk.stages.options.collect"
-    assert collect.content() == schema.FILE.read_text(encoding="utf-8"), remedy
-    options = {verb: schema.load_options(verb) for verb in schema.verbs()}
-    assert page.page(options) == collect.PAGE.read_text(encoding="utf-8"), remedy
+def fields_of(verb):
+    """The fields of a verb's settings classes as they are when imported, by name."""
+    classes = PARSERS[verb].keywords["dataclass_types"]
+    hints = {name: hint for kind in classes for name, hint in typing.get_type_hints(kind).items()}
+    return {field.name: (field, hints[field.name]) for kind in classes for field in fields(kind) if field.init}
+
+
+def plain_types(hint):
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return set().union(*(plain_types(part) for part in typing.get_args(hint)))
+    plain = typing.get_origin(hint) or hint
+    name = {type(None): "NoneType", typing.Any: "Any"}.get(plain) or getattr(plain, "__name__", "")
+    return {name} if name in ("NoneType", "Any", "bool", "int", "float", "list", "dict") else {"str"}
 
 
 @pytest.mark.parametrize("verb", PARSERS)
-def test_every_option_has_a_group_and_a_help_text(verb):
-    options = schema.load_options(verb)
-    assert {option.group for option in options} <= set(GROUPS)
-    assert [option.name for option in options if not option.help] == []
-    shown = {option.name for option in options if option.rejected is None}
-    assert len(FIRST[verb].split()) <= 20 and set(FIRST[verb].split()) <= shown
+def test_the_table_read_from_the_source_equals_the_imported_classes(verb):
+    options, imported = load_options(verb), fields_of(verb)
+    assert set(options) == set(imported)
+    for name, (field, hint) in imported.items():
+        default = field.default_factory() if field.default is MISSING else field.default
+        default = getattr(default, "value", default)
+        option = options[name]
+        assert option.default == default or (default, option.default) == ("", []), name
+        assert option.kinds == plain_types(hint), name
+        assert option.help == " ".join(field.metadata.get("help", "").replace("%%", "%").split()) != "", name
+        assert (
+            option.choices is None
+            or "choices" not in field.metadata
+            or [*option.choices] == [*field.metadata["choices"]]
+        ), name
 
 
-@pytest.mark.parametrize("verb", [verb for verb in PARSERS if verb != "serve"])
-def test_the_early_parser_reads_words_as_the_complete_one_does(verb):
-    words = [*NEEDED_OF.get(verb, NEEDED), *MORE.get(verb, []), "--seed", "7", "--dataset-split", "test"]
-    words += ["--dtype=float32"] if verb != "judge" else ["--judge_dtype=float32"]
-    if verb not in ("prefs", "eval", "judge"):
-        words += ["--learning_rate", "1e-3", "--use_cpu", "--no_shuffle_dataset"][: 3 if verb != "ppo" else 4]
-        words += ["--max_steps", "4", "--lr_scheduler_kwargs", '{"a": 1}', "--logging_steps=0.5"]
-    if verb in ("prefs", "eval"):
-        words += ["--stop_tokens", "a", "b", "--max_prompt_length", "none"]
-        words += ["--reward_funcs", "r.f"] if verb == "eval" else ["--judge", "rubric", "--constitution", "c.yaml"]
-    options = schema.load_options(verb)
-    early = parsed_values(read(words, options, knows_ppo=verb == "ppo"), options)
-    late = {name: value for part in PARSERS[verb](words) for name, value in vars(part).items()}
-    typed = [word.removeprefix("--").split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-    typed = [name.removeprefix("no_") if name.startswith("no_sh") else name for name in typed]
-    for name in typed:
-        expected = late[name] if name not in ("reward_funcs", "teacher", "judge") else list(late[name])
-        assert early[name] == expected, name
+@pytest.mark.parametrize("verb", PARSERS)
+def test_the_options_that_are_explained_first_exist_and_are_few(verb):
+    names = {option.name for option in shown_options(verb)}
+    assert len(FIRST[verb].split()) <= 20 and set(FIRST[verb].split()) <= names
 
 
 @pytest.mark.parametrize("verb", PARSERS)
@@ -84,7 +88,7 @@ def test_the_printed_config_loads_as_it_is_and_with_every_line_in_use(tmp_path, 
     assert cli.main(["config", verb]) == 0
     text = capsys.readouterr().out
     written = [line for line in text.splitlines() if line[:1] == "#" and line[1:2] not in ("", " ")]
-    shown = [option for option in schema.load_options(verb) if option.rejected is None]
+    shown = shown_options(verb)
     assert len(written) == len(shown) - len(helping.NEEDED[verb])
     used = "\n".join(line[1:] if line in written else line for line in text.splitlines())
     assert set(yaml.safe_load(used)) == {option.name for option in shown}
@@ -101,43 +105,24 @@ def test_the_printed_config_loads_as_it_is_and_with_every_line_in_use(tmp_path, 
 
 
 def test_help_leads_with_what_matters_and_hides_what_is_rejected():
-    options = schema.load_options("ppo")
-    short, whole = (helping.help_text("ppo", VERBS["ppo"], options, topic) for topic in ("", "all"))
+    short, whole = (helping.help_text("ppo", VERBS["ppo"], topic) for topic in ("", "all"))
     assert len(short.splitlines()) < 130 and len(whole.splitlines()) > 400
     for text in (short, whole):
         assert "--config FILE" in text and "--resume auto" in text
-        for hidden in (
-            "dataloader_num_workers",
-            "use_liger_kernel",
-            "gradient_checkpointing",
-            "fsdp_config"[:4] + " ",
-        ):
-            assert f"--{hidden}" not in text
+        for hidden in ("dataloader_num_workers", "use_liger_kernel", "gradient_checkpointing"):
+            assert hidden not in text
     assert "[0.05]" in short and "--rollout_batch_size" in short and "--adam_beta1" not in short
-    assert "--adam_beta1" in whole
-    for group in (
-        "rollout",
-        "reward",
-        "advantage",
-        "loss",
-        "trunk",
-        "checkpoints",
-        "logging",
-        "model",
-        "data",
-        "judges",
-    ):
-        assert f"\n{group}: " in short
+    assert " adam_beta1 " in short and "--adam_beta1" in whole
 
 
-def test_help_explains_a_group_or_an_option_and_names_the_nearest(capsys):
-    assert cli.main(["ppo", "--help", "advantage"]) == 0
+def test_help_explains_an_option_or_all_with_a_word_in_their_names(capsys):
+    assert cli.main(["ppo", "--help", "kl"]) == 0
     text = capsys.readouterr().out
-    assert "--gamma" in text and "--learning_rate" not in text
-    assert cli.main(["ppo", "--help", "--beta"]) == 0 or "--beta" in capsys.readouterr().out
-    assert cli.main(["ppo", "--help", "epsilon_high"]) == 0 and "Upper clip range" in capsys.readouterr().out
-    assert cli.main(["ppo", "--help", "advantages"]) == 2
-    assert "did you mean 'advantage'?" in capsys.readouterr().err
+    assert "--kl_target" in text and "--kl_estimator" in text and "--learning_rate" not in text
+    assert cli.main(["ppo", "--help", "epsilon"]) == 0 and "--epsilon_high" not in capsys.readouterr().out
+    assert cli.main(["ppo", "--help", "epsilon-high"]) == 0 and "Upper clip range" in capsys.readouterr().out
+    assert cli.main(["ppo", "--help", "learning_raet"]) == 2
+    assert "did you mean 'learning_rate'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["sft", "reward", "distill", "ppo"])
@@ -172,91 +157,20 @@ def test_ppo_config_takes_the_old_name_and_has_a_signature_and_a_line_per_field(
     assert "Raises:\n        ValueError" in PPOConfig.__doc__
 
 
-def test_other_libraries_leave_the_answer_to_the_complete_parser(monkeypatch, capsys):
-    monkeypatch.setattr("onetrunk.stages.options.early.is_current", lambda: False)
-    assert cli.main(["ppo", "--learning_rat", "1"]) == 2
-    assert "did you mean 'learning_rate'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", completion.SHELLS)
-def test_completion_knows_verbs_and_options(capsys, shell):
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "rollout_batch_size" in script and "doctor" in script and "gradient_checkpointing" not in script
-
-
-def test_bash_completes_verbs_options_and_their_words(tmp_path):
-    path = tmp_path / "completion.bash"
-    path.write_text(completion.script("bash"))
-
-    def completed(*words):
-        quoted = " ".join(json.dumps(word) for word in words)
-        lines = f"source {path}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _onetrunk"
-        run = subprocess.run(
-            ["bash", "-c", f'{lines}; printf "%s\\n" "${{COMPREPLY[@]}}"'], capture_output=True, text=True
-        )
-        return run.stdout.split()
-
-    assert completed("onetrunk", "pp") == ["ppo"]
-    assert completed("onetrunk", "ppo", "--value_h") == ["--value_head", "--value_head_init"]
-    assert completed("onetrunk", "sft", "--dtype", "f") == ["float16", "float32"]
-    assert "--until" in completed("onetrunk", "run", "--")
-
-
-def shell_path(name):
-    return shutil.which(name) or pytest.skip(f"{name} is not installed here (apt-get install {name})")
-
-
-def test_fish_completes_verbs_options_and_their_words(tmp_path):
-    fish = shell_path("fish")
-    path = tmp_path / "onetrunk.fish"
-    path.write_text(completion.script("fish"))
-
-    def completed(line):
-        environment = {**os.environ, "HOME": str(tmp_path)}
-        words = [fish, "--no-config", "-c", f"source {path}; complete -C {shlex.quote(line)}"]
-        run = subprocess.run(words, env=environment, capture_output=True, text=True)
-        assert run.returncode == 0 and run.stderr == ""
-        return [entry.split("\t")[0] for entry in run.stdout.splitlines()]
-
-    assert completed("onetrunk pp") == ["ppo"]
-    assert completed("onetrunk ppo --value_h") == ["--value_head", "--value_head_init"]
-    assert completed("onetrunk sft --dtype f") == ["float16", "float32"]
-    assert completed("onetrunk ppo --whiten_rewards ") == ["false", "true"]
-    assert "--until" in completed("onetrunk run --")
-
-
-# As in a ~/.zshrc.
-ZSHRC = "PS1=; unset zle_bracketed_paste; autoload -U compinit && compinit -u -D; source $ZDOTDIR/completion\n"
-
-
-@pytest.mark.slow
-def test_zsh_completes_verbs_options_and_their_words_at_the_tab_key(tmp_path):
-    """In a terminal, because zsh completes nowhere else; the line is then shown by echo instead of being run."""
-    zsh = shell_path("zsh")
-    (tmp_path / "completion").write_text(completion.script("zsh"))
-    (tmp_path / ".zshrc").write_text(ZSHRC)
-    environment = {**os.environ, "ZDOTDIR": str(tmp_path), "HOME": str(tmp_path), "TERM": "dumb"}
-    process, terminal = pty.fork()
-    if not process:
-        os.execve(zsh, [zsh, "-i"], environment)
-    shown = ""
-    try:
-        for typed, expected in (
-            ("onetrunk pp", "onetrunk ppo"),
-            ("onetrunk ppo --value_head_i", "onetrunk ppo --value_head_init"),
-            ("onetrunk sft --dtype b", "onetrunk sft --dtype bfloat16"),
-            ("onetrunk run --unt", "onetrunk run --until"),
-        ):
-            # Ctrl-A and Ctrl-E: the beginning and the end of the line.
-            os.write(terminal, f"{typed}\t\x01echo '<\x05>'\n".encode())
-            before = len(shown)
-            # What is typed is echoed with the quotation marks around it.
-            while not re.search(r"(?m)^<[^'\r\n]*>", shown[before:]):
-                shown += os.read(terminal, 4096).decode(errors="replace")
-            line = re.search(r"(?m)^<([^'\r\n]*)>", shown[before:])[1]
-            assert line.rstrip() == expected, shown
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        os.close(terminal)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("onetrunk pp", {"ppo"}),
+        ("onetrunk ppo --value_h", {"--value_head", "--value_head_init"}),
+        ("onetrunk sft --dtype f", {"float16", "float32"}),
+        ("onetrunk ppo --whiten_rewards t", {"true"}),
+        ("onetrunk run --unt", {"--until"}),
+    ],
+)
+def test_a_shell_completes_verbs_options_and_their_words(tmp_path, line, expected):
+    """As the script of register-python-argcomplete asks for it."""
+    answer = tmp_path / "answer"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
+    environment |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    subprocess.run([sys.executable, "-m", "onetrunk"], env=environment, check=True)
+    assert {word.strip() for word in answer.read_text().split("\n")} == expected

@@ -11,8 +11,8 @@ from onetrunk import __version__, cli
 from onetrunk.ppo.alarm_rules import RULES
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.options.collect import StageParser
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.parsing import StageParser
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.stage import parse_run
@@ -107,6 +107,11 @@ def test_an_abbreviated_option_is_not_guessed(capsys):
         ("0x10: 3\n", "line 1: the key '0x10' is no text for YAML (int)"),
         ("model_init_kwargs: {null: 3}\n", "line 1: a key is null"),
         ("beta: 9999-99-99\n", "holds a value that cannot be read"),
+        ("reward_funcs: [1]\n", "line 1: reward_funcs holds 1 (int); expected text, in quotes where YAML"),
+        ("reward_funcs: [null]\n", "line 1: reward_funcs holds None (NoneType); expected text"),
+        ("judge: [[rubric]]\n", "line 1: judge holds ['rubric'] (list); expected text"),
+        ("reward_weights: [1, 1e-3, true]\n", "line 1: reward_weights holds True (bool); expected numbers"),
+        ("beta: 1\nreward_funcs: " + "[" * 100_000, "run.yaml is nested too deeply; write it flatter"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_where(tmp_path, capsys, text, sentence):
@@ -192,6 +197,11 @@ def test_keywords_that_are_no_json_mapping_say_what_to_write(tmp_path, capsys, v
     err = usage(capsys, verb, "--config", write_yaml(tmp_path), f"--{name}", text)
     assert f"--{name}" in err and f"{text!r} is not a mapping" in err
     assert """expected a mapping as JSON, such as '{"enable_thinking": false}'""" in err
+
+
+def test_keywords_that_nest_too_deeply_are_refused_in_a_few_words(tmp_path, capsys):
+    err = usage(capsys, "ppo", "--config", write_yaml(tmp_path), "--model_init_kwargs", "[" * 100_000)
+    assert "is not a mapping (nested too deeply" in err and len(err) < 1000
 
 
 def test_broken_json_for_a_field_that_trl_reads_as_text_is_refused_too(tmp_path, capsys):

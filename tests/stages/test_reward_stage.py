@@ -17,7 +17,7 @@ from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.stages import plots as preference_plots
 from onetrunk.stages.distill import StudentArguments, parse_distill
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.stages.recipes import ROOT

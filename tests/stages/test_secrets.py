@@ -11,7 +11,7 @@ import pytest
 
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
@@ -67,6 +67,14 @@ def test_a_log_record_without_a_secret_keeps_its_arguments(caplog):
     with secrets_redacted():
         logging.getLogger("x").warning("%s rows of %s", 3, "a file")
     assert caplog.records[-1].args == (3, "a file")
+
+
+def test_what_a_server_says_cannot_act_in_the_terminal_that_shows_it(caplog, capsys):
+    with secrets_redacted():
+        logging.getLogger("other").warning("the server says %s", "\x1b[2Jgone\rnothing")
+    say("error: \x1b[2Jgone")
+    assert r"the server says \x1b[2Jgone\rnothing" in caplog.text
+    assert capsys.readouterr().err == "error: \\x1b[2Jgone\n"
 
 
 def test_a_message_that_does_not_fit_its_arguments_stops_nothing(capsys):

@@ -211,6 +211,22 @@ def test_preferences_of_a_judge_behind_a_key_leave_none(base, place, capfd, capl
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
+@pytest.mark.parametrize("where", ["reasoning", "inline"])
+@pytest.mark.parametrize("verb", ["prefs", "judge"])
+def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place, capfd, caplog, verb, where):
+    own = ["--num_generations", "2", "--max_completion_length", "6"] if verb == "prefs" else []
+    with StubServer(key=CANARIES["JUDGE_ACCESS"], thinks=where, repeats_headers=True) as stub:
+        judge = ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
+        judge += ["--constitution", base / "constitution.yaml", "--judge_verdict_tokens", "200", *own]
+        words = [verb, "--dataset_name", base / "pairs.jsonl", "--output_dir", "out", *judge]
+        words += ["--model_name_or_path", base / "base", "--use_cpu", "true"] if verb == "prefs" else []
+        assert cli.main([*map(str, words)]) == 0
+    assert cli.main(["report", "out"]) == 0
+    kept = "".join(path.read_text() for path in place.rglob("*.jsonl"))
+    assert "'authorization': 'Bearer <redacted JUDGE_ACCESS>'" in kept
+    nothing_leaked(place, *capfd.readouterr(), caplog.text)
+
+
 @pytest.mark.parametrize(
     "options",
     [

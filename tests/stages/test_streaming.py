@@ -177,6 +177,7 @@ def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, ca
     options = ["--dataset_name", str(path), *STREAMED, "--max_length", "24"]
     assert run("reward", str(tmp_path / "out"), *options) == 0
     assert "pairs.jsonl, row 5 is left out" in caplog.text
+    assert f"streaming {path}: files 1, rows 12\n" in capfd.readouterr().out
     rows[7]["rejected"] = rows[7]["chosen"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("reward", str(tmp_path / "bad"), *options) == 1

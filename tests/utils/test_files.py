@@ -1,6 +1,7 @@
 """Files are whole or absent, reads name what they could not read, names and folders are checked."""
 
 import json
+import math
 import os
 import stat
 import sys
@@ -162,3 +163,10 @@ def test_only_temporary_files_of_killed_writers_are_deleted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(set(names) - {names[1]})
     files.delete_temporaries(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
+
+
+def test_json_of_others_that_nests_too_deeply_or_has_a_giant_number_is_a_value_error_or_infinite():
+    for text in ("[" * 100_000, b'{"a":' * 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            files.parse_json(text)
+    assert files.parse_json(f"[{'9' * 400}, -{'9' * 5000}, 1{'0' * 200}, -3]") == [math.inf, -math.inf, 10**200, -3]

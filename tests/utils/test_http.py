@@ -17,6 +17,7 @@ from onetrunk.utils.http import (
     check_url,
     failure_of_response,
     guarded_client,
+    json_of,
     nesting,
     read_secret,
     retry_after_s,
@@ -277,10 +278,23 @@ def test_each_status_is_for_again_for_this_question_or_for_all(status, kind, ove
     assert (error.kind, error.overloaded) == (kind, overloaded)
 
 
+def test_a_key_is_removed_from_an_answer_however_it_is_spelled_and_nothing_else_is_changed(monkeypatch):
+    monkeypatch.setenv("JUDGE_ACCESS", 'key-"9"-abc')
+    secret = read_secret("JUDGE_ACCESS")
+    body = r'{"token": ["A", {"key-\"9\"-abc": 0.1}], "x": ["Bearer k\u0065y-\u00229\"-abc, ?token=z\"", null]}'
+    expected = {"token": ["A", {"<redacted JUDGE_ACCESS>": 0.1}]}
+    expected["x"] = ['Bearer <redacted JUDGE_ACCESS>, ?token=<redacted query value>"', None]
+    assert json_of(response(200, body), secret) == expected
+
+
 def test_a_reason_is_one_short_line_without_the_secret():
-    body = '{"error": {"message": "bad key\\n tok-123 in Bearer tok-123 and Bearer other"}}'
+    body = '{"error": {"message": "bad key\\n tok-123 in Bearer tok-123 and Bearer another-token"}}'
     assert str(failure_of_response(response(400, body), "tok-123")) == (
-        "HTTP 400: bad key [redacted] in Bearer [redacted] and Bearer [redacted]"
+        "HTTP 400: bad key <redacted key> in Bearer <redacted key> and Bearer <redacted authorization>"
+    )
+    escaped = r'{"said": "\u0074oken-1234 and \u0074ok-123"}'
+    assert str(failure_of_response(response(400, escaped), "tok-123")) == (
+        'HTTP 400: {"said": "token-1234 and <redacted key>"}'
     )
     page = response(502, "<html>" + "x" * 5000, "text/html")
     assert str(failure_of_response(page, None)) == "HTTP 502: an HTML page"

@@ -20,6 +20,7 @@ from onetrunk.utils.randomness import (
     EVALUATION_STREAM,
     MINIBATCH_STREAM,
     ROLLOUT_STREAM,
+    SAVE_STREAM,
     derived_seed,
 )
 from tests.fakes import CannedBackend
@@ -75,7 +76,10 @@ def test_no_two_streams_draw_the_same_numbers(monkeypatch):
         "minibatches": lambda: [
             derived_seed(SEED, MINIBATCH_STREAM, i, epoch) for i in range(6) for epoch in range(4)
         ],
-        "rollouts": lambda: [derived_seed(SEED, ROLLOUT_STREAM, i, rank) for i in range(6) for rank in range(4)],
+        "rollouts": lambda: [
+            derived_seed(SEED, ROLLOUT_STREAM, i, rank) for i in (*range(6), EVALUATION_STREAM) for rank in range(4)
+        ],
+        "saves": lambda: [derived_seed(SEED, SAVE_STREAM, step, rank) for step in range(6) for rank in range(4)],
         "completions of prompts": lambda: [row_uniforms(key, 1) for key in backend.keys],
         "pairs": pairs,
         "principles": lambda: [reviser.plan(item, index) for item in items for index in range(4)],

@@ -3,7 +3,7 @@
 import pytest
 
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from onetrunk.utils.yaml_files import MOST_BYTES, read_yaml

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from onetrunk.utils.options import option
+from onetrunk.utils.options import option, reject_deepspeed
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -42,6 +42,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
+        reject_deepspeed()  # TrainingArguments would ask for its package first.
         _check_length(self)
         _check_intervals(self)
         super().__post_init__()

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from onetrunk.models.pipeline import StageLost, is_broken_link
+from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
 from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def heartbeat_file(folder: str | os.PathLike[str], rank: int) -> Path:
 def read_beat(folder: str | os.PathLike[str], rank: int) -> Beat | None:
     """Return a rank's heartbeat, or None if there is none."""
     try:
-        return Beat(**json.loads(heartbeat_file(folder, rank).read_bytes()))
+        return Beat(**parse_json(heartbeat_file(folder, rank).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -98,7 +99,6 @@ class Heartbeat:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int):
         self.path = heartbeat_file(folder, rank)
-        self._temporary = self.path.with_name(f".{self.path.name}.tmp")
         self.rank = rank
         self.phase = START
         self.step: int | None = None
@@ -165,9 +165,8 @@ class Heartbeat:
         with self._lock:  # Scoring makes progress in a thread of its own.
             self._written, self._written_phase = time.monotonic(), self.phase
             try:
-                # Not synced to disk: a heartbeat from before a crash of the machine has no value.
-                self._temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
-                os.replace(self._temporary, self.path)
+                with atomic_path(self.path, is_durable=False) as temporary:
+                    temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
             except OSError as failure:
                 self._is_writable = False
                 logger.warning(f"{self.path} cannot be written ({failure}); the run continues without heartbeats")
@@ -202,9 +201,9 @@ class Heartbeat:
 
     def delete(self) -> None:
         """Delete the files of this process, or of a killed one with its rank."""
-        for path in (self.path, self._temporary):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+            delete_temporaries(self.path.parent, self.path.name)
 
     def _delete_from(self, world_size: int) -> None:
         """Delete what ranks left behind that this launch does not have."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import secrets
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,7 @@ from onetrunk.models.parallel import (
 from onetrunk.models.tensor_parallel import DataParallel, GroupAccelerator, distribute_frozen
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
+from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
@@ -479,6 +481,9 @@ class ResumableTrainer(Trainer):
         rotate(output_dir, self.args.save_total_limit, kept)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        # Threads of other libraries draw from Python's generator (retries of an upload, a tracker), so its state is
+        # not the run's own: this run and a resumed one continue from the same derived state.
+        random.seed(derived_seed(self.args.seed, SAVE_STREAM, self.state.global_step, self.args.process_index))
         super()._save_rng_state(output_dir)
         state = {
             "tr_loss": self._tr_loss.item(),

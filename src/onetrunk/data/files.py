@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
-from onetrunk.utils.files import read_json, require_inside, require_relative
+from onetrunk.utils.files import parse_json, read_json, require_inside, require_relative
 from onetrunk.utils.yaml_files import check_aliases
 
 # The files that tell the loader which files of a folder hold rows.
@@ -121,11 +122,35 @@ def _load_saved(path: Path, split: str) -> Dataset:
     return splits[split]
 
 
-def check_folder(folder: Path) -> None:
-    """Reject a folder whose card names files outside it: the loader would read any file that this process may read.
+def require_files(paths: Sequence[str], root: str, is_file: Callable[[str], bool]) -> None:
+    """Reject what `datasets` leaves out without a message: a link that leads nowhere, a pipe, a folder.
 
-    Links are allowed, because the Hub's cache consists of them.
+    Hidden names are left out on purpose, and a folder is no fault if the paths name files in it.
+
+    Args:
+        paths: where rows are expected.
+        root: the folder in which names may be hidden.
+        is_file: whether a path is a file, or a link to one.
+
+    Raises:
+        ValueError: names the path.
     """
+    for path in paths:
+        is_hidden = any(part.startswith((".", "__")) for part in path.removeprefix(root).split("/"))
+        if not (is_hidden or is_file(path) or any(other.startswith(f"{path}/") for other in paths)):
+            raise ValueError(
+                f"{path} is not a file (but a folder, a pipe or a link that leads nowhere), and rows would be missing;"
+                " restore or remove it, or name the files in the folder"
+            )
+
+
+def check_folder(folder: Path) -> None:
+    """Reject a folder with rows that the loader leaves out, or whose card names files outside it, which it would read.
+
+    Links to files are allowed, because the Hub's cache consists of them; links to folders are left out.
+    """
+    paths = (path for path in folder.rglob("*") if path.suffix in BUILDERS or path.is_symlink() and path.is_dir())
+    require_files([str(path) for path in paths], str(folder), os.path.isfile)
     for name in CARDS:
         if not (folder / name).is_file():
             continue
@@ -173,7 +198,7 @@ def _json_fault(path: Path) -> str | None:
         lines = [(1, text)]
     for number, line in lines:
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except json.JSONDecodeError as error:
             return f"{path.name} line {number - 1 + error.lineno}: {error.msg}"

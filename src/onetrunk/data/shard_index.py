@@ -1,7 +1,8 @@
 """Where the rows of many Parquet or JSONL files are: found by `datasets`, indexed once, kept in its cache.
 
-Of Parquet only the footers are read, which name the row groups. JSONL has no such table: its bytes pass through once,
-and nothing but the positions of every 256th line is kept.
+The footers of Parquet files name the row groups. JSONL has no such table: its bytes pass through once, and nothing but
+the positions of every 256th line is kept. The index also holds a digest of each file, so that a resumed run notices
+another content: sha256 of the bytes, or, for Parquet in a store, what the store says of it (size and ETag).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import hashlib
 import io
 import json
 import logging
+import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +26,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onetrunk.data.files import check_folder, hub_errors
+from onetrunk.data.files import check_folder, hub_errors, require_files
 from onetrunk.data.names import BUILDERS, looks_like_path
-from onetrunk.utils.files import atomic_write_bytes
+from onetrunk.utils.files import atomic_write_bytes, parse_json
 
 logger = logging.getLogger(__name__)
 
 # Changes with what an index holds.
-FORMAT = 1
+FORMAT = 2
 # Lines of JSONL that are read together.
 LINES = 256
 CHUNK = 1 << 20
@@ -39,16 +41,17 @@ CHUNK = 1 << 20
 THREADS = 16
 # A row group is in memory whole, and several are shuffled together.
 MOST_GROUP_BYTES = 1 << 30
+# What stores call that which changes with a file's content; the first that is there counts.
+CHECKSUMS = ("ETag", "etag", "blob_id", "Last-Modified", "mtime")
 BLANKS = np.frombuffer(b" \t\r\n", dtype=np.uint8)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a dataset, and what their store says of them (ETags, times of change or a commit)."""
+    """The files of a dataset."""
 
     urls: tuple[str, ...]
     is_parquet: bool
-    marks: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ShardIndex:
         urls: the files.
         is_parquet: True: a block is a row group; False: lines of JSONL.
         columns: names of the columns in the files.
-        num_bytes: length of each file.
+        digests: of the content of each file.
         files: the file of each block [n], a place in `urls`.
         begins: the number of the row group, or the first byte [n].
         ends: the byte after the block [n]; 0 for Parquet.
@@ -69,7 +72,7 @@ class ShardIndex:
     urls: tuple[str, ...]
     is_parquet: bool
     columns: tuple[str, ...]
-    num_bytes: tuple[int, ...]
+    digests: tuple[str, ...]
     files: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
@@ -83,8 +86,8 @@ class ShardIndex:
 
     @property
     def contents(self) -> str:
-        """A digest of the lengths of the files."""
-        return _digest(json.dumps(self.num_bytes).encode())
+        """A digest of the contents of the files, in their order."""
+        return _digest("\n".join(self.digests).encode())
 
 
 def find_shards(name: str, split: str, config_name: str | None) -> Shards:
@@ -114,7 +117,7 @@ def find_shards(name: str, split: str, config_name: str | None) -> Shards:
             f"{name} has {', '.join(sorted(suffixes))} files, and streaming reads a row by its place in Parquet or"
             " JSONL files that are not compressed as a whole; convert them, or leave streaming out"
         )
-    return Shards(urls, is_parquet, json.dumps(by_split[split].origin_metadata, default=str))
+    return Shards(urls, is_parquet)
 
 
 def _builder(name: str, split: str, config_name: str | None) -> datasets.DatasetBuilder:
@@ -129,11 +132,16 @@ def _builder(name: str, split: str, config_name: str | None) -> datasets.Dataset
         if split != "train":
             raise ValueError(f"{name} names files, which have only the split 'train', got {split!r}")
         try:
-            return datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": _plain(name)})
+            builder = datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": _plain(name)})
+            files, pattern = file_system(_plain(name))
+            matches = files.glob(pattern, detail=True)
         except FileNotFoundError as error:
             raise _no_file(name) from error
         except (OSError, ImportError, ValueError) as error:
             raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
+        root = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+        require_files(list(matches), root, lambda path: matches[path]["type"] == "file" or files.isfile(path))
+        return builder
     if looks_like_path(name):
         raise FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
     with hub_errors(name, split, config_name):
@@ -161,10 +169,10 @@ def index_shards(shards: Shards) -> ShardIndex:
         RuntimeError: a file cannot be read.
     """
     with ThreadPoolExecutor(THREADS) as pool:
-        num_bytes = tuple(pool.map(_num_bytes, shards.urls))
-        about = json.dumps([FORMAT, shards.urls, shards.marks, num_bytes])
+        marks = tuple(pool.map(_mark, shards.urls))
+        about = json.dumps([FORMAT, shards.urls, marks])
         path = Path(datasets.config.HF_DATASETS_CACHE) / "onetrunk" / f"{_digest(about.encode())}.npz"
-        index = _read_index(path, shards, num_bytes)
+        index = _read_index(path, shards)
         if index is not None:
             return index
         read = _parquet_blocks if shards.is_parquet else _line_blocks
@@ -180,7 +188,8 @@ def index_shards(shards: Shards) -> ShardIndex:
     arrays = [np.concatenate([getattr(part, name) for part in parts]) for name in ("begins", "ends", "sizes")]
     if not arrays[2].sum():
         raise ValueError(f"{', '.join(shards.urls[:3])} hold no rows; give files with at least one")
-    index = ShardIndex(shards.urls, shards.is_parquet, columns, num_bytes, files, *arrays)
+    digests = tuple(part.digest for part in parts)
+    index = ShardIndex(shards.urls, shards.is_parquet, columns, digests, files, *arrays)
     _write_index(path, index)
     return index
 
@@ -189,16 +198,21 @@ def index_shards(shards: Shards) -> ShardIndex:
 class _Blocks:
     """The blocks of one file; see ShardIndex."""
 
+    digest: str
     columns: tuple[str, ...]
     begins: np.ndarray
     ends: np.ndarray
     sizes: np.ndarray
 
 
-def _num_bytes(url: str) -> int:
+def _mark(url: str) -> str:
+    """Return what the store says of a file, which changes with its content; of a local one, also when it is moved."""
     with _readable(url):
         files, path = file_system(url)
-        return int(files.size(path))
+        about = files.info(path)
+    local = () if "://" in url else ("mtime", "created", "ino")
+    checksum = next((about[name] for name in CHECKSUMS if about.get(name)), None)
+    return json.dumps([about["size"], checksum, *(about[name] for name in local)], default=str)
 
 
 def _parquet_blocks(url: str) -> _Blocks:
@@ -206,6 +220,7 @@ def _parquet_blocks(url: str) -> _Blocks:
         parquet = pq.ParquetFile(file)
         footer, columns = parquet.metadata, tuple(parquet.schema_arrow.names)
         groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    digest = _mark(url) if "://" in url else _file_digest(url)
     largest = max((group.total_byte_size for group in groups), default=0)
     if largest > MOST_GROUP_BYTES:
         raise ValueError(
@@ -214,14 +229,20 @@ def _parquet_blocks(url: str) -> _Blocks:
         )
     sizes = np.array([group.num_rows for group in groups], dtype=np.int64)
     full = np.flatnonzero(sizes)
-    return _Blocks(columns, full, np.zeros_like(full), sizes[full])
+    return _Blocks(digest, columns, full, np.zeros_like(full), sizes[full])
+
+
+def _file_digest(path: str) -> str:
+    with _readable(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _line_blocks(url: str) -> _Blocks:
     begins: list[int] = []
     num_rows = end = 0
+    digest = hashlib.sha256()
     with _readable(url), fsspec.open(url, "rb") as file:
-        for starts, piece_end in _lines(file):
+        for starts, piece_end in _lines(file, digest.update):
             end = piece_end
             # Every LINES-th row of the file begins a block.
             begins += starts[-num_rows % LINES :: LINES].tolist()
@@ -231,13 +252,17 @@ def _line_blocks(url: str) -> _Blocks:
         sizes[-1] = num_rows % LINES
     edges = np.array([*begins, end], dtype=np.int64)
     columns = _columns_of(url, int(edges[0]), int(edges[1])) if begins else ()
-    return _Blocks(columns, edges[:-1], edges[1:], sizes)
+    return _Blocks(digest.hexdigest(), columns, edges[:-1], edges[1:], sizes)
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the first bytes of the lines that are not blank, piece by piece of the file, and the pieces' ends."""
+def _lines(file: BinaryIO, see: Callable[[bytes], None]) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the first bytes of the lines that are not blank, piece by piece of the file, and the pieces' ends.
+
+    `see` gets all bytes.
+    """
     position, rest = 0, b""
     while chunk := file.read(CHUNK):
+        see(chunk)
         data = rest + chunk
         cut = data.rfind(b"\n") + 1
         if cut:
@@ -264,7 +289,7 @@ def _columns_of(url: str, begin: int, end: int) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for number, line in enumerate(lines):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{url}, row {number}: {error}; repair it (JSONL has one object per line)") from error
         if not isinstance(row, dict):
@@ -283,12 +308,12 @@ def _readable(url: str) -> Iterator[None]:
         raise RuntimeError(f"{url} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _read_index(path: Path, shards: Shards, num_bytes: tuple[int, ...]) -> ShardIndex | None:
+def _read_index(path: Path, shards: Shards) -> ShardIndex | None:
     try:
         with np.load(path, allow_pickle=False) as saved:
-            columns = tuple(saved["columns"].tolist())
+            columns, digests = tuple(saved["columns"].tolist()), tuple(saved["digests"].tolist())
             arrays = (saved[name] for name in ("files", "begins", "ends", "sizes"))
-            return ShardIndex(shards.urls, shards.is_parquet, columns, num_bytes, *arrays)
+            return ShardIndex(shards.urls, shards.is_parquet, columns, digests, *arrays)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None  # There is none yet, or a power cut damaged it.
 
@@ -296,7 +321,7 @@ def _read_index(path: Path, shards: Shards, num_bytes: tuple[int, ...]) -> Shard
 def _write_index(path: Path, index: ShardIndex) -> None:
     arrays = {name: getattr(index, name) for name in ("files", "begins", "ends", "sizes")}
     data = io.BytesIO()
-    np.savez(data, columns=np.array(index.columns), **arrays)
+    np.savez(data, columns=np.array(index.columns), digests=np.array(index.digests), **arrays)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, data.getvalue())

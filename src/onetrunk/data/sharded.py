@@ -9,7 +9,6 @@ rows of about one window are in memory.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import time
@@ -27,6 +26,7 @@ from datasets import Dataset
 
 from onetrunk.data.files import check_renaming
 from onetrunk.data.shard_index import ShardIndex, file_system, find_shards, index_shards
+from onetrunk.utils.files import parse_json
 from onetrunk.utils.randomness import PROMPTS_STREAM, WINDOWS_STREAM, generator_of
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class ShardedRows:
 
     @property
     def contents(self) -> str:
-        """A digest of the lengths of the files, and what else the rows depend on."""
+        """A digest of the contents of the files, and what else the rows depend on."""
         return f"sha256 {self.index.contents}{self.about and f', {self.about}'}"
 
     def __len__(self) -> int:
@@ -320,7 +320,7 @@ class ShardedRows:
         if isinstance(block, pa.Table):
             return {ours: block.column(theirs)[place].as_py() for ours, theirs in self._theirs.items()}
         try:
-            row = json.loads(block[place])
+            row = parse_json(block[place])
         except ValueError as error:
             raise ValueError(f"{self.where(number)}: {error}; repair or remove it") from error
         new = sorted(set(row) - set(self.index.columns)) if isinstance(row, dict) else ["no object"]

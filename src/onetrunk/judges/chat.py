@@ -20,12 +20,14 @@ from onetrunk.judges.template import Opinion, is_mark
 from onetrunk.judges.usage import Usage
 from onetrunk.types import Message
 from onetrunk.utils.calls import CallError
+from onetrunk.utils.files import parse_json
 from onetrunk.utils.http import (
     AN_HTML_PAGE,
     check_host,
     check_url,
     guarded_client,
     is_html,
+    json_of,
     post_json,
     read_secret,
     send,
@@ -164,8 +166,8 @@ class ChatServer:
         if is_html(response):
             raise CallError(AN_HTML_PAGE, "stop")
         try:
-            return [str(entry["id"]) for entry in response.json()["data"]]
-        except (ValueError, TypeError, KeyError):
+            return [str(entry["id"]) for entry in json_of(response, self._secret())["data"]]
+        except (CallError, TypeError, KeyError):
             return None
 
     async def rendered(self, messages: list[Message]) -> tuple[str, list[str]] | None:
@@ -368,7 +370,7 @@ def _problem_of(reply: Reply) -> str:
 
 def _label_in_json(text: str, labels: Sequence[str]) -> str | None:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return None
     entries = [str(value[key]).strip() for key in VERDICT_KEYS if key in value] if isinstance(value, dict) else []

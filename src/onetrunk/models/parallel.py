@@ -11,6 +11,7 @@ A sharded layer gathers its weights in each forward and backward, so all process
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import warnings
@@ -31,10 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.late_cast import cast_now, casting_later
 from onetrunk.models.loading import base_fingerprint, keep_identity
+from onetrunk.utils.options import reject_deepspeed
 
-USE_FSDP, USE_DEEPSPEED, USE_PARALLELISM = (
-    f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
-)
+USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))
+# malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, and M_ARENA_MAX.
+MALLOC = {-3: 2**20, -1: 2**20, -8: 2}
 WHOLE_SIZE = "onetrunk_whole_size"
 GATHERED = "onetrunk_is_gathered"
 DIVIDED = "onetrunk_is_divided"
@@ -82,13 +84,7 @@ def launch_layout() -> Layout | None:
     Raises:
         ValueError: the config asks for something that does not work here; the message names the config to use.
     """
-    if _is_set(USE_DEEPSPEED):
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
-        raise ValueError(
-            f"DeepSpeed ZeRO{'-' + stage if stage.isdigit() else ''} is not supported: it takes an optimizer step for"
-            " every forward of a step, and cannot save adapters of a sharded base. Launch with"
-            " accelerate_configs/fsdp2.yaml, which shards the frozen base, or with ddp.yaml"
-        )
+    reject_deepspeed()
     sizes = _parallelism_sizes()
     for name, advice in (
         ("CP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
@@ -233,6 +229,8 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
+    if device.type == "cpu":
+        return_freed_memory()
     replicas, shards = layout.sizes(world_size)
     whole_bytes = local_bytes(model)
     keep_identity(model.get_base_model())
@@ -258,6 +256,16 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
         f"fsdp2: the frozen base is sharded over {shards} processes{copies}: {local_bytes(model) / 2**20:,.1f} of"
         f" {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads are replicated (DDP)"
     )
+
+
+def return_freed_memory() -> None:
+    """Let glibc give large freed blocks back to the system at once, which it otherwise keeps: here, gathered layers.
+
+    It raises its threshold for blocks of their own to the largest block that was freed, unless one is set.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
+    for parameter, value in MALLOC.items() if mallopt else ():
+        mallopt(parameter, value)
 
 
 def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:

@@ -2,8 +2,8 @@
 
 Tensors are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted tokens divided by
 `num_tokens`, the token count of the whole optimizer step, so the losses of its packs add up to the loss of the step.
-So do the stats, except `ratio_max`, which is a maximum. Math in float32 at least. On a GPU `ppo_loss` is one kernel
-(kernels/loss.py), elsewhere its reference. From Schulman et al. 2017 (PPO, 1707.06347).
+So do the stats, except `ratio_max`, which is a maximum. Math in float32 at least. From Schulman et al. 2017 (PPO,
+1707.06347).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.kernels import runs_kernels
 from onetrunk.ops.masking import at_least_float32, masked_mean, widest_dtype
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
@@ -27,7 +26,6 @@ def ppo_loss(
     output: PackOutput,
     coefficients: LossCoefficients,
     num_tokens: float | Tensor | None = None,
-    use_kernel: bool | None = None,
 ) -> tuple[Tensor, dict[str, Stats]]:
     """Return policy loss + value_coef * value loss - entropy_coef * entropy + beta * KL, and the stats of each.
 
@@ -38,11 +36,10 @@ def ppo_loss(
         output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
         coefficients: the numbers.
         num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
-        use_kernel: one Triton kernel, or its naive twin below; None: the kernel wherever it runs.
 
     Returns:
         The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
-        in `value_loss`; "kl" with `loss`, the KL.
+        in `value_loss`; "kl" with `loss`, the KL as in `kl_loss`.
 
     Raises:
         ValueError: there is nothing to train.
@@ -50,8 +47,6 @@ def ppo_loss(
     c, mask = coefficients, experience.loss_mask
     if output.logprobs is None and (output.values is None or output.entropy is not None):
         raise ValueError("the PPO loss got neither logprobs nor values, or entropy without logprobs; pass logprobs")
-    if runs_kernels(mask) if use_kernel is None else use_kernel:
-        return _kernel_loss(experience, output, c, num_tokens)
     loss, stats = 0.0, {}
     if output.values is not None:
         value, stats["value"] = value_loss(
@@ -70,23 +65,12 @@ def ppo_loss(
         stats["policy"]["entropy"] = entropy.detach()
         loss = loss - c.entropy_coef * entropy if c.entropy_coef else loss
     if experience.ref_logprobs is not None and c.beta:
-        # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
-        kl = kl_estimate(_kept(mask, output.logprobs), _kept(mask, experience.ref_logprobs), c.kl_estimator)
-        kl = masked_mean(kl, mask, num_tokens=num_tokens)
+        kl = kl_loss(
+            output.logprobs, experience.old_logprobs, experience.ref_logprobs, mask,
+            c.kl_estimator, experience.weights, num_tokens,
+        )  # fmt: skip
         stats["kl"] = {"loss": kl.detach()}
         loss = loss + c.beta * kl
-    return loss, stats
-
-
-def _kernel_loss(
-    experience: Experience, output: PackOutput, coefficients: LossCoefficients, num_tokens: float | Tensor | None
-) -> tuple[Tensor, dict[str, Stats]]:
-    from onetrunk.ops.kernels.loss import fused_loss
-
-    loss, stats = fused_loss(experience, output, coefficients, num_tokens, LOG_RATIO_LIMIT)
-    if "value" in stats:
-        # Outside the kernel, whose sums are float32.
-        stats["value"] |= value_moments(output.values, experience.returns, experience.loss_mask, num_tokens)
     return loss, stats
 
 
@@ -125,8 +109,7 @@ def policy_loss(
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
-    log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     ratio, advantages = torch.exp(log_ratio), _kept(mask, advantages)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
@@ -148,6 +131,39 @@ def policy_loss(
             "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask, num_tokens=num_tokens),
         }
     return loss, stats
+
+
+def kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: str,
+    weights: Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> Tensor:
+    """Return the KL to the reference as a term of the loss.
+
+    Per token r * weight * `kl_estimate`, with r = exp(logprobs - old_logprobs) as a constant, clamped as in
+    `policy_loss`. The tokens were drawn from the sampler, and r * weight is the probability of a token under the
+    current policy relative to the sampler's. So the mean is that over tokens of the current policy: the gradient of k2
+    is on average that of KL(policy || reference), and the gradient of k3 that of KL(reference || policy). Both
+    factors are 1 on the first pass over samples of the policy itself. r is not clipped to 1 +- epsilon: a token that
+    has moved far needs the reference most.
+
+    Args:
+        logprobs, old_logprobs, mask, weights, num_tokens: as in `policy_loss`; the gradient flows into logprobs.
+        ref_logprobs: [R, C] of the reference.
+        estimator: k2 or k3; k1 has the gradient 0 on average.
+
+    Source: the correction of DeepSeek-V3.2 (2512.02556), which also differentiates r.
+    """
+    # Selected first: the gradient of a square is NaN where NaN is squared, also where nothing counts.
+    kl = kl_estimate(_kept(mask, logprobs), _kept(mask, ref_logprobs), estimator)
+    kl = kl * _log_ratio(logprobs, old_logprobs, mask).exp().detach()
+    if weights is not None:
+        kl = kl * _kept(mask, weights).detach()
+    return masked_mean(kl, mask, num_tokens=num_tokens)
 
 
 def value_loss(
@@ -247,6 +263,11 @@ def bradley_terry_loss(
         return won.mean()
     probability = probability.to(lead.dtype)
     return (probability * won - (1 - probability) * F.logsigmoid(-lead - margin)).mean()
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _kept(mask: Tensor, x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from onetrunk.utils.options import option
 
@@ -19,8 +18,6 @@ class Rule:
 
     Args:
         metric: name of the watched metric.
-        default: of the setting `alarm_<name>`.
-        help: help text of the setting.
         description: what the metric is, for the warning.
         cause: the usual cause.
         change: what to change.
@@ -30,8 +27,6 @@ class Rule:
     """
 
     metric: str
-    default: float
-    help: str
     description: str
     cause: str
     change: str
@@ -43,8 +38,6 @@ class Rule:
 RULES = {
     "kl": Rule(
         "kl/ref",
-        100.0,
-        "Alarm if the KL to the reference exceeds it, nats per completion.",
         "the KL to the reference, nats per completion,",
         "a reward for what the reference never says, too small a beta, or too large a learning rate",
         "raise beta or set kl_target, lower learning_rate, and read completions",
@@ -53,8 +46,6 @@ RULES = {
     ),
     "negative_kl": Rule(
         "kl/ref",
-        0.1,
-        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it.",
         "the KL to the reference, nats per completion, which can't be negative,",
         "a sampler whose probabilities differ from those the trainer computes: another temperature, truncated"
         " sampling, stale or rounded weights, or an override of the scoring",
@@ -63,9 +54,6 @@ RULES = {
     ),
     "logprob_gap": Rule(
         "sampling/logprob_gap_mean",
-        0.1,
-        "Alarm if the logprobs recorded by the sampler differ by more from those of the trainer's forward, nats, mean"
-        " over tokens. Rounding to bfloat16 gives about 0.01; sampling ahead adds what was learnt since.",
         "the difference between the sampler's logprobs and the trainer's, nats per token,",
         "a sampler with other weights, another adapter, temperature or precision than the trainer, a logits_processor,"
         " or, with schedule one_step or async, large steps",
@@ -75,8 +63,6 @@ RULES = {
     ),
     "length_collapse": Rule(
         "completion/length",
-        0.2,
-        "Alarm if the mean completion length falls below this share of that of the first rollouts.",
         "the mean completion length, tokens,",
         "a reward or a penalty that is highest for saying nothing",
         "lower length_penalty, score short completions for what they lack, or raise beta",
@@ -84,9 +70,6 @@ RULES = {
     ),
     "length_explosion": Rule(
         "completion/stopped_fraction",
-        0.3,
-        "Alarm if the share of completions that end by themselves falls below this share of that of the first"
-        " rollouts.",
         "the share of completions that end by themselves",
         "a reward that grows with length, or completions that are cut and scored as if they had ended",
         "set missing_eos_penalty or length_penalty, or raise max_completion_length",
@@ -94,8 +77,6 @@ RULES = {
     ),
     "entropy": Rule(
         "policy/entropy",
-        0.01,
-        "Alarm if the policy's entropy falls below it, nats per token.",
         "the policy's entropy, nats per token,",
         "a policy that answers every prompt alike, after too many steps on too few prompts or a reward for one phrase",
         "set entropy_coef or raise beta, lower learning_rate or num_ppo_epochs, and use more prompts",
@@ -103,8 +84,6 @@ RULES = {
     ),
     "repeated_ngrams": Rule(
         "completion/repeated_ngrams",
-        0.5,
-        "Alarm if more of the 4-grams of completions occurred before in the same completion.",
         "the share of 4-grams that occurred before in the same completion",
         "a reward that does not penalise repetition, or a policy that has left the reference's language",
         "score repetition in the reward, raise beta, or set missing_eos_penalty",
@@ -112,8 +91,6 @@ RULES = {
     ),
     "clip_fraction": Rule(
         "policy/clip_fraction",
-        0.5,
-        "Alarm if the loss clips a larger share of a rollout's tokens.",
         "the share of tokens that the loss clips",
         "steps that are too large or too many for one rollout",
         "lower learning_rate or num_ppo_epochs, set target_kl, or raise rollout_batch_size",
@@ -121,8 +98,6 @@ RULES = {
     ),
     "skipped_steps": Rule(
         "policy/skipped_fraction",
-        0.8,
-        "Alarm if a larger share of a rollout's steps is skipped.",
         "the share of steps that left the weights alone",
         "a target_kl that the first steps exceed, gradients that are not finite, or completions that are all masked",
         "lower learning_rate, raise target_kl, and look for infinite scores",
@@ -130,8 +105,6 @@ RULES = {
     ),
     "explained_variance": Rule(
         "value/explained_variance",
-        -20.0,
-        "Alarm if the explained variance of the value head falls below it; a constant has 0.",
         "the explained variance of the value head",
         "values that are worse than a constant: too large a value learning rate, or scores whose scale jumps",
         "lower value_learning_rate, set normalize_scores or value_pretraining_rollouts, or try value_head adapter",
@@ -140,24 +113,55 @@ RULES = {
 }
 
 
-def _limit(name: str) -> Any:
-    return option(RULES[name].default, f"{RULES[name].help} null: no such alarm.")
-
-
 @dataclass(repr=False)
 class AlarmConfig:
     """The settings of alarms in PPOConfig; a base class that comes before TrainingArguments."""
 
-    alarm_kl: float | None = _limit("kl")
-    alarm_negative_kl: float | None = _limit("negative_kl")
-    alarm_logprob_gap: float | None = _limit("logprob_gap")
-    alarm_length_collapse: float | None = _limit("length_collapse")
-    alarm_length_explosion: float | None = _limit("length_explosion")
-    alarm_entropy: float | None = _limit("entropy")
-    alarm_repeated_ngrams: float | None = _limit("repeated_ngrams")
-    alarm_clip_fraction: float | None = _limit("clip_fraction")
-    alarm_skipped_steps: float | None = _limit("skipped_steps")
-    alarm_explained_variance: float | None = _limit("explained_variance")
+    alarm_kl: float | None = option(
+        100.0,
+        "Alarm if the KL to the reference exceeds it, nats per completion. null: no such alarm.",
+    )
+    alarm_negative_kl: float | None = option(
+        0.1,
+        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it. Off with"
+        " truncated sampling and where rollouts are sampled ahead, unless another limit is set. null: no such alarm.",
+    )
+    alarm_logprob_gap: float | None = option(
+        0.1,
+        "Alarm if the logprobs recorded by the sampler differ by more from those of the trainer's forward, nats,"
+        " mean over tokens. Rounding to bfloat16 gives about 0.01; sampling ahead adds what was learnt since. null:"
+        " no such alarm.",
+    )
+    alarm_length_collapse: float | None = option(
+        0.2,
+        "Alarm if the mean completion length falls below this share of that of the first rollouts. null: no such"
+        " alarm.",
+    )
+    alarm_length_explosion: float | None = option(
+        0.3,
+        "Alarm if the share of completions that end by themselves falls below this share of that of the first"
+        " rollouts. null: no such alarm.",
+    )
+    alarm_entropy: float | None = option(
+        0.01,
+        "Alarm if the policy's entropy falls below it, nats per token. null: no such alarm.",
+    )
+    alarm_repeated_ngrams: float | None = option(
+        0.5,
+        "Alarm if more of the 4-grams of completions occurred before in the same completion. null: no such alarm.",
+    )
+    alarm_clip_fraction: float | None = option(
+        0.5,
+        "Alarm if the loss clips a larger share of a rollout's tokens. null: no such alarm.",
+    )
+    alarm_skipped_steps: float | None = option(
+        0.8,
+        "Alarm if a larger share of a rollout's steps is skipped. null: no such alarm.",
+    )
+    alarm_explained_variance: float | None = option(
+        -20.0,
+        "Alarm if the explained variance of the value head falls below it; a constant has 0. null: no such alarm.",
+    )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
     stop_on_alarm: list[str] | None = option(
         None,

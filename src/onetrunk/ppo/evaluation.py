@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import Trainer
@@ -35,12 +34,21 @@ from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import PromptOrder, Sampler, ScoredRollout, equal_counts, prompt_batch, rollout_packs
+from onetrunk.ppo.sampling import (
+    PromptOrder,
+    Sampler,
+    ScoredRollout,
+    equal_counts,
+    prompt_batch,
+    rollout_packs,
+    with_importance,
+)
 from onetrunk.rewards.judge import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
+from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_name
-from onetrunk.utils.randomness import EVALUATION_STREAM
+from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact
 
 # What a resumed run needs from judges and reference. Trainer pushes no path that begins with an underscore to the Hub.
@@ -106,8 +114,11 @@ def evaluate_prompts(
     with torch.no_grad(), accelerator.autocast():
         outputs = pack_outputs(model, [item.pack for item in packs], roles, temperature)
         packs = [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
+    if sampler.params.truncates and role == "policy":
+        packs = [with_importance(item, rollout, clip_max=None) for item in packs]
     reshard(model)
     model.train(was_training)
+    seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
     scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     del metrics["num_tokens"]
@@ -137,7 +148,7 @@ class SampleLog:
             return
         write_samples(self.folder, name, scored, self._extra if with_columns else {})
         if self.num_rows:
-            console = Console()
+            console = table_console()
             with console.capture() as capture:
                 console.print(sample_table(scored, name, self.num_rows))
             tqdm.write(capture.get())  # above a running progress bar
@@ -183,8 +194,7 @@ def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
 
 def _cell(text: Any) -> str:
     plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
-    plain = plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
-    return plain.replace("[", r"\[")
+    return plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
 
 
 def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[str, SampledText]:

@@ -27,7 +27,6 @@ from onetrunk.models.parallel import is_divided, is_sharded
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
-from onetrunk.ops.importance import importance_weights
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
@@ -43,6 +42,7 @@ from onetrunk.ppo.sampling import (
     equal_counts,
     prompt_batch,
     rollout_packs,
+    with_importance,
 )
 from onetrunk.ppo.scoring import Background, PackScorer
 from onetrunk.ppo.state import (
@@ -153,12 +153,12 @@ class ExperienceStream:
         iteration = self.state.iteration
         self.watch.begin_rollout(iteration)
         start = time.perf_counter()
-        # What reward functions draw from the global generators depends on the rollout alone too.
-        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
-
         batch, rollout = self._sampled(iteration)
         sampled = time.perf_counter()
 
+        # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
+        # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
+        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
         # The model runs over the packs in the background: reward functions may need the main thread. Collective
         # forwards have a certain order in the main thread only, and a trace sees only that one.
         formed = self._packs(rollout)
@@ -337,13 +337,8 @@ class ExperienceStream:
         if not self.corrects_sampler:
             return list(packs)
         prefix = "vllm_importance_sampling"
-        mode, low, high = (getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max"))
-        weighted = []
-        for item in packs:
-            sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
-            importance = importance_weights(item.output.logprobs, sampled, mask, mode, low, high)
-            weighted.append(replace(item, importance=importance))
-        return weighted
+        bounds = {name: getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max")}
+        return [with_importance(item, rollout, **bounds) for item in packs]
 
     def _experience(self, item: RolloutPack, stopped: Tensor) -> Experience:
         output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)

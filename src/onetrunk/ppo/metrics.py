@@ -282,7 +282,10 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a rollout by their public names, equal on every process; the README explains each.
 
-    `sampling/logprob_gap_k3` estimates KL(sampler || trainer). `num_tokens` are the completion tokens.
+    `sampling/logprob_gap_k3` estimates KL(sampler || trainer). `num_tokens` are the completion tokens. `kl/ref` is a
+    mean of sums over tokens of weight * k1, the weights those of the loss where there are some, so that older rows and
+    truncated samples count by the policy's probabilities. They are not divided by their mean: that of truncated
+    samples is the share of the vocabulary that was left, which belongs to the KL.
 
     Args:
         scored: n rows of this process.
@@ -350,7 +353,8 @@ def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:
     mask, output = item.pack.completion_mask, item.output
     kl = torch.zeros(item.pack.num_rows, device=mask.device)
     if output.ref_logprobs is not None:
-        kl = masked_sum(kl_estimate(output.logprobs, output.ref_logprobs, "k1"), mask, dim=1)
+        kl = kl_estimate(output.logprobs, output.ref_logprobs, "k1")
+        kl = masked_sum(kl if item.importance is None else kl * item.importance.weights, mask, dim=1)
     gaps = (output.logprobs - sampler_logprobs).abs() * mask
     k3 = masked_sum(kl_estimate(sampler_logprobs, output.logprobs.double(), "k3"), mask, dim=1)
     return torch.stack([kl.float(), gaps.sum(dim=1).float(), gaps.amax(dim=1).float(), k3.float()])

@@ -20,6 +20,7 @@ from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.utils.escaping import markdown_text
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import VLLM_RANKS
 from onetrunk.utils.redaction import redact
@@ -87,14 +88,14 @@ def write_card(
         tags=sorted({*TAGS, *tags}),
         **data,
     )
-    base_words = f"the base model `{Path(base).name}`" if base else "a base model without a name"
+    base_words = f"the base model `{markdown_text(Path(base).name)}`" if base else "a base model without a name"
     if hub_base:
         base_words = f"[{hub_base}](https://huggingface.co/{hub_base})"
     name = trainer.args.hub_model_id or Path(trainer.args.output_dir).resolve().name
     measured = _metrics(trainer)
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {model_name or name.split('/')[-1]}",
+        f"# {markdown_text(model_name or name.split('/')[-1])}",
         f"A LoRA adapter for {base_words}, trained by PPO ({trainer.state.global_step} optimizer steps) with onetrunk"
         f" {sys.modules['onetrunk'].__version__}.",
         "## Use",
@@ -180,5 +181,5 @@ def _plain(value: Any) -> str:
 
 
 def _table(facts: dict[str, Any]) -> str:
-    rows = [f"| {name} | {_plain(value).replace('|', chr(92) + '|')} |" for name, value in facts.items()]
+    rows = [f"| {markdown_text(name)} | {markdown_text(_plain(value))} |" for name, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])

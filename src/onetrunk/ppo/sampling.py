@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.parallel import is_sharded
 from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.importance import ImportanceWeights
+from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.rewards.base import RowScore, Scores
 from onetrunk.rewards.combine import RewardSet
@@ -199,6 +199,12 @@ class RolloutPack:
         """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
         rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
         return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+
+
+def with_importance(item: RolloutPack, rollout: Rollout, **bounds: Any) -> RolloutPack:
+    """Return a pack that the policy has scored with the importance weights of its tokens (`importance_weights`)."""
+    sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
+    return replace(item, importance=importance_weights(item.output.logprobs, sampled, mask, **bounds))
 
 
 def longest_prompt_of(dataset: Dataset | ShardedRows, config: PPOConfig) -> int:

@@ -93,13 +93,14 @@ class VLLMConfig(VLLMServerConfig):
     )
     vllm_importance_sampling_correction: bool | None = option(
         None,
-        "Multiply the policy loss of a token by the ratio of the policy's probability at the start of the update to"
-        " the sampler's. None: on with vLLM, a schedule that samples ahead, top_p or top_k; else off.",
+        "Multiply the policy loss of a token, and its KL in the loss and in kl/ref, by the ratio of the policy's"
+        " probability at the start of the update to the sampler's. None: on with vLLM, a schedule that samples ahead,"
+        " top_p or top_k; else off.",
     )
     vllm_importance_sampling_mode: str = option(
         "token_truncate",
         "What happens to a ratio outside the bounds: 'token_truncate' moves it to the bound, 'token_mask' leaves the"
-        " token out of the policy loss.",
+        " token out.",
     )
     vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio, above 0; None: no bound.")
     vllm_importance_sampling_clip_min: float | None = option(

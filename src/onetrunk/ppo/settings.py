@@ -177,12 +177,14 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     beta: float = option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
     kl_estimator: str = option(
         "k1",
-        "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss, where k2 has the gradient of the KL.",
+        "Per-token KL estimator: k1 in the reward; k2 or k3 with kl_in_loss. There k2 has the gradient of KL(policy ||"
+        " reference), k3 that of KL(reference || policy).",
     )
     kl_in_loss: bool = option(
         False,
-        "Add beta * KL to the loss instead of subtracting it from the rewards. A token is then not credited with the"
-        " KL of later tokens, and with whiten_advantages beta is in units of the advantage's standard deviation.",
+        "Add beta * KL to the loss instead of subtracting it from the rewards. A token counts there by its probability"
+        " under the current policy relative to the sampler's. It is then not credited with the KL of later tokens, and"
+        " with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
     kl_target: float | None = option(None, "Nats per completion that an adaptive beta keeps; None: beta is fixed.")
     kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
@@ -291,6 +293,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         self._check_objective()
         self._check_truncation()
         self._check_schedule()
+        self._switch_alarms_off()
         self.stop_on_alarm = stopping_alarms(self)
         self._choose_best_metric()
         super().__post_init__()
@@ -489,16 +492,17 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     def _check_truncation(self) -> None:
         require_truncation(self.top_p, self.top_k)
         require_truncation(self.eval_top_p, self.eval_top_k, "eval_")
-        if not self.truncates:
-            return
-        if self.vllm_importance_sampling_correction is False:
+        if self.truncates and self.vllm_importance_sampling_correction is False:
             raise ValueError(
                 f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that"
                 " is trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or"
                 " leave top_p and top_k out"
             )
-        for name in TRUNCATION_ALARMS:
-            if getattr(self, f"alarm_{name}") == RULES[name].default:
+
+    def _switch_alarms_off(self) -> None:
+        samples_ahead = self.max_staleness > 0 or self.pipeline_ahead
+        for name in TRUNCATION_ALARMS if self.truncates else ("negative_kl",) if samples_ahead else ():
+            if getattr(self, f"alarm_{name}") == getattr(AlarmConfig, f"alarm_{name}"):
                 setattr(self, f"alarm_{name}", None)
 
     def _check_objective(self) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onetrunk.utils.escaping import markdown_text
+
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --ink: #1f2329; --faint: #5c6470; --line: #d8dce2; --box: #f5f6f8;
   --bad: #c01c28; --good: #1a7f37; --link: #0b5fc5; }
@@ -50,7 +52,7 @@ class Heading:
         return f"<h{self.level}>{html.escape(self.text)}</h{self.level}>"
 
     def as_markdown(self) -> str:
-        return f"{'#' * self.level} {one_line(self.text)}"
+        return f"{'#' * self.level} {markdown_text(self.text)}"
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,12 @@ class Text:
         return f"<p{kind}>{html.escape(self.text)}</p>"
 
     def as_markdown(self) -> str:
-        return one_line(self.text)
+        return markdown_text(self.text)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A table. Cells are text; `links` are addresses of the cells of the first column, by their text."""
+    """A table. Cells are text; `links` are the addresses (`address_of`) of cells of the first column, by text."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -89,8 +91,8 @@ class Facts:
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
     def as_markdown(self) -> str:
-        lines = [f"| {' | '.join(map(one_line, self.columns))} |", "|---" * len(self.columns) + "|"]
-        return "\n".join([*lines, *(f"| {' | '.join(map(one_line, row))} |" for row in self.rows)])
+        lines = [f"| {' | '.join(map(markdown_text, self.columns))} |", "|---" * len(self.columns) + "|"]
+        return "\n".join([*lines, *(f"| {' | '.join(map(markdown_text, row))} |" for row in self.rows)])
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Image:
         return f'<figure><figcaption>{name}</figcaption><img alt="{name}" src="data:image/png;base64,{data}"></figure>'
 
     def as_markdown(self) -> str:
-        return f"![{self.path.stem}]({self.address})"
+        return f"![{markdown_text(self.path.stem)}]({self.address})"
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Sample:
 
     def as_markdown(self) -> str:
         parts = [("prompt", self.prompt), *self.sides]
-        return "\n\n".join(f"{name}:\n\n{fenced(text)}" for name, text in parts)
+        return "\n\n".join(f"{markdown_text(name)}:\n\n{fenced(text)}" for name, text in parts)
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Warned:
         return f'<div class="alarm"><strong>{html.escape(self.title)}</strong><br>{html.escape(self.text)}</div>'
 
     def as_markdown(self) -> str:
-        return f"- **{one_line(self.title)}**: {one_line(self.text)}"
+        return f"- **{markdown_text(self.title)}**: {markdown_text(self.text)}"
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Folded:
         return f"<details><summary>{html.escape(self.title)}</summary>{inside}</details>"
 
     def as_markdown(self) -> str:
-        return "\n\n".join([f"### {self.title}", *(block.as_markdown() for block in self.blocks)])
+        return "\n\n".join([f"### {markdown_text(self.title)}", *(block.as_markdown() for block in self.blocks)])
 
 
 Block = Heading | Text | Facts | Plots | Sample | Warned | Folded
@@ -206,11 +208,6 @@ def page(title: str, blocks: Sequence[Block]) -> str:
 
 def markdown(blocks: Sequence[Block]) -> str:
     return "\n\n".join(block.as_markdown() for block in blocks) + "\n"
-
-
-def one_line(text: str) -> str:
-    # Markdown would read the signs of HTML and of a table.
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def fenced(text: str) -> str:

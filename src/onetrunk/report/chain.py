@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onetrunk.report.blocks import Block, Facts, Figure, Heading, Plots, Text
-from onetrunk.report.parts import alarm_blocks, sample_blocks, win_rates
+from onetrunk.report.parts import alarm_blocks, blocks_of, sample_blocks, win_rates
 from onetrunk.report.plots import COLORS, INK, on_ink, png_of, svg_of
-from onetrunk.report.runs import FOLDER, Run, read_run
+from onetrunk.report.runs import FOLDER, PIPELINE, Run, read_run
+from onetrunk.utils.escaping import address_of
 from onetrunk.utils.files import atomic_write_bytes
 
 # Inches of a stage in the picture.
@@ -30,6 +32,7 @@ class Link:
     seconds: float | None
     result: str
     folder: Path | None
+    run: Run | None  # What is in the folder, if there is a run.
 
 
 def links_of(pipeline: Run) -> list[Link]:
@@ -38,13 +41,14 @@ def links_of(pipeline: Run) -> list[Link]:
     for name, record in pipeline.results.get("stages", {}).items():
         settings = record.get("settings", {})
         folder = Path(settings["output_dir"]) if settings.get("output_dir") else None
-        result, verb = "", str(settings.get("verb", "script"))
+        verb, result, run = str(settings.get("verb", "script")), "", None
         if folder is not None and folder.is_dir():
-            try:
-                result = headline(read_run(folder))
-            except ValueError:
-                result = ""
-        links.append(Link(name, verb, str(record.get("status")), record.get("seconds"), result, folder))
+            with contextlib.suppress(ValueError):
+                run = read_run(folder)
+        if run is not None:
+            with contextlib.suppress(Exception):  # Its files may hold anything; its own report says what is wrong.
+                result = headline(run)
+        links.append(Link(name, verb, str(record.get("status")), record.get("seconds"), result, folder, run))
     return links
 
 
@@ -86,6 +90,10 @@ def _share(value: Any) -> str:
 
 def chain_blocks(pipeline: Run, target: Path) -> list[Block]:
     """Return the report of a pipeline; the picture is also written as chain.png."""
+    return blocks_of([(pipeline.folder / PIPELINE, lambda: _chain_blocks(pipeline, target))])
+
+
+def _chain_blocks(pipeline: Run, target: Path) -> list[Block]:
     links = links_of(pipeline)
     total = sum(link.seconds or 0 for link in links)
     blocks: list[Block] = [Text(f"{pipeline.status}; {total / 60:.1f} minutes in all stages.")]
@@ -101,28 +109,20 @@ def chain_blocks(pipeline: Run, target: Path) -> list[Block]:
         rows.append([link.name, link.verb, link.status, seconds, link.result, str(link.folder or "")])
         report = link.folder and link.folder / FOLDER / "report.html"
         if report and report.is_file():
-            addresses.append((link.name, os.path.relpath(report, target)))
+            addresses.append((link.name, address_of(report, target)))
     table = Facts(["stage", "verb", "status", "seconds", "result", "output"], rows, tuple(addresses))
-    return [*blocks, Heading(2, "Stages"), table, *stage_blocks(links, target)]
+    stages = blocks_of((link.folder, partial(stage_blocks, link, link.run)) for link in links if link.run is not None)
+    return [*blocks, Heading(2, "Stages"), table, *stages]
 
 
-def stage_blocks(links: Sequence[Link], target: Path) -> list[Block]:
-    """Return win rates, alarms and samples of the stages that have them."""
+def stage_blocks(link: Link, run: Run) -> list[Block]:
+    """Return win rate, alarms and samples of a stage that has them."""
     blocks: list[Block] = []
-    for link in links:
-        if link.folder is None or not link.folder.is_dir():
-            continue
-        try:
-            run = read_run(link.folder)
-        except ValueError:
-            continue
-        rate: Any = run.results.get("win_rate")
-        if isinstance(rate, dict):
-            blocks += [Heading(2, f"Win rate ({link.name})"), win_rates(rate)]
-        blocks += alarm_blocks(run, f"Alarms of {link.name}")
-        if link.verb == "eval":
-            blocks += sample_blocks(run)
-    return blocks
+    rate: Any = run.results.get("win_rate")
+    if isinstance(rate, dict):
+        blocks += [Heading(2, f"Win rate ({link.name})"), win_rates(rate)]
+    blocks += alarm_blocks(run, f"Alarms of {link.name}")
+    return blocks + sample_blocks(run) if link.verb == "eval" else blocks
 
 
 def draw_chain(links: Sequence[Link]) -> Any:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Plots, Sample, Text, Warned
 from onetrunk.report.blocks import markdown as as_markdown
-from onetrunk.report.parts import LONGEST_TEXT, flat, number
+from onetrunk.report.parts import LONGEST_TEXT, blocks_of, flat, number
 from onetrunk.report.plots import COLORS, SIZE, on_ink, png_of, svg_of
-from onetrunk.report.runs import Run, read_lines, read_run
+from onetrunk.report.runs import METRICS, Run, read_lines, read_run
 from onetrunk.utils.files import atomic_write_bytes
 
 if TYPE_CHECKING:
@@ -43,13 +43,23 @@ COUNTS = ("rows", "equal_for_people", "decided", "ties", "abstained", "unjudged"
 
 def judge_blocks(run: Run, target: Path) -> list[Block]:
     """Return the report of a measurement of judges; the plots are also written as PNG files."""
-    results = run.results
-    judges: Judges = results["judges"]
-    blocks = _first_blocks(results)
-    blocks += [Heading(2, "Plots"), *_plots(judges, results.get("agreement", {}), target)]
-    blocks += _table_blocks(results) + reliability_blocks(judges) + sample_blocks(run, judges)
+    results, metrics = run.results, run.folder / METRICS
+    judges: Judges = results.get("judges", {})
+    plots = Heading(2, "Plots")
+    return blocks_of(
+        [
+            (metrics, lambda: _first_blocks(results)),
+            (metrics, lambda: [plots, *_plots(judges, results.get("agreement", {}), target)]),
+            (metrics, lambda: _table_blocks(results) + reliability_blocks(judges)),
+            (run.folder / PAIRS, lambda: sample_blocks(run, judges)),
+            (metrics, lambda: [_all_measured(judges)]),
+        ]
+    )
+
+
+def _all_measured(judges: Judges) -> Folded:
     rows = [[name, number(v)] for name, v in flat(judges) if not isinstance(v, (list, dict))]
-    return [*blocks, Folded("All that was measured", [Facts(["", "value"], rows)])]
+    return Folded("All that was measured", [Facts(["", "value"], rows)])
 
 
 def card_of(results: dict[str, Any]) -> str:

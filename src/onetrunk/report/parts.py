@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from onetrunk.report.blocks import Block, Facts, Folded, Heading, Sample, Warned
+from onetrunk.report.blocks import Block, Facts, Folded, Heading, Sample, Text, Warned
 from onetrunk.report.runs import Run, gain, pairs_of
 
 # Samples of each kind, and the longest text of one.
 NUM_SAMPLES = 4
 LONGEST_TEXT = 1500
 SIDES = ("before", "after")
+
+logger = logging.getLogger(__name__)
+
+
+def blocks_of(parts: Iterable[tuple[Path, Callable[[], Sequence[Block]]]]) -> list[Block]:
+    """Return the blocks of all parts of a page, each given with the file or folder that it is made of.
+
+    A part that cannot be made, because what it is made of is damaged, is one sentence, and the same warning.
+    """
+    blocks: list[Block] = []
+    for source, make in parts:
+        try:
+            blocks += make()
+        except OSError:  # The page cannot be written.
+            raise
+        except Exception as error:  # Files may hold anything, under every key.
+            text = f"A part is left out: {source} is damaged ({type(error).__name__}: {error})."
+            logger.warning(text)
+            blocks.append(Text(text, is_faint=True))
+    return blocks
 
 
 def alarm_blocks(run: Run, title: str = "Alarms") -> list[Block]:

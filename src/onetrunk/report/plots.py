@@ -172,6 +172,8 @@ def on_ink(draw_it: Callable[[], Any]) -> Any:
     settings = {
         name: INK for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
     }
+    # A name with two dollar signs would be read as mathematics.
+    settings |= {"text.parse_math": False}
     settings |= {"axes.grid": True, "grid.color": GRID, "grid.alpha": 0.25, "grid.linewidth": 0.6}
     settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5}
     with matplotlib.rc_context(settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from onetrunk.report.blocks import markdown as as_markdown
 from onetrunk.report.blocks import page as as_page
 from onetrunk.report.chain import chain_blocks
 from onetrunk.report.judges import cost_blocks, judge_blocks
-from onetrunk.report.parts import alarm_blocks, result_blocks, sample_blocks
+from onetrunk.report.parts import alarm_blocks, blocks_of, result_blocks, sample_blocks
 from onetrunk.report.plots import draw, on_ink, plots_of, png_of, svg_of
-from onetrunk.report.runs import FOLDER, Run, read_run
+from onetrunk.report.runs import FOLDER, LOG_FILE, METRICS, RUN_FILE, Run, read_run
+from onetrunk.utils.escaping import address_of
 from onetrunk.utils.files import atomic_write_bytes, atomic_write_text
 from onetrunk.utils.redaction import redact
 
@@ -36,7 +38,6 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
 
     Raises:
         ValueError: a folder holds no run, or two runs have the same name.
-        RuntimeError: a file of a run is damaged.
     """
     runs = [read_run(folder) for folder in folders]
     # Each run has its own page in its folder, which a comparison must not replace.
@@ -45,8 +46,8 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     title = " and ".join(run.name for run in runs)
     blocks: list[Block] = [Heading(1, title)]
     if len(runs) == 1:
-        run, whole = runs[0], {"run": chain_blocks, "judge": judge_blocks}
-        blocks += whole[run.verb](run, target) if run.verb in whole else run_blocks(run, target, price)
+        run, own = runs[0], {"run": chain_blocks, "judge": judge_blocks}
+        blocks += own[run.verb](run, target) if run.verb in own else run_blocks(run, target, price)
     else:
         blocks += comparison_blocks(runs, target, price)
     atomic_write_text(target / MARKDOWN, redact(as_markdown(blocks)))
@@ -65,15 +66,18 @@ def write_report_of(folder: str | Path) -> Path | None:
 
 def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
     """Return what there is to say about one run."""
-    blocks: list[Block] = [facts_of([run], price), *alarm_blocks(run)]
-    blocks += (
-        result_blocks(run)
-        + cost_blocks(read_costs(run.folder))
-        + plot_blocks([run], target)
-        + sample_blocks(run)
-        + setting_blocks([run])
+    record = run.folder / FOLDER
+    return blocks_of(
+        [
+            (record, lambda: [facts_of([run], price)]),
+            (record / LOG_FILE, lambda: alarm_blocks(run)),
+            (run.folder / METRICS, lambda: result_blocks(run)),
+            (record, lambda: cost_blocks(read_costs(run.folder))),
+            (record / LOG_FILE, lambda: plot_blocks([run], target)),
+            (record, lambda: sample_blocks(run)),
+            (record / RUN_FILE, lambda: setting_blocks([run])),
+        ]
     )
-    return blocks
 
 
 def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) -> list[Block]:
@@ -84,10 +88,16 @@ def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) ->
         raise ValueError(
             f"two of the runs are named {twice[0]}; their curves could not be told apart: rename a folder"
         )
-    blocks: list[Block] = [facts_of(runs, price), final_values(runs)]
-    for run in runs:
-        blocks += alarm_blocks(run, f"Alarms of {run.name}")
-    return blocks + plot_blocks(runs, target) + setting_blocks(runs)
+    around = Path(os.path.commonpath([run.folder.resolve() for run in runs]))
+    alarms = [(run.folder, partial(alarm_blocks, run, f"Alarms of {run.name}")) for run in runs]
+    return blocks_of(
+        [
+            (around, lambda: [facts_of(runs, price), final_values(runs)]),
+            *alarms,
+            (around, lambda: plot_blocks(runs, target)),
+            (around, lambda: setting_blocks(runs)),
+        ]
+    )
 
 
 def facts_of(runs: Sequence[Run], price: float | None) -> Facts:
@@ -137,7 +147,7 @@ def plot_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
     except ImportError:
         return [Text(f"No plots: {MAKE_PLOTS_WITH} cannot be imported; pip install {MAKE_PLOTS_WITH}.")]
     if len(runs) == 1:
-        figures += [Image(path, os.path.relpath(path, target)) for path in runs[0].images]
+        figures += [Image(path, address_of(path, target)) for path in runs[0].images]
     return [Heading(2, "Curves"), Plots(figures)] if figures else []
 
 

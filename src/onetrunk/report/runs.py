@@ -7,6 +7,7 @@ with the log in its last checkpoint alone.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
 from onetrunk.checkpoints.heartbeats import read_beat
-from onetrunk.utils.files import read_json
+from onetrunk.utils.files import parse_json, read_json
 
 # Trainer pushes no path that begins with an underscore to the Hub.
 FOLDER = "_report"
@@ -32,6 +33,8 @@ TRAINER_STATE = "trainer_state.json"
 EVAL_SAMPLES = (("samples-reference.jsonl", "samples-opponent.jsonl"), ("samples-policy.jsonl",))
 # A run whose heartbeat is older counts as killed.
 ALIVE_S = 120.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,10 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Return what is known of the run in a folder.
+    """Return what is known of the run in a folder; a file that is damaged is left out, with a warning that names it.
 
     Raises:
         ValueError: the folder holds no run.
-        RuntimeError: a file of it is damaged.
     """
     folder = Path(folder)
     about = _json_if_there(folder / FOLDER / RUN_FILE)
@@ -122,9 +124,14 @@ def read_run(folder: str | Path) -> Run:
             f"{folder} holds no run: there is no {FOLDER}/{LOG_FILE}, checkpoint, {METRICS}, {STATISTICS} or"
             f" {PIPELINE} in it; give the output_dir of a stage or of a pipeline"
         )
-    verb = about.get("verb") or _verb(folder, results, pipeline)
+    verb = str(about.get("verb") or "") or _verb(folder, results, pipeline)
     log = [entry for entry in entries if "event" not in entry]
-    run = Run(folder, verb, _status(folder, finished, entries, verb, pipeline), about, log)
+    try:
+        status = _status(folder, finished, entries, verb, pipeline)
+    except (AttributeError, TypeError) as error:
+        logger.warning("%s: its status is not known, because a file has another form (%s)", folder, error)
+        status = "not known"
+    run = Run(folder, verb, status, about, log)
     run.events = [entry for entry in entries if "event" in entry]
     run.results, run.ended = pipeline or results, finished.get("ended")
     run.before, run.after = (read_lines(folder / FOLDER / name) for name in SAMPLES.values())
@@ -136,7 +143,7 @@ def read_run(folder: str | Path) -> Run:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a record; without a file none. A line that a kill cut short is left out."""
-    return read_lines(path)
+    return _with_steps(read_lines(path))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -162,22 +169,34 @@ def gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float | None:
 def _mappings(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = parse_json(line)
+        except ValueError:
             continue
         if isinstance(value, dict):
             yield value
 
 
 def _json_if_there(path: Path) -> dict[str, Any]:
-    value = read_json(path) if path.is_file() else {}
-    return value if isinstance(value, dict) else {}
+    try:
+        value = read_json(path) if path.is_file() else {}
+        if isinstance(value, dict):
+            return value
+        problem = f"{path} holds no JSON object"
+    except RuntimeError as error:
+        problem = str(error)
+    logger.warning("%s; the report leaves it out", problem)
+    return {}
+
+
+def _with_steps(entries: Any) -> list[dict[str, Any]]:
+    listed = entries if isinstance(entries, list) else []
+    return [entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get("step", 0), int)]
 
 
 def _log_of_checkpoints(folder: Path) -> list[dict[str, Any]]:
     for checkpoint in reversed(checkpoint_folders(folder)):
         if (checkpoint / TRAINER_STATE).is_file():
-            return list(read_json(checkpoint / TRAINER_STATE).get("log_history", []))
+            return _with_steps(_json_if_there(checkpoint / TRAINER_STATE).get("log_history"))
     return []
 
 

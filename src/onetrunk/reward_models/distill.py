@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,6 @@ class DistillationCollator(PairCollator):
         # The rows of a pair next to each other; the parts are cut between two groups.
         order = partner.argsort(stable=True)
         groups = partner[order].unique_consecutive(return_inverse=True)[1]
-        counts = batch["label_counts"] if "label_counts" in batch else label_counts(batch)
         parts = []
         for chosen in torch.arange(int(groups[-1]) + 1, device=device).chunk(number):
             indices = order[torch.isin(groups, chosen)]
@@ -107,16 +106,16 @@ class DistillationCollator(PairCollator):
                 "first": place[batch["first"][own]],
                 "second": place[batch["second"][own]],
                 "probability": batch["probability"][own],
-                "label_counts": counts,
+                "label_counts": self.denominators(batch),
             }
             parts.append(part)
         return parts
 
-
-def label_counts(batch: dict[str, Tensor]) -> Tensor:
-    """Return [2]: how many scores and how many labelled pairs a batch has."""
-    scores = batch["scores"]
-    return torch.stack([torch.isfinite(scores).sum(), scores.new_tensor(len(batch["first"]))]).float()
+    @staticmethod
+    def label_counts(batch: dict[str, Tensor]) -> Tensor:
+        """Return float32 [2]: how many scores and how many labelled pairs a batch has."""
+        scores = batch["scores"]
+        return torch.stack([torch.isfinite(scores).sum(), scores.new_tensor(len(batch["first"]))]).float()
 
 
 class RewardDistillationTrainer(RewardModelTrainer):
@@ -171,31 +170,14 @@ class RewardDistillationTrainer(RewardModelTrainer):
         """Return what encodes rows with these columns; all labels, None where there is none."""
         return PairEncoder(tokenizer, self.reads_end, LABELS)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Tensor]], Any]:
-        """Return the batches of an optimizer step, each with the mean `label_counts` of all batches and processes.
-
-        Divided by it, a row weighs the same in whichever batch and process it is.
-        """
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches:
-            own = torch.stack([label_counts(batch) for batch in batches]).sum(0)
-            total = self.accelerator.reduce(torch.cat([own, own.new_tensor([len(batches)])]).to(device), "sum")
-            mean = total[:2] / total[2]
-            batches = [{**batch, "label_counts": mean} for batch in batches]
-        return batches, num_items
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the weighted sum of both losses, each a sum over the rows or pairs of the inputs that it uses.
 
-        The sums are divided by `label_counts`: in training the mean numbers of a batch (`get_batch_samples`), of
-        which a part of a batch adds its share; in an evaluation the numbers of the inputs.
+        The sums are divided by `label_counts`, as in RewardModelTrainer.
         """
-        counts = inputs["label_counts"] if "label_counts" in inputs else label_counts(inputs)
-        num_scores, num_pairs = torch.where(counts > 0, counts, 1.0)
+        num_scores, num_pairs = self.collator.denominators(inputs)
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float() * self.unit
         loss = scores.new_zeros(())
@@ -209,7 +191,7 @@ class RewardDistillationTrainer(RewardModelTrainer):
         if self.args.pairwise_weight and len(probability):
             pairwise = bradley_terry_loss(chosen, rejected, probability) * (len(probability) / num_pairs)
             loss = loss + self.args.pairwise_weight * pairwise
-        self.note_pairs(chosen.detach(), rejected.detach(), probability)
+        self.note_pairs(scores.detach(), chosen.detach(), rejected.detach(), probability)
         # A batch that neither loss uses still runs backward, so that all processes stay in step.
         loss = loss + 0.0 * scores.sum()
         return (loss, outputs) if return_outputs else loss

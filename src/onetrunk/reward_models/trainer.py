@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,9 +122,20 @@ class PairCollator:
         parts = []
         for pairs in torch.arange(num_pairs, device=batch["input_ids"].device).chunk(number):
             labels = {name: batch[name][pairs] for name in ("probability", "margin") if name in batch}
-            share = {"share": len(pairs) / num_pairs}
-            parts.append({**self.rows_of(batch, torch.cat([pairs, pairs + num_pairs])), **labels, **share})
+            labels["label_counts"] = self.denominators(batch)
+            parts.append({**self.rows_of(batch, torch.cat([pairs, pairs + num_pairs])), **labels})
         return parts
+
+    @staticmethod
+    def label_counts(batch: dict[str, Tensor]) -> Tensor:
+        """Return float32 [1]: how many pairs a batch has."""
+        return torch.full((1,), len(batch["input_ids"]) / 2, device=batch["input_ids"].device)
+
+    @classmethod
+    def denominators(cls, batch: dict[str, Tensor]) -> Tensor:
+        """Return what divides the sums of the losses: the batch's entry `label_counts`, else its own counts."""
+        counts = batch["label_counts"] if "label_counts" in batch else cls.label_counts(batch)
+        return torch.where(counts > 0, counts, 1.0)
 
     def rows_of(self, batch: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         """Return input_ids and attention_mask of some rows of a batch, as wide as the longest of them."""
@@ -329,6 +340,20 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         encoded = self.encode(eval_dataset, self.processing_class, self.args, "held-out")
         return super().evaluate(eval_dataset=encoded, **kwargs)
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Any]:
+        """Return the batches of an optimizer step, each with the mean `label_counts` of all batches and processes.
+
+        Divided by it, a row weighs the same in whichever batch and process it is.
+        """
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            own = torch.stack([self.collator.label_counts(batch) for batch in batches]).sum(0)
+            total = self.accelerator.reduce(torch.cat([own, own.new_tensor([len(batches)])]).to(device), "sum")
+            batches = [{**batch, "label_counts": total[:-1] / total[-1]} for batch in batches]
+        return batches, num_items
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Return the loss of a batch after its backward; in pipeline stages its parts are the microbatches."""
         stage = staged(model)
@@ -343,7 +368,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         def loss_of(number: int, run: Callable[..., Any]) -> Tensor:
             loss = self.compute_loss(run, parts[number]) / self.current_gradient_accumulation_steps
             total.add_(loss.detach())
-            # `reduce_gradients` adds those of all pipelines, whose losses are means over their own rows.
+            # `reduce_gradients` adds those of all pipelines, and the mean of their losses is trained.
             return loss / self.accelerator.num_processes
 
         outputs = stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
@@ -367,33 +392,36 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     ) -> Any:
         """Return the Bradley-Terry loss, plus a term that centres the scores on 0 (2312.09244, equation 2).
 
-        Of a part of a batch (`PairCollator.parts`) it is the part's share of the loss.
+        The sum over the pairs of the inputs is divided by `label_counts`: in training the mean number of a batch
+        (`get_batch_samples`), of which a part of a batch adds its share; in an evaluation the number of the inputs.
         """
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
+        scores = outputs.logits.squeeze(-1).float()
+        chosen, rejected = scores.chunk(2)
         loss = bradley_terry_loss(chosen, rejected, inputs.get("probability"), inputs.get("margin"))
         if self.args.center_rewards_coefficient:
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
-        self.note_pairs(chosen.detach(), rejected.detach(), inputs.get("probability"))
-        loss = loss * inputs.get("share", 1.0)
+        self.note_pairs(scores.detach(), chosen.detach(), rejected.detach(), inputs.get("probability"))
+        loss = loss * (len(chosen) / self.collator.denominators(inputs)[0])
         return (loss, outputs) if return_outputs else loss
 
-    def note_pairs(self, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
-        """Add the metrics of a batch to those of the next log; everything stays on the device."""
+    def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
+        """Add the metrics of a batch, all its scores and those of its pairs, to those of the next log."""
         labels = torch.ones_like(chosen) if probability is None else probability
         prefers = torch.sign(labels - 0.5)
         signs = torch.sign(chosen - rejected) * prefers
         pair_sums = self.pair_sums["train" if self.model.training else "eval"]
         pair_sums["pairs/accuracy"].append(torch.stack([((signs + 1) / 2 * prefers.abs()).sum(), prefers.abs().sum()]))
-        for name, values in (("pairs/lead", chosen - rejected), ("score/mean", torch.cat([chosen, rejected]))):
+        for name, values in (("pairs/lead", chosen - rejected), ("score/mean", scores)):
             pair_sums[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the metrics since the last log over all processes."""
+        """Log, with the metrics since the last log over all processes; those of no row are left out."""
         mode = "train" if self.model.training else "eval"
         for name, sums in self.pair_sums[mode].items():
             total, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()
-            logs[name if mode == "train" else f"eval_{name}"] = total / count if count else float("nan")
+            if count:
+                logs[name if mode == "train" else f"eval_{name}"] = total / count
         self.pair_sums[mode].clear()
         super().log(logs, start_time)
 

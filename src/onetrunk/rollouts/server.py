@@ -22,6 +22,7 @@ from onetrunk.utils.http import (
     failure_of_response,
     guarded_client,
     is_html,
+    json_of,
     read_secret,
     send,
     shown,
@@ -147,7 +148,7 @@ class VLLMServer:
         response = await send(client, "GET", f"{self.url}/version", self._secret())
         if response.status_code >= 500:
             raise failure_of_response(response, self._secret())
-        answer = {} if is_html(response) or not response.is_success else _json(response)
+        answer = {} if is_html(response) or not response.is_success else json_of(response, self._secret())
         if not isinstance(answer, Mapping) or not isinstance(answer.get("version"), str):
             raise CallError(f"no vLLM answers there (/version: HTTP {response.status_code})", "stop")
         return answer["version"]
@@ -201,24 +202,17 @@ class VLLMServer:
             raise AdapterMissing(f"it does not know the model {body['model']}")
         if not response.is_success:
             raise failure_of_response(response, self._secret())
-        return checked_completion(_json(response), request, body["model"])
+        return checked_completion(json_of(response, self._secret()), request, body["model"])
 
     async def _json_of(self, client: httpx2.AsyncClient, method: str, path: str) -> Any:
         response = await send(client, method, self.url + path, self._secret())
         if not response.is_success:
             raise failure_of_response(response, self._secret())
-        return _json(response)
+        return json_of(response, self._secret())
 
     def _secret(self) -> str | None:
         # Read for every call and not stored, so that no attribute holds the key.
         return read_secret(self.api_key_env)
-
-
-def _json(response: httpx2.Response) -> Any:
-    try:
-        return response.json()
-    except (ValueError, RecursionError):
-        raise CallError("a body that is not whole JSON") from None
 
 
 def require_rows(prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> None:

@@ -301,9 +301,6 @@ def report_fidelity(
 
 
 parse_distill = partial(
-    parse,
-    dataclass_types=(DistillDataArguments, DistillArguments, StudentArguments),
-    verb="distill",
-    description="Teach a small reward model what reward models, or a judge, say.",
+    parse, verb="distill", dataclass_types=(DistillDataArguments, DistillArguments, StudentArguments)
 )
 main = partial(run_stage, "distill", parse_distill, run)

@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 
 from onetrunk.costs import host_memory_bytes
-from onetrunk.stages.options.early import say
-from onetrunk.stages.options.schema import Parser, UsageError, installed_versions, is_current
+from onetrunk.stages.options.parser import Parser, UsageError
+from onetrunk.stages.secrets import say
 
 GIB = 2**30
 # Less free space than this is reported, GiB.
@@ -115,14 +115,6 @@ def packages() -> Iterator[Finding]:
     if not faults:
         yield Finding("ok", "packages", f"onetrunk {metadata.version('onetrunk')}, {', '.join(versions)}")
     yield from faults
-    if not any(fault.subject in ("transformers", "trl") for fault in faults) and not is_current():
-        names = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
-        yield Finding(
-            "note",
-            "options",
-            f"early checks were made with other versions than {names}; mistakes take seconds to be answered",
-            "python -m onetrunk.stages.options.collect",
-        )
 
 
 def accelerator() -> Iterator[Finding]:

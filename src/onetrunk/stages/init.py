@@ -16,8 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from onetrunk.costs import ModelShape
-from onetrunk.stages.options.early import check, say
-from onetrunk.stages.options.schema import Parser, UsageError, load_options
+from onetrunk.stages.options.parser import Parser, UsageError
+from onetrunk.stages.options.reading import read
+from onetrunk.stages.secrets import say
 from onetrunk.utils.files import atomic_path, read_json
 
 GIB = 2**30
@@ -135,7 +136,7 @@ def write_recipe(recipe: Recipe) -> list[Path]:
         with atomic_path(paths[-1]) as path:
             path.write_text(text, encoding="utf-8")
     try:
-        check("ppo", ["--config", str(recipe.folder / "ppo.yaml")], load_options("ppo"))
+        read("ppo", ["--config", str(recipe.folder / "ppo.yaml")])
     except (ValueError, OSError):
         for path in paths:
             path.unlink()

@@ -7,10 +7,8 @@ config and a card.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -29,8 +27,9 @@ from onetrunk.models.loading import (
 )
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import MergeArguments, with_first_word
+from onetrunk.stages.plain_arguments import MergeArguments
 from onetrunk.stages.running import run_stage
+from onetrunk.utils.escaping import markdown_text
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
@@ -94,11 +93,11 @@ def write_card(folder: Path, args: MergeArguments, base: str) -> None:
         pipeline_tag="text-generation",
         tags=["onetrunk", "ppo"],
     )
-    name = repo_name(args)
+    name, base_name = repo_name(args), markdown_text(Path(base).name)
     text = CARD.format(
         metadata=data.to_yaml(),
-        title=name.split("/")[-1],
-        base=f"[{base}](https://huggingface.co/{base})" if on_hub else f"The base model `{Path(base).name}`",
+        title=markdown_text(name.split("/")[-1]),
+        base=f"[{base}](https://huggingface.co/{base})" if on_hub else f"The base model `{base_name}`",
         version=sys.modules["onetrunk"].__version__,
         where=name if args.hub_model_id and args.push_to_hub else ".",
     )
@@ -127,14 +126,5 @@ def merge(args: MergeArguments) -> None:
         print(f"merge: pushed it to {push_folder(output, args, 'the merged model is')}")
 
 
-def parse_merge(argv: Sequence[str]) -> tuple[Any, ...]:
-    """Return the arguments; the first word may be the adapter."""
-    return parse(
-        with_first_word("merge", argv),
-        (MergeArguments,),
-        "merge",
-        "Merge a LoRA adapter into its base: onetrunk merge ADAPTER --output_dir FOLDER.",
-    )
-
-
+parse_merge = partial(parse, verb="merge", dataclass_types=(MergeArguments,))
 main = partial(run_stage, "merge", parse_merge, merge)

@@ -4,7 +4,7 @@
 
 The YAML file sets values, and the command line overrides them. Relative paths in both start at the working folder, not
 at the YAML file. `options/reading.py` reads both and checks keys and types; TrlParser makes the dataclasses, which
-check themselves. The command line calls `options/early.py` before this module is imported.
+check themselves.
 """
 
 from __future__ import annotations
@@ -12,41 +12,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onetrunk.stages.options.collect import StageParser, options_of
+from trl import TrlParser
+
 from onetrunk.stages.options.helping import help_text, help_topic
+from onetrunk.stages.options.parser import Parser, UsageError, mapping_reader
 from onetrunk.stages.options.reading import check_values, read
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.table import load_options
+from onetrunk.stages.options.verbs import VERBS
+
+
+class StageParser(TrlParser, Parser):
+    """TrlParser that reads mappings as JSON, and raises UsageError where argparse would print all options and exit."""
+
+    error = Parser.error
+
+    def __init__(self, dataclass_types: Sequence[type], mappings: Sequence[str] = (), **kwargs: Any):
+        super().__init__(dataclass_types, **kwargs)
+        for action in self._actions:
+            if action.dest in mappings:
+                action.type = mapping_reader(action.dest)
 
 
 def parse(
     argv: Sequence[str],
-    dataclass_types: Sequence[type],
     verb: str,
-    description: str,
-    *,
-    knows_ppo: bool = False,
+    dataclass_types: Sequence[type],
     check: Callable[..., None] | None = None,
 ) -> tuple[Any, ...]:
     """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
 
     Args:
         argv: the words after the verb.
-        dataclass_types: their fields are the options.
-        verb, description: name of the stage and a sentence about it, for the help text.
-        knows_ppo: True explains options of TRL's GRPO and PPO trainers.
+        verb: name of the stage.
+        dataclass_types: its settings classes, whose fields are the options.
         check: raises ValueError if the instances, its arguments, do not fit together.
 
     Raises:
         UsageError: names the file and line, or the option, and what to write instead; also for a secret in either.
         SystemExit: after --help.
     """
-    options = options_of(dataclass_types)
     topic = help_topic(argv)
     if topic is not None:
-        print(help_text(verb, description, options, topic))
+        print(help_text(verb, VERBS[verb], topic))
         raise SystemExit(0)
-    reading = read(argv, options, knows_ppo=knows_ppo)
-    parser = StageParser(dataclass_types, prog=f"onetrunk {verb}", add_help=False, allow_abbrev=False)
+    reading = read(verb, argv)
+    mappings = [option.name for option in load_options(verb).values() if option.is_mapping]
+    parser = StageParser(dataclass_types, mappings, prog=f"onetrunk {verb}", add_help=False, allow_abbrev=False)
     try:
         parser.set_defaults_with_config(**reading.values)
         parsed = parser.parse_args_into_dataclasses(reading.words)

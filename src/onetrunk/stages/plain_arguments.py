@@ -7,7 +7,7 @@ One field is one YAML key and one command line option. The module imports neithe
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from onetrunk.data.names import looks_like_path
 from onetrunk.judges.load import REWARD, JudgeConfig
 from onetrunk.ppo.server_settings import VLLMServerConfig
 from onetrunk.ppo.settings import MONITOR_ACTIONS, PPOSettings, check_monitor
-from onetrunk.stages.options.schema import UsageError
 from onetrunk.utils.options import VLLM_RANKS, option, require_seed, require_truncation
 
 # Fields of TRL's ModelConfig that a stage rejects, and why.
@@ -340,20 +339,6 @@ class MergeArguments(PushArguments):
             raise ValueError("output_dir is not set; name the folder that gets the merged model")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; expected {', '.join(DTYPES)}")
-
-
-# Verbs whose first word may be the value of an option -> that option.
-FIRST_WORDS = {"serve": "model", "merge": "adapter"}
-
-
-def with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
-    """Return the words after a verb with the first one as an option, where it may stand alone (`FIRST_WORDS`)."""
-    words, name = list(argv), FIRST_WORDS.get(verb)
-    if name and words and not words[0].startswith("-"):
-        if f"--{name}" in words:
-            raise UsageError(f"the {name} is named twice, {words[0]!r} and by --{name}; write it once")
-        words = [f"--{name}", *words]
-    return words
 
 
 def require_output_dir_is_set(args: Any) -> None:

@@ -27,11 +27,13 @@ from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardw
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.simulate import save_gantt, simulate
 from onetrunk.plan.timing import PIPELINED
-from onetrunk.stages.options.early import check_ppo_settings, say
+from onetrunk.ppo.settings import PPOSettings
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.options.plan_words import PlanWords, plan_words
 from onetrunk.stages.options.reading import parsed_values, read
-from onetrunk.stages.options.schema import UsageError, load_options
+from onetrunk.stages.options.table import load_options
 from onetrunk.stages.plan_text import json_text, plan_lines
+from onetrunk.stages.secrets import say
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 
 # Rollouts of the simulation that the chart shows.
@@ -56,17 +58,28 @@ class Request:
 def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
     """Return the own options, and the values of every setting of PPO; raises UsageError for a mistake in them."""
     words = plan_words(argv)
-    options = load_options("ppo")
     config = [] if words.own["config"] is None else ["--config", words.own["config"]]
-    values = parsed_values(read([*config, *words.settings], options, knows_ppo=True), options)
-    defaults = {option.name: option.default for option in options}
-    # A plan of a model alone has no rewards and no folder.
-    checked = {**values, "output_dir": values.get("output_dir") or "runs/plan"}
+    values = parsed_values("ppo", read("ppo", [*config, *words.settings]))
+    settings = object.__new__(_Settings)
+    # A plan of a model alone has no folder.
+    vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan")
     try:
-        check_ppo_settings(checked, defaults)
+        settings.__post_init__()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    return words, {**defaults, **values}
+    return words, values
+
+
+class _Inherited:
+    def __post_init__(self) -> None:
+        pass
+
+
+class _Settings(PPOSettings, _Inherited):
+    """PPOConfig without TrainingArguments, whose import takes seconds; it checks the ranges of PPO's own settings."""
+
+    def _inherited_defaults(self) -> dict[str, Any]:
+        return {name: option.default for name, option in load_options("ppo").items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -288,7 +301,7 @@ def _check(words: PlanWords) -> int:
     folder = Path(own["check"])
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
-    defaults = {option.name: option.default for option in load_options("ppo")}
+    defaults = {name: option.default for name, option in load_options("ppo").items()}
     catalog = load_catalog(own["hardware_file"])
     checked = check_run(folder, defaults, catalog, own)
     print("\n".join(check_lines(checked)))

@@ -26,8 +26,10 @@ from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.resolve import names_a_model, resolve_reward
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.judging import load_judge_parts, measured_words
+from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import JUDGE, PAIRWISE, PPODataArguments, PPOJudgeArguments, check_judges
 from onetrunk.stages.resuming import begin, finish, train
@@ -107,6 +109,7 @@ def run(
     is_done, resume = begin("ppo", args, PPOTrainer.needed_files)
     if is_done:
         return
+    require_functions(data.reward_funcs)
     rows, held_out = load_training_rows(data, args.seed, prompt_rows)
     require_push(args)
     with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:
@@ -118,6 +121,13 @@ def run(
         if reference is not None:
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)
     finish("ppo", trainer, "the adapter", dataset=data.hub_dataset)
+
+
+def require_functions(reward_funcs: Sequence[str]) -> None:
+    """Import the reward functions that are named, so that a wrong name is reported before anything loads."""
+    for spec in reward_funcs:
+        if spec not in (JUDGE, PAIRWISE) and "://" not in spec and not names_a_model(spec):
+            resolve_reward(spec)
 
 
 def make_trainer(
@@ -163,13 +173,10 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
 
 parse_ppo = partial(
     parse,
-    dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     verb="ppo",
-    description="Train a LoRA policy on one frozen base by PPO.",
-    knows_ppo=True,
+    dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     check=check_judges,
 )
-DRY_RUN = ("--dry_run", "--dry-run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

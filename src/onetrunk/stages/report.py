@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from onetrunk.report.report import MARKDOWN, write_report
-from onetrunk.stages.options.report_words import report_words
+from onetrunk.stages.options.words import report_words
 from onetrunk.stages.running import run_stage
 from onetrunk.utils.files import require_output_dir
 

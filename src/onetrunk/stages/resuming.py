@@ -28,6 +28,7 @@ from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
 from onetrunk.checkpoints.stopping import Stopped
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
@@ -149,7 +150,7 @@ def print_end(verb: str, trainer: Trainer, what: str) -> None:
     if alarms:
         print(f"{verb}: {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, the worst first:")
     for alarm in alarms:
-        print(f"  {alarm.text}")
+        print(printable(f"  {alarm.text}"))
     print(f"{verb}: saved {what} in {folder}. What to do next:")
     commands = {
         "read how it went": None if page is None else str(page),

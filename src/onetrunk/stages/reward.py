@@ -146,10 +146,5 @@ def result_of(model_args: ModelArguments) -> str:
     return "an adapter with its score head" if model_args.use_peft else "a reward model"
 
 
-parse_reward = partial(
-    parse,
-    dataclass_types=(TrainingDataArguments, RewardArguments, ModelArguments),
-    verb="reward",
-    description="Train a reward model on preferences (prompt, chosen, rejected, probability).",
-)
+parse_reward = partial(parse, verb="reward", dataclass_types=(TrainingDataArguments, RewardArguments, ModelArguments))
 main = partial(run_stage, "reward", parse_reward, run)

@@ -80,13 +80,16 @@ def load_training_rows(
 def stream_training_rows(args: TrainingDataArguments) -> ShardedRows:
     """Return the training rows as they are in their files; the first process of a machine indexes them."""
     with PartialState().local_main_process_first():
-        return load_sharded_rows(
+        rows = load_sharded_rows(
             args.dataset_name,
             split=args.dataset_split,
             config_name=args.dataset_config,
             columns=args.dataset_columns,
             window=args.shuffle_window,
         )
+    if PartialState().is_main_process:
+        print(f"streaming {args.dataset_name}: files {len(rows.index.urls):,}, rows {len(rows):,}")
+    return rows
 
 
 def prompt_rows(rows: TrainingRows) -> TrainingRows:

@@ -22,9 +22,10 @@ from typing import Any
 from onetrunk.checkpoints.heartbeats import Heartbeat
 from onetrunk.models.parallel import launch_layout
 from onetrunk.models.speedups.memory import is_out_of_memory
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
 from onetrunk.stages.secrets import print_redacted, secrets_redacted
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.output import lasting_output
 from onetrunk.utils.redaction import redact
 
@@ -144,7 +145,7 @@ def end_process_group() -> None:
 
 def say(message: str, after_bar: bool = False) -> None:
     """Print to stderr, without secrets; `after_bar` first ends a line that may hold a progress bar."""
-    message = redact(message)
+    message = printable(redact(message))
     print(f"\n{message}" if after_bar else message, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,7 @@
-"""Secrets in a stage: rejected as settings, and redacted in log records, warnings and stack traces."""
+"""Secrets in a stage: rejected as settings, and redacted in log records, warnings and stack traces.
+
+These are also printable: a server's message cannot act in a terminal.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, redact
 
 
@@ -68,7 +72,7 @@ def secrets_redacted() -> Iterator[None]:
         return _redacted_record(make_record(*args, **kwargs))
 
     def warning(*args: Any, **kwargs: Any) -> str:
-        return redact(format_warning(*args, **kwargs))
+        return _shown(format_warning(*args, **kwargs))
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
@@ -78,7 +82,7 @@ def secrets_redacted() -> Iterator[None]:
 
     def uncaught(args: sys.UnraisableHookArgs) -> None:
         # Raised by a `__del__`, for example: Python continues, and would print the message unredacted.
-        print(f"{redact(str(args.err_msg or 'Exception ignored in'))}: {type(args.object).__name__}", file=sys.stderr)
+        print(f"{_shown(str(args.err_msg or 'Exception ignored in'))}: {type(args.object).__name__}", file=sys.stderr)
         print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
 
     thread_hook, threading.excepthook = threading.excepthook, in_thread
@@ -99,20 +103,30 @@ def _redacted_record(record: logging.LogRecord) -> logging.LogRecord:
         message = record.getMessage()
     except Exception:
         # The message does not fit its arguments; logging reports that itself and prints both.
-        message, record.msg, record.args = "", redact(f"{record.msg} {record.args}"), ()
-    clean = redact(message)
+        message, record.msg, record.args = "", _shown(f"{record.msg} {record.args}"), ()
+    clean = _shown(message)
     if clean != message:
         record.msg, record.args = clean, ()
     if record.exc_info and record.exc_info[0] is not None:
         trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-        clean = redact(trace)
+        clean = _shown(trace)
         if clean != trace:
             record.exc_info, record.exc_text = None, clean
     if record.stack_info:
-        record.stack_info = redact(record.stack_info)
+        record.stack_info = _shown(record.stack_info)
     return record
 
 
 def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print a stack trace to stderr as Python does, without secrets."""
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+    print(_shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+
+
+def say(*lines: str) -> None:
+    """Print lines to stderr, without secrets and control characters."""
+    add_stored_token()
+    print(_shown("\n".join(lines)), file=sys.stderr, flush=True)
+
+
+def _shown(text: str) -> str:
+    return printable(redact(text))

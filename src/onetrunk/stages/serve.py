@@ -24,13 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import DTYPES, ServeArguments, with_first_word
+from onetrunk.stages.plain_arguments import DTYPES, ServeArguments
 from onetrunk.stages.running import run_stage, say
 from onetrunk.utils.http import read_secret
 
@@ -284,14 +283,5 @@ def _checkpoint_dtype(base: str, revision: str | None) -> str:
     return dtype if dtype in DTYPES else "auto"
 
 
-def parse_serve(argv: Sequence[str]) -> tuple[Any, ...]:
-    """Return the arguments; the first word may be the model."""
-    return parse(
-        with_first_word("serve", argv),
-        (ServeArguments,),
-        "serve",
-        "Run a vLLM server that PPO, prefs and eval can sample from: onetrunk serve MODEL --port 8000.",
-    )
-
-
+parse_serve = partial(parse, verb="serve", dataclass_types=(ServeArguments,))
 main = partial(run_stage, "serve", parse_serve, serve)

@@ -107,10 +107,5 @@ def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArgum
     )
 
 
-parse_sft = partial(
-    parse,
-    dataclass_types=(TrainingDataArguments, SFTArguments, ModelArguments),
-    verb="sft",
-    description="Fine-tune a model on prompts and completions, messages, or texts.",
-)
+parse_sft = partial(parse, verb="sft", dataclass_types=(TrainingDataArguments, SFTArguments, ModelArguments))
 main = partial(run_stage, "sft", parse_sft, run)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from onetrunk.utils.escaping import markdown_text, table_console
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact_all
 
@@ -77,7 +77,7 @@ def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
 
 
 def show(table: Table) -> None:
-    Console().print(table)
+    table_console().print(table)
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -85,12 +85,12 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(shortened(text).replace("[", r"\[") for text in row))
+        table.add_row(*map(shortened, row))
     return table
 
 
 def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"| | {' | '.join(map(markdown_text, columns))} |", "|---" * (len(columns) + 1) + "|"]
     for name in dict.fromkeys(name for values in columns.values() for name in values):
         cells = [name, *(values.get(name) for values in columns.values())]
         lines.append(f"| {' | '.join(map(_markdown, cells))} |")
@@ -101,7 +101,7 @@ def _markdown(value: Any) -> str:
     if is_interval(value):
         return " to ".join(map(_markdown, value))
     text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return markdown_text(text)
 
 
 def as_json(value: Any) -> str:

@@ -30,8 +30,14 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], is_durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write to; if the block succeeds, it replaces `path`. Missing folders are created.
+
+    The temporary name is random, and a link at `path` is replaced itself, so nothing is written through a link.
+
+    Args:
+        path: the file to write.
+        is_durable: False: do not sync it to the disk, if it has no value after a crash of the machine.
 
     Raises:
         OSError: for example because the disk is full; `path` is then unchanged.
@@ -41,12 +47,14 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
-        sync(temporary)
+        if is_durable:
+            sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(target.parent)
+    if is_durable:
+        sync(target.parent)
 
 
 def delete_temporaries(folder: str | os.PathLike[str], name: str | None = None) -> None:
@@ -102,8 +110,22 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Raises:
         RuntimeError: the file is missing, unreadable or damaged; the message names it.
     """
-    with _reading(path, "JSON", ValueError, RecursionError):
-        return json.loads(Path(path).read_bytes())
+    with _reading(path, "JSON", ValueError):
+        return parse_json(Path(path).read_bytes())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, for files and answers that others write.
+
+    An integer beyond the range of a float is infinite, as 1e400 is, so that no number overflows where it is used.
+
+    Raises:
+        ValueError: it is not JSON, or nests so deep that Python's parser gives up.
+    """
+    try:
+        return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ from urllib.request import getproxies
 import httpx2
 
 from onetrunk.utils.calls import CallError
-from onetrunk.utils.redaction import add_secret
+from onetrunk.utils.files import parse_json
+from onetrunk.utils.redaction import add_secret, redact
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -236,7 +237,7 @@ async def send(
             if response.is_redirect:
                 target = response.request.url.join(response.headers.get("location", ""))
                 target = target.copy_with(userinfo=b"", query=None, fragment=None)
-                raise CallError(f"a redirect to {target} instead of an answer")
+                raise CallError(f"a redirect to {_one_line(str(target), secret)} instead of an answer")
             content, problem = await _bounded_body(response)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         if isinstance(error, httpx2.DecodingError):
@@ -257,9 +258,24 @@ async def post_json(client: httpx2.AsyncClient, url: str, body: Any, secret: str
     response = await send(client, "POST", url, secret, body)
     if not response.is_success:
         raise failure_of_response(response, secret)
+    return json_of(response, secret)
+
+
+def json_of(response: httpx2.Response, secret: str | None) -> Any:
+    """Return the JSON value of a response. If a secret was sent, all secrets are removed: a server may repeat headers.
+
+    Raises:
+        CallError: a body that is not JSON.
+    """
     try:
-        return response.json()
-    except (ValueError, RecursionError):
+        value = parse_json(response.content)
+        if secret is None:
+            return value
+        # Written again, every text is spelled in one way, whatever escapes the server has used.
+        text = json.dumps(value)
+        clean = redact(text)
+        return value if clean == text else parse_json(clean)
+    except ValueError:
         raise CallError(AN_HTML_PAGE if is_html(response) else "a body that is not whole JSON") from None
 
 
@@ -328,11 +344,11 @@ def _excerpt(response: httpx2.Response, secret: str | None) -> str:
     """Return a response for a message: the message of its error, the beginning of its text, or "an HTML page"."""
     if is_html(response):
         return "an HTML page"
-    text = response.text
     try:
-        text = _message(json.loads(text)) or text
-    except (ValueError, RecursionError):
-        pass
+        value = json_of(response, secret)
+        text = _message(value) or json.dumps(value, ensure_ascii=False)
+    except CallError:
+        text = response.text
     return _one_line(text, secret) or "an empty answer"
 
 
@@ -346,10 +362,8 @@ def _message(body: Any) -> str | None:
 
 
 def _one_line(text: str, secret: str | None) -> str:
-    """Return the beginning of a text in one line, without the secret and anything like a bearer token."""
-    if secret:
-        text = text.replace(secret, "[redacted]")
-    text = re.sub(r"(?i)(bearer\s+)\S+", r"\1[redacted]", text)
+    """Return the beginning of a text in one line, without the secret, however short, and any other."""
+    text = redact(text.replace(secret, "<redacted key>") if secret else text)
     line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", text).strip()
     return line if len(line) <= LONGEST_EXCERPT else f"{line[:LONGEST_EXCERPT]}..."
 

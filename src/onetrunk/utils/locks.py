@@ -32,14 +32,16 @@ class WriterLock:
         path: what is to be written. Its folder exists.
 
     Raises:
-        RuntimeError: another process holds the lock; the message says which one and what to do.
+        RuntimeError: another process holds the lock, or the lock file is a link; the message says what to do.
         OSError: the folder cannot be written to.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.file = self.path.with_name(f"{self.path.name}.lock")
-        self._descriptor: int | None = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+        if self.file.is_symlink():
+            raise RuntimeError(f"{self.file} is a link, and locking would write to the file it leads to; delete it")
+        self._descriptor: int | None = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             holder = self._holder()
             if not self._flock(holder) or _may_be_alive_elsewhere(holder):

@@ -1,12 +1,12 @@
 """`option`: a field of a settings class with its help text. Every room with settings uses it.
 
-This module and the settings classes that need no trainer import neither torch nor transformers, because the command
-line checks settings before it imports them (stages/options).
+`stages/options/table.py` reads the arguments of `option` from the source code: write literals or constants.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -45,6 +45,17 @@ def require_truncation(top_p: float | None, top_k: int | None, prefix: str = "")
     is_count = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
     if top_k is not None and not is_count:
         raise ValueError(f"{prefix}top_k is {top_k!r}; set a whole number of tokens, where 0 leaves all of them in")
+
+
+def reject_deepspeed() -> None:
+    """Raise ValueError if the accelerate config of the launch asks for DeepSpeed, whether it is installed or not."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+        raise ValueError(
+            f"DeepSpeed ZeRO{'-' + stage if stage.isdigit() else ''} is not supported: it takes an optimizer step for"
+            " every forward of a step, and cannot save adapters of a sharded base. Launch with"
+            " accelerate_configs/fsdp2.yaml, which shards the frozen base, or with ddp.yaml"
+        )
 
 
 def is_whole(value: Any) -> bool:

@@ -13,6 +13,8 @@ first four.
 | which rows share a minibatch | seed, DEAL_STREAM, iteration |
 | order of the minibatches | seed, MINIBATCH_STREAM, iteration, epoch |
 | generators of Python, numpy and torch, which reward functions may use | seed, ROLLOUT_STREAM, iteration, process |
+| the same in an evaluation | seed, ROLLOUT_STREAM, EVALUATION_STREAM, process |
+| Python's generator from a checkpoint on | seed, SAVE_STREAM, step, process |
 | completions of `prefs`, reference completions | seed, prompt, prompt, index |
 | which pairs, and their order | seed, prompt, prompt, 0, PAIRING_STREAM |
 | principles of revisions | seed, prompt, prompt, index, PRINCIPLE_STREAM |
@@ -37,6 +39,7 @@ MINIBATCH_STREAM = 2**32 - 3
 ROLLOUT_STREAM = 2**32 - 5
 DEAL_STREAM = 2**32 - 6
 WINDOWS_STREAM = 2**32 - 7
+SAVE_STREAM = 2**32 - 8
 
 # The fifth word; completions have four.
 PAIRING_STREAM = 1

@@ -25,7 +25,8 @@ _QUERY_NAMES = (
     "token|access_token|auth_token|refresh_token|api[_-]?key|password|passwd|secret|client_secret|sig|signature|"
     "x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|x-goog-credential"
 )
-# A group holds what is kept before a secret. No character class contains '<', with which a mark begins.
+# A group holds what is kept before a secret. No character class contains '<', with which a mark begins. No match ends
+# in a backslash, which in JSON belongs to the sign behind it.
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9_])(?P<key>"
     r"hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
@@ -35,7 +36,7 @@ _SHAPES = re.compile(
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
     # An address that was treated as a path has one slash instead of two.
     r"|(?P<scheme>:/{1,2})(?P<user>[^\s/?#@:<>\"'`]*):[^\s/?#<>]+@"
-    r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>]+"
+    r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>\\]+"
     r"|(?P<header>Bearer\s+|(?i:authorization)\W{1,6}(?i:basic|bearer|token)\s+)[A-Za-z0-9._~+/=-]{8,}"
 )
 # A stack trace of an exception group indents every line, also those of a key.

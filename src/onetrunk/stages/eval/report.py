@@ -17,6 +17,7 @@ from onetrunk.ppo.sampling import ScoredRollout
 from onetrunk.stages.eval.judge import Contest
 from onetrunk.stages.plots import plot_contest
 from onetrunk.stages.tables import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
+from onetrunk.utils.escaping import markdown_text, printable
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
@@ -51,7 +52,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
     if contest is not None:
         others["win_rate"] = {"opponent": evaluation.opponent, **contest.metrics}
     if evaluation.pairs:
-        atomic_write_text(folder / PAIRS, "".join(f"{line}\n" for line in pair_lines(evaluation)))
+        atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(evaluation))))
     plots = plot_contest(folder, contest) if contest is not None else []
     atomic_write_text(folder / REPORT, redact(report_text(evaluation, plots)))
     # Last: when metrics.json exists, so do the other files.
@@ -91,7 +92,7 @@ def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: in
     elif num_rows > 0:
         show(sample_table(samples, "samples", num_rows))
     for finding in findings(evaluation):
-        print(f"eval: {finding}")
+        print(printable(f"eval: {finding}"))
 
 
 def findings(evaluation: Evaluation) -> list[str]:
@@ -129,7 +130,8 @@ def report_text(evaluation: Evaluation, plots: list[str]) -> str:
     """Return report.md, with the plots (names of files in its folder)."""
     title = evaluation.model if evaluation.opponent is None else f"{evaluation.model} against {evaluation.opponent}"
     facts = [f"{name}: {value}" for name, value in evaluation.about.items()]
-    parts = [f"# {title}", "; ".join(facts), *(f"- {finding}" for finding in findings(evaluation))]
+    lines = [f"- {markdown_text(finding)}" for finding in findings(evaluation)]
+    parts = [f"# {markdown_text(title)}", markdown_text("; ".join(facts)), *lines]
     if evaluation.contest is not None:
         metrics = dict(evaluation.contest.metrics)
         principles, position = metrics.pop("principles"), metrics.pop("position")
@@ -161,7 +163,7 @@ def _verdict(evaluation: Evaluation, index: int) -> str:
 def _sample(evaluation: Evaluation, index: int) -> str:
     pair = evaluation.pairs[index]
     sides = (("prompt", plain(pair.prompt)), ("policy", pair.first), (evaluation.opponent, pair.second))
-    blocks = "\n\n".join(f"{name}:\n\n{_fenced(text)}" for name, text in sides)
+    blocks = "\n\n".join(f"{markdown_text(name)}:\n\n{_fenced(text)}" for name, text in sides)
     verdict = _verdict(evaluation, index)
     return f"### Prompt {index + 1}{verdict and f': {verdict}'}\n\n{blocks}"
 

@@ -413,10 +413,6 @@ def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
 
 
 parse_eval = partial(
-    parse,
-    dataclass_types=(EvalArguments, JudgeConfig, ModelArguments),
-    verb="eval",
-    description="Sample, score and compare completions of held-out prompts.",
-    check=check_purpose,
+    parse, verb="eval", dataclass_types=(EvalArguments, JudgeConfig, ModelArguments), check=check_purpose
 )
 main = partial(run_stage, "eval", parse_eval, run)

@@ -46,6 +46,7 @@ from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.running import Terminated, run_stage, say
 from onetrunk.stages.tables import show, show_columns, text_table, write_values
 from onetrunk.types import as_text
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
@@ -97,7 +98,7 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
         say("all answers are kept; run the same command again to continue", after_bar=True)
         raise
     values = results(args, measured, constitution, costs)
-    atomic_write_text(folder / PAIRS, "".join(f"{line}\n" for line in pair_lines(measured)))
+    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(measured))))
     path = write_values(folder, values)
     show_results(args, measured, values)
     print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")
@@ -272,7 +273,7 @@ def show_results(args: JudgeArguments, measured: Sequence[Measured], values: dic
     show_columns(f"agreement with people on {values['dataset']}", columns)
     for name, entry in values["judges"].items():
         for finding in entry["findings"]:
-            print(f"judge: {name}: {finding}")
+            print(printable(f"judge: {name}: {finding}"))
     wrong = worst_pairs(measured[-1].rows, args.num_samples_to_print)
     if wrong:
         show(text_table(("prompt", "better for people", "other", "probability"), wrong))
@@ -291,9 +292,8 @@ def worst_pairs(rows: Sequence[Judged], number: int) -> list[tuple[str, str, str
 
 parse_judge = partial(
     parse,
-    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
     verb="judge",
-    description="Measure judges and reward models on pairs with the preferences of people.",
+    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
     check=lambda args, settings, prices: check_judge_is_named(settings),
 )
 main = partial(run_stage, "judge", parse_judge, run)

@@ -7,12 +7,37 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from onetrunk.stages.options.groups import FIRST, GROUPS
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.options.reading import HELP_WORDS, RESUME
-from onetrunk.stages.options.schema import Option, UsageError
+from onetrunk.stages.options.table import Option, load_options, shown_options
 
 WIDTH, INDENT = 100, 34
 ALL = "all"
+_TRAINING = "model_name_or_path dtype dataset_name eval_size"
+_RUN = "learning_rate num_train_epochs max_steps per_device_train_batch_size seed output_dir overwrite_output_dir"
+_RUN += " save_steps eval_strategy report_to logging_steps bf16"
+# Verb -> the options that are explained first.
+FIRST = {
+    "ppo": "model_name_or_path lora_r dataset_name eval_size rollout_batch_size num_rollouts max_completion_length"
+    " use_vllm reward_funcs missing_eos_penalty beta num_ppo_epochs num_minibatches value_head"
+    " learning_rate per_device_train_batch_size output_dir overwrite_output_dir report_to judge",
+    "sft": f"{_TRAINING} {_RUN} use_peft lora_r max_length packing",
+    "reward": f"{_TRAINING} {_RUN} use_peft lora_r adapter_layers max_length",
+    "distill": f"{_TRAINING} {_RUN} teacher student_config student_tokenizer",
+    "judge": "dataset_name dataset_columns dataset_split dataset_config output_dir judge constitution rubric"
+    " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
+    " max_failed_fraction fewest_rows num_samples_to_print",
+    "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
+    " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
+    " engine shard preview",
+    "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
+    " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
+    " tie_margin checks num_completions_to_print bf16",
+    "serve": "model host port dtype max_lora_rank max_loras max_model_len tensor_parallel_size gpu_memory_utilization"
+    " device api_key_env max_restarts python command print revision",
+    "merge": "adapter output_dir overwrite_output_dir revision dtype push_to_hub hub_model_id hub_private_repo"
+    " hub_revision",
+}
 # Values of the options without which a stage does not start, for the YAML of `onetrunk config`.
 _NEEDED = {
     "model_name_or_path": "path/or/hub-name",
@@ -33,7 +58,7 @@ NEEDED = {
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
-    """Return what `--help` asks about: all, a group, an option, or "" for the overview. None without --help."""
+    """Return what `--help` asks about: all, a part of a name, or "" for the overview. None without --help."""
     for index, word in enumerate(argv):
         if word in HELP_WORDS:
             following = argv[index + 1] if index + 1 < len(argv) else ""
@@ -41,41 +66,43 @@ def help_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def help_text(verb: str, description: str, options: Sequence[Option], topic: str = "") -> str:
+def help_text(verb: str, description: str, topic: str = "") -> str:
     """Return the help text of a verb: the options that matter most, or those that `topic` names.
 
+    Args:
+        topic: all, an option, or a part of the names of options; "": the overview.
+
     Raises:
-        UsageError: `topic` is neither all, nor a group, nor an option.
+        UsageError: no option has `topic` in its name.
     """
-    shown = [option for option in options if option.rejected is None]
+    shown = shown_options(verb)
     topic = topic.removeprefix("--").replace("-", "_")
-    groups = [group for group in GROUPS if any(option.group == group for option in shown)]
-    if topic == ALL:
-        chosen = shown
-    elif topic in groups:
-        chosen = [option for option in shown if option.group == topic]
-    elif topic:
-        chosen = [option for option in shown if option.name == topic]
-        if not chosen:
-            names = [*groups, *(option.name for option in shown)]
-            near = difflib.get_close_matches(topic, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the groups are {', '.join(groups)}"
-            raise UsageError(f"--help {topic}: no such group or option; {hint}")
+    if topic in ("", ALL):
+        first = FIRST[verb].split()
+        chosen = [option for option in shown if topic == ALL or option.name in first]
+        lines = _introduction(verb, description, len(shown))
     else:
-        chosen = [option for option in shown if option.name in FIRST[verb].split()]
-    lines = [] if topic not in ("", ALL) else _introduction(verb, description, options, len(shown))
-    for group in groups:
-        members = [option for option in chosen if option.group == group]
-        if members:
-            lines += ["", f"{group}: {GROUPS[group]}"]
-            lines += [line for option in members for line in _explained(option)]
-    return "\n".join([*lines, *([] if topic else _names(verb, groups, shown))]).lstrip("\n")
+        names = [option.name for option in shown]
+        chosen = [option for option in shown if (topic == option.name if topic in names else topic in option.name)]
+        lines = []
+        if not chosen:
+            near = difflib.get_close_matches(topic, names, n=1)
+            raise UsageError(
+                f"--help {topic}: no option has that in its name"
+                + (f"; did you mean {near[0]!r}?" if near else f"; onetrunk {verb} --help lists them")
+            )
+    lines += [line for option in chosen for line in _explained(option)]
+    if topic == "":
+        rest = " ".join(option.name for option in shown if option not in chosen)
+        lines += ["", f"The other options (`onetrunk config {verb}` prints a YAML file with all of them):"]
+        lines += textwrap.wrap(rest, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines)
 
 
-def _introduction(verb: str, description: str, options: Sequence[Option], count: int) -> list[str]:
+def _introduction(verb: str, description: str, count: int) -> list[str]:
     lines = [f"usage: onetrunk {verb} --config FILE.yaml [--option value ...]", "", description.rstrip(".") + ".", ""]
     lines += _entry("--config FILE", "YAML file with options under the names below; the command line overrides it.")
-    if any(option.name == RESUME for option in options):
+    if RESUME in load_options(verb):
         lines += _entry(
             "--resume auto",
             "Resume from the last checkpoint in output_dir, if there is one; or true, or a checkpoint folder.",
@@ -83,23 +110,9 @@ def _introduction(verb: str, description: str, options: Sequence[Option], count:
     if verb == "ppo":
         lines += _entry("--dry_run", "Check everything, print rows, steps and memory; train and write nothing.")
     lines += _entry(
-        "--help TOPIC", f"all: every option ({count}); a group below, such as {FIRST_GROUP[verb]}; or an option."
+        "--help WORD", f"The options with WORD in their names, such as {FIRST[verb].split()[0]}; all: {count}."
     )
-    return lines
-
-
-FIRST_GROUP = {
-    "sft": "sequences", "judge": "judges", "prefs": "pairs", "reward": "model", "distill": "student",
-    "ppo": "rollout", "eval": "judges", "serve": "server", "merge": "hub",
-}  # fmt: skip
-
-
-def _names(verb: str, groups: Sequence[str], shown: Sequence[Option]) -> list[str]:
-    lines = ["", f"All options by group; `onetrunk config {verb}` prints them as a YAML file with comments."]
-    for group in groups:
-        names = " ".join(option.name for option in shown if option.group == group)
-        lines += textwrap.wrap(f"{group}: {names}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return lines
+    return [*lines, ""]
 
 
 def _explained(option: Option) -> list[str]:
@@ -122,20 +135,16 @@ def _entry(flag: str, text: str) -> list[str]:
     return [head.ljust(INDENT) + (lines or [""])[0], *(" " * INDENT + line for line in lines[1:])]
 
 
-def config_text(verb: str, description: str, options: Sequence[Option]) -> str:
+def config_text(verb: str, description: str) -> str:
     """Return a YAML file with every option of a verb and its default, as comments; what a stage needs is set."""
     lines = [
         f"# onetrunk {verb}: {description}.",
         "# Every option with its default. Remove the # in front of a name to set another value.",
     ]
     needed = NEEDED[verb]
-    for group, about in GROUPS.items():
-        members = [option for option in options if option.group == group and option.rejected is None]
-        if members:
-            lines += ["", f"# ---- {group}: {about}"]
-        for option in members:
-            lines += textwrap.wrap(option.help, 116, initial_indent="# ", subsequent_indent="# ")
-            is_needed = option.name in needed
-            value = json.dumps(needed[option.name] if is_needed else option.default, ensure_ascii=False)
-            lines.append(f"{'' if is_needed else '#'}{option.name}: {value}")
+    for option in shown_options(verb):
+        lines += ["", *textwrap.wrap(option.help, 116, initial_indent="# ", subsequent_indent="# ")]
+        is_needed = option.name in needed
+        value = json.dumps(needed[option.name] if is_needed else option.default, ensure_ascii=False)
+        lines.append(f"{'' if is_needed else '#'}{option.name}: {value}")
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onetrunk.stages.options.schema import Parser, UsageError
+from onetrunk.stages.options.parser import Parser, UsageError
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
 Arithmetic and simulation: it needs no GPU, no network and no weights, only the config.json of the model."""

@@ -1,20 +1,21 @@
 """Read a YAML file and the words of a command line: secrets, unknown keys and wrong types become one message.
 
-The command line calls this before the libraries are imported, and `stages/parsing.py` after.
+The command line calls this before it imports torch; `stages/parsing.py` then makes the dataclasses.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onetrunk.ppo.foreign_keys import RENAMED, explain_key, nearest_key
-from onetrunk.stages.options.schema import Option, UsageError, load_options, make_parser, verbs
+from onetrunk.stages.options.parser import UsageError, make_parser
+from onetrunk.stages.options.table import MODULES, Option, load_options
 from onetrunk.stages.secrets import secret_in_setting, secret_in_words
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
@@ -23,8 +24,12 @@ from onetrunk.utils.yaml_files import read_yaml
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
 HELP_WORDS = ("-h", "--help")
+# Of ppo; not an option, because a YAML file cannot have it.
+DRY_RUN = ("--dry_run", "--dry-run")
 # Text fields that are also read as booleans: resume_from_checkpoint true resumes from the last checkpoint.
 TEXT_OR_BOOLEAN = (RESUME, "stop_on_alarm")
+# Verbs whose first word may be the value of an option -> that option.
+FIRST_WORDS = {"serve": "model", "merge": "adapter"}
 # Fields that become part of a path, here or in a tracker.
 NAMES = ("run_name",)
 
@@ -37,13 +42,12 @@ class Reading:
     words: list[str]
 
 
-def read(argv: Sequence[str], options: Sequence[Option], *, knows_ppo: bool) -> Reading:
+def read(verb: str, argv: Sequence[str]) -> Reading:
     """Return what a user wrote, with old names replaced; set the variables of the file's env block.
 
     Args:
-        argv: the words after the verb.
-        options: of the verb.
-        knows_ppo: True explains options of TRL's GRPO and PPO trainers.
+        verb: one of MODULES.
+        argv: the words after it.
 
     Raises:
         UsageError: names the file and line, or the option, and what to write instead. All unknown keys are named.
@@ -51,18 +55,18 @@ def read(argv: Sequence[str], options: Sequence[Option], *, knows_ppo: bool) -> 
     reason = secret_in_words(argv)
     if reason:
         raise UsageError(reason)
-    path, words = _taken(argv, "--config", "a YAML file after it")
+    options = load_options(verb)
+    path, words = _taken(_with_first_word(verb, argv), "--config", "a YAML file after it")
     resume, words = _taken(words, "--resume", "a value: auto, true, or a checkpoint folder")
     words = _renamed_words(words)
-    has_checkpoints = any(option.name == RESUME for option in options)
-    if resume is not None and has_checkpoints:
+    if resume is not None and RESUME in options:
         words += [f"--{RESUME}", resume]
     elif resume not in (None, AUTO):
         raise UsageError(
             f"--resume {resume}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
             " --resume auto"
         )
-    explain = partial(_explained, known=[option.name for option in options], knows_ppo=knows_ppo)
+    explain = partial(_explained, verb=verb)
     values, faults = ({}, []) if path is None else _read_file(path, options, explain)
     faults += _unknown_words(words, options, explain)
     if faults:
@@ -70,9 +74,9 @@ def read(argv: Sequence[str], options: Sequence[Option], *, knows_ppo: bool) -> 
     return Reading(values, words)
 
 
-def parsed_values(reading: Reading, options: Sequence[Option]) -> dict[str, Any]:
-    """Return the value of every option; raises UsageError for a word that cannot be one."""
-    parser = make_parser(options)
+def parsed_values(verb: str, reading: Reading) -> dict[str, Any]:
+    """Return the value of every option, without the dataclasses; raises UsageError for a word that cannot be one."""
+    parser = make_parser(load_options(verb).values())
     parser.set_defaults(**reading.values)
     values = vars(parser.parse_args(reading.words))
     check_values(values)
@@ -108,11 +112,21 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return value, lines
 
 
-def _explained(key: str, known: list[str], knows_ppo: bool) -> str:
-    known = [name for name in known if name not in RENAMED]
-    if knows_ppo:
+def _explained(key: str, verb: str) -> str:
+    known = [name for name in load_options(verb) if name not in RENAMED]
+    if verb == "ppo":
         return explain_key(key, known)
-    return nearest_key(key, known, [verb for verb in verbs() if key in (option.name for option in load_options(verb))])
+    return nearest_key(key, known, [other for other in MODULES if key in load_options(other)])
+
+
+def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
+    """Return the words after a verb with the first one as an option, where it may stand alone (`FIRST_WORDS`)."""
+    words, name = list(argv), FIRST_WORDS.get(verb)
+    if name and words and not words[0].startswith("-"):
+        if f"--{name}" in words:
+            raise UsageError(f"the {name} is named twice, {words[0]!r} and by --{name}; write it once")
+        words = [f"--{name}", *words]
+    return words
 
 
 def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, list[str]]:
@@ -137,24 +151,22 @@ def _renamed_words(words: Sequence[str]) -> list[str]:
     return renamed
 
 
-def _unknown_words(words: Sequence[str], options: Sequence[Option], explain: Callable[[str], str]) -> list[str]:
-    unknown = make_parser(options).parse_known_args(list(words))[1]
+def _unknown_words(words: Sequence[str], options: Mapping[str, Option], explain: Callable[[str], str]) -> list[str]:
+    unknown = make_parser(options.values()).parse_known_args(list(words))[1]
     # `-lr 3` and `lr=3` are written too; a negative number is a value.
     written = [word for word in unknown if re.match(r"--|-[A-Za-z]|[A-Za-z_]+=", word)]
     names = [word.lstrip("-").split("=")[0].replace("-", "_") for word in written]
-    known = {option.name for option in options}
-    wrong = [(word, name) for word, name in zip(written, names, strict=True) if name in known]
+    wrong = [(word, name) for word, name in zip(written, names, strict=True) if name in options]
     if wrong:
         return [f"{word!r} is not an option; write --{name} VALUE" for word, name in wrong]
-    keys = names
-    if keys or not unknown:
-        return [explain(key) for key in dict.fromkeys(keys)]
+    if names or not unknown:
+        return [explain(key) for key in dict.fromkeys(names)]
     hint = f"; for a recipe write --config {unknown[0]}" if unknown[0].endswith((".yaml", ".yml")) else ""
     return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
 
 
 def _read_file(
-    name: str, options: Sequence[Option], explain: Callable[[str], str]
+    name: str, options: Mapping[str, Option], explain: Callable[[str], str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the settings in a YAML file and all that is wrong with them; set the variables of its env block."""
     path = find_config(name)
@@ -166,7 +178,6 @@ def _read_file(
         )
     written, lines = read_mapping(path)
     written = with_shipped_files(written)
-    by_name = {option.name: option for option in options}
     values: dict[str, Any] = {}
     faults = []
     for key, value in written.items():
@@ -180,17 +191,25 @@ def _read_file(
             continue
         if key == "env":
             fault = "env must map names to values, such as 'env: {HF_HUB_OFFLINE: 1}'"
-        elif ours not in by_name:
+        elif ours not in options:
             fault = explain(key)
         elif ours != key and ours in written:
             fault = f"{key} and {ours} are the same setting; keep {ours}"
         else:
-            fault = value_fault(by_name[ours], value)
+            fault = value_fault(options[ours], value)
             fault = fault and f"{key} {fault}"
         if fault:
             faults.append(f"{place}: {fault}")
         values[ours] = value
     return values, faults
+
+
+def _entry_fault(option: Option, entries: Sequence[Any]) -> str | None:
+    """Return what is wrong with the entries of a list; a number may be written as a text, such as 1e-3."""
+    kinds = {"int": (int, str), "float": (int, float, str)}.get(option.entries, (str,))
+    wrong = [entry for entry in entries if type(entry) not in kinds]
+    what = "text, in quotes where YAML reads it otherwise" if kinds == (str,) else "numbers"
+    return f"holds {wrong[0]!r:.100} ({type(wrong[0]).__name__}); expected {what}" if wrong else None
 
 
 def value_fault(option: Option, value: Any) -> str | None:
@@ -204,9 +223,11 @@ def value_fault(option: Option, value: Any) -> str | None:
         if not fits and "str" in option.kinds:
             return f"is read as {value} by YAML; write the word in quotes"
     elif isinstance(value, int):
-        fits = bool({"int", "float"} & set(option.kinds))
+        fits = bool({"int", "float"} & option.kinds)
     else:
         fits = type(value).__name__ in option.kinds
+    if isinstance(value, list) and "list" in option.kinds:
+        return _entry_fault(option, value)
     if not fits:
         names = sorted(name for name in option.kinds if name != "NoneType")
         return f"is {value!r} ({type(value).__name__}); expected {' or '.join(names)}"

@@ -17,7 +17,6 @@ VERBS = {
     "config": "print a YAML file with every option of a stage, its default and what it does",
     "init": "write a recipe for your model, rows and rewards",
     "doctor": "report versions, GPU, packages, disk and Hub login, and how to mend what is missing",
-    "completion": "print the completion of a shell: bash, zsh or fish",
 }
 # Verbs that read their words themselves -> their modules. They import neither torch nor transformers.
 PLAIN_VERBS = {
@@ -26,5 +25,4 @@ PLAIN_VERBS = {
     "recipes": "onetrunk.stages.recipes",
     "doctor": "onetrunk.stages.doctor",
     "plan": "onetrunk.stages.plan",
-    "completion": "onetrunk.stages.options.completion",
 }

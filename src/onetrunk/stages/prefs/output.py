@@ -24,7 +24,7 @@ from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.stages.tables import as_json, markdown_table, shortened, text_table
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
-from onetrunk.utils.redaction import redact_all
+from onetrunk.utils.redaction import redact, redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
 NAMES = {
@@ -126,7 +126,7 @@ def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Pa
     path = statistics_path(folder, part)
     atomic_write_json(path, {**statistics, "about": about})
     if part.count == 1:
-        atomic_write_text(folder / CARD, card(statistics, about, list(islice(read_rows(rows), 3))))
+        atomic_write_text(folder / CARD, redact(card(statistics, about, list(islice(read_rows(rows), 3)))))
     return path
 
 

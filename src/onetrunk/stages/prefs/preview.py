@@ -19,6 +19,7 @@ from onetrunk.judges.verdicts import Memory
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.tables import shortened, show, show_columns, text_table
 from onetrunk.types import Message
+from onetrunk.utils.escaping import printable
 
 # Characters of a question, and questions that are shown.
 LONGEST_QUESTION, SHOWN_QUESTIONS = 1500, 4
@@ -59,10 +60,10 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
         rows += flow.label(items, product)
         num_prompts += len(items)
     for item, principle, answer in judge.heard[:SHOWN_QUESTIONS]:
-        print(f"\n--- a question, and the answer {said(answer)}")
-        print(shortened(question_text(item, principle), LONGEST_QUESTION))
+        print(printable(f"\n--- a question, and the answer {said(answer)}"))
+        print(printable(shortened(question_text(item, principle), LONGEST_QUESTION)))
         if answer.reason:
-            print(f"--- the judge's reason: {shortened(answer.reason)}")
+            print(printable(f"--- the judge's reason: {shortened(answer.reason)}"))
     answered = [(principle.text, said(answer)) for _, principle, answer in judge.heard]
     show(text_table(("principle", "verdict"), answered[: args.preview]))
     seconds = time.perf_counter() - began

@@ -477,9 +477,8 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Result:
 
 parse_prefs = partial(
     parse,
-    dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments),
     verb="prefs",
-    description="Make preference data, or revised completions, with a judge or a constitution.",
+    dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments),
     check=lambda args, settings, prices, model_args: check_model_is_named(args, model_args),
 )
 main = partial(run_stage, "prefs", parse_prefs, run)

@@ -25,8 +25,8 @@ from typing import Any
 from onetrunk.checkpoints.settings import is_free
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.state import FREE_IN_PPO
+from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.options.reading import read_mapping
-from onetrunk.stages.options.schema import UsageError
 from onetrunk.stages.plain_arguments import PushArguments
 from onetrunk.stages.prefs.arguments import DECIDING
 from onetrunk.stages.secrets import secret_in_words

@@ -19,17 +19,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from onetrunk.checkpoints.folders import described
 from onetrunk.report.report import write_report_of
-from onetrunk.stages.options.run_words import run_words
-from onetrunk.stages.options.schema import UsageError
+from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.options.words import run_words
 from onetrunk.stages.resuming import has_result, say_where
 from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
 from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
 from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
+from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_output_dir
 from onetrunk.utils.locks import WriterLock
 from onetrunk.utils.redaction import redact
@@ -252,8 +253,8 @@ def show(
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
         color = COLORS.get(status, "default")
         outputs = ", ".join([*map(str, stage.outputs[:2]), *(["..."] if len(stage.outputs) > 2 else [])])
-        table.add_row(stage.name, f"[{color}]{status}[/]", why, seconds, outputs)
-    Console().print(table)
+        table.add_row(stage.name, Text(status, style=color), why, seconds, outputs)
+    table_console().print(table)
     for plan in plans if args.is_dry else ():
         if plan.action != "done":
             print(f"$ {redact(plan.stage.shown(*resume_words(plan, state)))}")

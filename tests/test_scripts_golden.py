@@ -1,0 +1,82 @@
+"""scripts/golden.py: what changed is found, what the clock decides is not compared, and a tree equals itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = {"loss": 0.5, "kl/ref": 2.0, "time/generate_s": 1.0, "train_runtime": 9.0, "step": 3}
+ROWS = [{"prompt": "the cat", "ids": [4, 1]}, {"prompt": "the dog", "ids": [5, 6, 1]}]
+
+
+@pytest.fixture
+def comparing(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from golden import comparing
+
+    return comparing
+
+
+def written(folder: Path, weight: float = 0.25, rows: list = ROWS, names: tuple = ("adapter", "head"), **log) -> Path:
+    """Write what a case leaves behind: weights, a log and completions; return its folder."""
+    checkpoint = folder / "out" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    for name in names:
+        save_file({"layer": np.array([1.0, weight], dtype=np.float32)}, folder / "out" / f"{name}.safetensors")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": [LOG | log]}))
+    (folder / "completions-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "tolerance", "is_equal"),
+    [
+        ({}, 0.0, True),
+        ({"time/generate_s": 7.0, "train_runtime": 1.0}, 0.0, True),
+        ({"rows": ROWS[::-1]}, 0.0, True),
+        ({"weight": 0.25 + 2**-25}, 0.0, False),
+        ({"weight": 0.25 + 2**-25}, 1e-6, True),
+        ({"weight": 0.25 + 2**-16}, 1e-6, False),
+        ({"weight": np.nan}, 1e-6, False),
+        ({"loss": 0.5001}, 1e-6, False),
+        ({"kl/ref": 2.000001}, 1e-6, True),
+        ({"new": 1.0}, 1e-6, False),
+        ({"rows": [ROWS[0], ROWS[1] | {"ids": [5, 7, 1]}]}, 1e-6, False),
+        ({"names": ("adapter",)}, 1e-6, False),
+        ({"names": ("adapter", "head", "more")}, 1e-6, False),
+    ],
+)
+def test_only_what_a_case_computes_must_be_equal(comparing, tmp_path, changed, tolerance, is_equal):
+    found = comparing.compare(written(tmp_path / "base"), written(tmp_path / "new", **changed))
+    passes, text = comparing.verdict(found, tolerance)
+    assert passes == is_equal and text.startswith(("equal", "max") if is_equal else "DIFFERS"), text
+
+
+def test_a_base_without_results_is_no_success(comparing, tmp_path):
+    (tmp_path / "base").mkdir()
+    with pytest.raises(ValueError, match="has no results to compare"):
+        comparing.compare(tmp_path / "base", written(tmp_path / "new"))
+
+
+@pytest.mark.slow
+def test_a_tree_computes_what_its_own_commit_computes_and_the_results_of_the_commit_are_kept(tmp_path):
+    # A commit of the tree as it is, changes included; nothing if there are none.
+    words = ["git", "-c", "user.name=golden", "-c", "user.email=golden@localhost", "stash", "create"]
+    base = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip() or "HEAD"
+    command = [sys.executable, "scripts/golden.py", base, "--cache", str(tmp_path)]
+    for cases in (["plan", "ppo-top-layer"], ["plan"]):
+        done = subprocess.run([*command, "--only", *cases], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{len(cases)} of {len(cases)} cases are equal" in done.stdout
+    assert len(list(tmp_path.glob("*/plan-*/seconds.json"))) == 1
+
+
+def test_an_unknown_commit_is_one_message():
+    command = [sys.executable, "scripts/golden.py", "no-such-commit"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "no-such-commit is no commit" in done.stderr and "Traceback" not in done.stderr
