@@ -147,9 +147,9 @@ def test_a_mistake_is_one_error_message(settings, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("spec, error", [("./absent", RuntimeError), ("reward:./absent", FileNotFoundError)])
-def test_a_folder_that_is_missing_is_one_error_message(spec, error):
-    with pytest.raises(error, match="absent") as caught:
+@pytest.mark.parametrize("spec", ["./absent", "reward:./absent"])
+def test_a_folder_that_is_missing_is_one_error_message(spec):
+    with pytest.raises(RuntimeError, match="absent") as caught:
         load_judge(JudgeConfig(judge=[spec], judge_device="cpu"))
     assert "\n" not in str(caught.value)
 

@@ -108,7 +108,7 @@ def test_a_score_that_is_not_finite_is_an_abstention(folder):
 
 
 def test_what_is_no_reward_model_is_one_error_message(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(RuntimeError, match="absent' cannot be loaded: there is no such folder"):
         load_reward_judge(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="newly initialised"):
         load_reward_judge(str(folder / "base"))

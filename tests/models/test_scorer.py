@@ -116,7 +116,7 @@ def test_what_is_no_scalar_reward_model_is_refused(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="adapter is an adapter; merge it"):
         load_scorer(tmp_path / "adapter")
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+    with pytest.raises(RuntimeError, match="nowhere' cannot be loaded: there is no such folder"):
         load_scorer(tmp_path / "nowhere")
 
 

@@ -273,7 +273,10 @@ def test_empty_held_out_rows_are_refused(there, capsys):
     ("options", "sentence"),
     [
         (["--teacher", "base"], "lacks score.weight, which would be newly initialised and score at random"),
-        (["--teacher", "nowhere/at/all"], "nowhere/at/all does not exist"),
+        (
+            ["--teacher", "nowhere/at/all"],
+            "'nowhere/at/all' cannot be loaded: there is no such folder",
+        ),
         (["--student_tokenizer", "train.jsonl"], "the tokenizer 'train.jsonl' cannot be loaded: it is a file"),
         (["--student_config", '{"model_type": "no"}', "--student_vocab_size", "300"], "makes no model: "),
         (["--student_config", '{"hidden_size": 8}', "--student_vocab_size", "300"], "has no model_type"),

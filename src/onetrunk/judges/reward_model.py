@@ -120,7 +120,7 @@ def load_reward_judge(
     `name` is the folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
 
     Raises:
-        FileNotFoundError, RuntimeError: nothing loadable there.
+        RuntimeError: nothing loadable there.
         ValueError: a model or an adapter without a trained score head, or with several labels.
     """
     path = Path(name).expanduser()

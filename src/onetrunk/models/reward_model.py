@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file, has_file
 
 from onetrunk.data.chat_template import apply_chat_template
 from onetrunk.data.prompts import without_second_bos
@@ -86,8 +85,8 @@ def load_scorer(
         dtype: None for the checkpoint's own.
 
     Raises:
-        FileNotFoundError, RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or
-            weights missing from the checkpoint.
+        RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or weights missing
+            from the checkpoint.
     """
     name = scorer_source(path)
     source = {"revision": revision, "trust_remote_code": False}
@@ -105,13 +104,10 @@ def scorer_source(path: str | Path) -> str:
     """Return the folder or Hub name of a reward model, without reading any of its files.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
-        RuntimeError: a file, or a folder without a model.
+        RuntimeError: a path that does not exist, a file, or a folder without a model.
         ValueError: an adapter.
     """
     name = expand(path)
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
     check_source(name, "reward model")
@@ -303,7 +299,7 @@ def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
 def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer saved with a reward adapter, or None."""
     source = expand(name)
-    has_tokenizer = has_file(source, "tokenizer_config.json")
+    has_tokenizer = source_file(source, "tokenizer_config.json") is not None
     return read_tokenizer(source, "tokenizer of the reward adapter") if has_tokenizer else None
 
 
@@ -589,10 +585,9 @@ class ScoreScale:
 
 def read_score_scale(name: str) -> ScoreScale | None:
     """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None."""
-    source = expand(name)
-    if not has_file(source, SCALE_FILE):
+    path = source_file(expand(name), SCALE_FILE)
+    if path is None:
         return None
-    path = cached_file(source, SCALE_FILE)
     data = read_json(path)
     try:
         return ScoreScale(float(data["mean"]), float(data["std"]))
