@@ -55,7 +55,7 @@ def measure(folder: Path, num_pairs: int) -> dict[str, float]:
         raise RuntimeError(f"onetrunk prefs ended with exit code {code}")
     seconds = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    ledger = (folder / "out/ledger/ledger.jsonl").stat().st_size / num_pairs
+    ledger = (folder / "out/ledger/ledger.db").stat().st_size / num_pairs
     return {"pairs": num_pairs, "cpu_s": round(seconds, 1), "peak_mib": round(peak), "ledger_bytes": round(ledger)}
 
 

@@ -1,12 +1,9 @@
 """Wall-clock seconds of runs that sample ahead of the update, against runs in turn. EMULATED: the phases sleep.
 
     python scripts/bench/schedules.py
-    python scripts/bench/schedules.py --score_s 4 --rollouts 12
 
-Sampling and update take `--phase_s` each, as if a server sampled on a machine of its own. The first command compares
-`one_step` with `sync`. With `--score_s` a row-wise reward takes so long per rollout, and `async` runs that score rows
-as they arrive are compared with `async` runs that score whole rollouts. It prints one JSON line: seconds of both,
-their ratio, and the ratio that is possible.
+Sampling and update take `--phase_s` each, as if a server sampled on a machine of its own. `one_step` is compared with
+`sync`. It prints one JSON line: seconds of both, their ratio, and the ratio that is possible.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from torch import Tensor, nn
 from workload import LORA, Workload
 
 from onetrunk import PPOConfig, PPOTrainer
-from onetrunk.rewards import row_wise
 from onetrunk.types import Rollout
 
 ROWS, STEPS = 8, 2
@@ -37,7 +33,7 @@ WORK = Workload(shape="tiny", prompt=4, rollout=ROWS)
 
 
 class SleepingServer:
-    """Says the same to every prompt. The rows of a rollout end one after the other, the last one after `seconds`."""
+    """Says the same to every prompt; a call takes `seconds`."""
 
     def __init__(self, seconds: float):
         self.seconds, self.version = seconds, 0
@@ -51,8 +47,8 @@ class SleepingServer:
     def generate_as(
         self, role: str, version: int, prompt_ids: Sequence[list[int]], params: Any, keys: Sequence[tuple[int, ...]]
     ) -> Rollout:
-        """Return after the row that ends last; with `async` every row is a call of its own."""
-        time.sleep(self.seconds * max(1 + key[2] % ROWS for key in keys) / ROWS)
+        """Sleep, then return one completion per prompt."""
+        time.sleep(self.seconds)
         completion = list(range(10, 14))
         logprobs = [torch.zeros(len(completion)) for _ in prompt_ids]
         return Rollout(
@@ -74,9 +70,7 @@ class SleepingUpdate(PPOTrainer):
 def seconds_of(given: argparse.Namespace, **settings: Any) -> float:
     """Return the wall-clock seconds of a run, without its set-up."""
 
-    @row_wise
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        time.sleep(given.score_s / ROWS * len(completion_ids))
         return [float(len(ids)) for ids in completion_ids]
 
     tokenizer = WORK.tokenizer()
@@ -120,32 +114,18 @@ def sampling_ahead(given: argparse.Namespace) -> dict[str, float]:
     return {**seconds, "ratio": seconds["sync"] / seconds["one_step"], "possible": bound}
 
 
-def scoring_early(given: argparse.Namespace) -> dict[str, float]:
-    """Compare rows scored as they arrive with whole rollouts, both sampled with `async`.
-
-    Whole rollouts are scored and used in turn while the next is sampled. Of early scores only that of the last row is
-    waited for: it is added to the longest phase.
-    """
-    seconds = {name: seconds_of(given, schedule="async", score_early=name == "early") for name in ("whole", "early")}
-    n, phase, score = given.rollouts, given.phase_s, given.score_s
-    bound = (phase + n * (score + phase)) / (phase + n * max(phase, score) + (n + 1) * score / ROWS)
-    return {**seconds, "ratio": seconds["whole"] / seconds["early"], "possible": bound}
-
-
 def main() -> None:
     """Measure what the options name and print it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--phase_s", type=float, default=4.0, help="seconds of sampling a rollout, and of its update")
-    parser.add_argument("--score_s", type=float, default=0.0, help="seconds of scoring a rollout")
     parser.add_argument("--rollouts", type=int, default=20)
     given = parser.parse_args()
-    if not (0 < given.phase_s < math.inf and 0 <= given.score_s < math.inf and given.rollouts >= 1):
+    if not (0 < given.phase_s < math.inf and given.rollouts >= 1):
         parser.error(
-            f"--phase_s is {given.phase_s}, --score_s is {given.score_s} and --rollouts is {given.rollouts}; give"
-            " seconds above 0, seconds of 0 or more, and at least 1 rollout"
+            f"--phase_s is {given.phase_s} and --rollouts is {given.rollouts}; give seconds above 0 and at least 1"
+            " rollout"
         )
-    found = scoring_early(given) if given.score_s else sampling_ahead(given)
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+    print(json.dumps({name: round(value, 3) for name, value in sampling_ahead(given).items()}))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "vllm_server_host": {"use_vllm": True},
     "vllm_server_port": {"use_vllm": True},
     "vllm_server_timeout": {"use_vllm": True},
+    "vllm_request_timeout": {"use_vllm": True},
+    "vllm_api_key_env": {"use_vllm": True},
     "vllm_mode": {"use_vllm": True},
     "vllm_gpu_memory_utilization": {"use_vllm": True, "vllm_mode": "colocate"},
     "vllm_max_model_length": {"use_vllm": True, "vllm_mode": "colocate"},

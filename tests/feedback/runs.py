@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onetrunk import cli
+from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.rollouts.local import LocalBackend
@@ -185,6 +186,12 @@ def in_a_process(
     if when is not None or after_s is not None:
         os.kill(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def answers_in(path: str | Path) -> dict[str, object]:
+    """Return what a ledger holds."""
+    with Ledger(path) as ledger:
+        return {key: ledger.get(key) for key in ledger.keys()}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

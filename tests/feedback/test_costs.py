@@ -1,14 +1,34 @@
-"""What judges cost: counters over runs and shards of a folder, prices, and a budget."""
+"""What judges cost: counters over runs and shards of a folder, prices, and a budget that is never passed.
+
+The server counts what it was asked, and so what is paid: `billed`.
+"""
 
 import json
+import os
+import random
+import signal
+import threading
 
 import pytest
 
+from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
-from onetrunk.judges.base import Judge, Verdict
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.base import Judge, Pair, Principle, Verdict
+from onetrunk.judges.chat import most_tokens
+from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import EnsembleJudge
+from onetrunk.judges.server import ServerJudge
+from onetrunk.utils.calls import RetryPolicy
+from tests.feedback.runs import in_a_process
+from tests.judges.stub_server import StubServer
 
 PRICED = CostConfig(judge_prices={"served": [2.0, 10.0]}, judge_budget_usd=1.0)
+# USD per million tokens of the server below, and a budget of about 80 questions.
+PRICE, BUDGET = (10.0, 40.0), 0.25
+PAIRS = [Pair(f"Prompt {i}", f"One {i}. {'word ' * (i % 50)}", f"Other {i}") for i in range(80)]
+CONSTITUTION = Constitution("test", (Principle("Which is better?"),))
+POLICY = RetryPolicy(max_calls=2, first_delay_s=0.001, max_delay_s=0.01, call_timeout_s=60)
 
 
 class Served(Judge):
@@ -21,44 +41,177 @@ class Served(Judge):
 
     def _answer(self, items, principle, keep):
         for index in range(len(items)):
+            self.usage.prompt_tokens += 300_000
             keep(index, Verdict(0.5))
 
 
-def use(judge, prompt_tokens, completion_tokens):
-    judge.usage.calls += 1
-    judge.usage.questions += 1
-    judge.usage.prompt_tokens += prompt_tokens
-    judge.usage.completion_tokens += completion_tokens
+def tokens_of(body):
+    """Return what the server bills for a call."""
+    return {"prompt_tokens": len(json.dumps(body["messages"])) // 3, "completion_tokens": body["max_tokens"] // 2}
+
+
+def billed(stub):
+    """Return what the server bills in USD, for every call that reached it."""
+    tokens = [tokens_of(body) for body in stub.bodies]
+    return sum(t["prompt_tokens"] * PRICE[0] + t["completion_tokens"] * PRICE[1] for t in tokens) / 1e6
+
+
+def label(stub, folder, budget=BUDGET, concurrency=8, shard="", pairs=PAIRS, policy=POLICY):
+    """Label the pairs in a folder as a run does."""
+    judge = ServerJudge(stub.url, stub.model, max_concurrency=concurrency, policy=policy)
+    costs = Costs(folder, [judge], CostConfig({stub.model: list(PRICE)}, budget))
+    with Ledger(folder / f"ledger{shard}.db") as ledger:
+        try:
+            Asker(judge, CONSTITUTION, ledger, FailureLimit(1.0, judge.name), costs=costs).labels(pairs)
+        finally:
+            costs.close()
+
+
+@pytest.fixture
+def stub():
+    with StubServer() as server:
+        server.usage_of = tokens_of
+        yield server
+
+
+@pytest.mark.parametrize("concurrency", [1, 64])
+def test_a_budget_is_used_up_but_never_passed_and_repeats_of_a_spent_run_send_no_question(stub, tmp_path, concurrency):
+    stub.latency_s = 0.002
+    asked = []
+    for _ in range(3):
+        with pytest.raises(BudgetReached, match=r"cost \d.\d+ USD, the next question may cost 0.0\d+, and judge_b"):
+            label(stub, tmp_path, concurrency=concurrency)
+        asked.append(len(stub.bodies))
+    assert asked[1:] == asked[:1] * 2
+    # What is left has no room for one question at its largest possible cost.
+    largest = max(most_tokens(body)[0] for body in stub.bodies) * PRICE[0] / 1e6 + 0.001
+    assert BUDGET - largest < billed(stub) <= BUDGET
+    usd = read_costs(tmp_path)["judge-1"]["usd"]
+    assert usd == pytest.approx(billed(stub))
+    # The same command with a larger budget buys only what is missing.
+    label(stub, tmp_path, budget=100)
+    assert len(stub.bodies) == 2 * len(PAIRS) + 2  # One trial for each of the two runs.
+
+
+FORMS = [
+    None,
+    {},
+    "12",
+    [3],
+    {"prompt_tokens": None, "completion_tokens": None},
+    {"prompt_tokens": 0, "completion_tokens": 0},
+    {"prompt_tokens": -5, "completion_tokens": 1},
+    {"prompt_tokens": 1.5, "completion_tokens": True},
+    {"prompt_tokens": 10**400, "completion_tokens": 10**400},
+    {"total_tokens": 5},
+    {"prompt_tokens": "5", "completion_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
+def test_a_server_that_reports_no_usable_usage_is_estimated_said_so_and_stops_at_the_budget(
+    stub, tmp_path, form, caplog
+):
+    stub.usage_of = lambda body: form
+    with pytest.raises(BudgetReached):
+        label(stub, tmp_path, budget=0.2)
+    assert 0.02 < billed(stub) <= 0.2
+    counters = read_costs(tmp_path)["judge-1"]
+    assert counters["estimated_calls"] == counters["calls"] == len(stub.bodies)
+    assert [r.message for r in caplog.records if "does not report the tokens" in r.message]
+
+
+def test_two_shards_with_64_calls_in_flight_each_see_each_other_at_once(stub, tmp_path):
+    stub.latency_s = 0.002
+    ends = []
+
+    def shard(index):
+        try:
+            label(stub, tmp_path, concurrency=64, shard=f"-{index}", pairs=PAIRS[index::2])
+        except BudgetReached as end:
+            ends.append(end)
+
+    threads = [threading.Thread(target=shard, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ends) == 2 and 0.8 * BUDGET < billed(stub) <= BUDGET
+
+
+def kill_runs(stub, folder, kills, generator):
+    """Start the same run again and again, and kill it after a few questions, or when the budget is spent."""
+
+    def work():
+        try:
+            label(stub, folder, concurrency=16)
+        except BudgetReached:
+            (folder / "spent").touch()
+            signal.pause()
+
+    for _ in range(kills):
+        due = len(stub.bodies) + generator.randint(1, 40)
+        code = in_a_process(work, when=lambda due=due: len(stub.bodies) >= due or (folder / "spent").exists())
+        assert code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_never_spend_more_than_the_budget(stub, tmp_path, kills):
+    stub.latency_s = 0.02
+    kill_runs(stub, tmp_path, kills, random.Random(kills))
+    with pytest.raises(BudgetReached):
+        label(stub, tmp_path)
+    assert billed(stub) <= BUDGET
+    # Calls in flight at a kill count in full, because they may be paid.
+    counters = read_costs(tmp_path)["judge-1"]
+    assert counters["unsettled_calls"] > 0 and billed(stub) < counters["usd"] <= BUDGET
+
+
+@pytest.mark.parametrize(
+    ("fault", "stays"), [("reset", True), ("truncated_json", True), ("429", False), ("500", False)]
+)
+def test_a_call_that_may_be_paid_keeps_its_reservation_and_a_rejected_one_does_not(stub, tmp_path, fault, stays):
+    stub.fault, stub.rate, stub.fails_on = fault, 1.0, lambda body: "Prompt 3" in str(body)
+    label(stub, tmp_path, pairs=PAIRS[:8], budget=100)
+    counters = read_costs(tmp_path)["judge-1"]
+    failed = counters["failed_calls"]
+    assert failed >= 2 and counters["unsettled_calls"] == (failed if stays else 0)
+
+
+def test_a_call_that_reaches_no_server_costs_nothing(tmp_path, stub):
+    os.environ.pop("http_proxy", None)
+    judge = ServerJudge("http://127.0.0.1:9/v1", "judge-1", policy=POLICY)
+    costs = Costs(tmp_path, [judge], CostConfig({"judge-1": list(PRICE)}, BUDGET))
+    with pytest.raises(RuntimeError, match="does not answer"):
+        judge.check()
+    assert costs.usd == 0
 
 
 def test_the_runs_of_a_folder_add_up_and_a_later_price_counts_for_earlier_tokens(tmp_path):
     judge = Served()
-    use(judge, 5, 5)  # Before the run began.
+    judge.usage.prompt_tokens += 5  # Before the run began.
     costs = Costs(tmp_path, [judge], CostConfig())
-    use(judge, 100_000, 10_000)
+    judge.usage.add({"calls": 1, "questions": 1, "prompt_tokens": 100_000, "completion_tokens": 10_000})
     costs.save()
     assert "usd" not in read_costs(tmp_path)["served"]
     again = Costs(tmp_path, [Served()], PRICED)
     # 0.1 million tokens at 2 USD and 0.01 million at 10 USD.
     assert again.usd == pytest.approx(0.3)
-    again.save()
     assert read_costs(tmp_path)["served"] == again.as_dict()["served"]
     assert again.as_dict()["served"]["questions"] == 1
+    # Another judge in the same folder has the same budget.
+    assert Costs(tmp_path, [Served("other")], CostConfig({"other": [1, 1]}, 1.0)).usd == pytest.approx(0.3)
 
 
-def test_shards_that_run_at_the_same_time_lose_no_costs_and_share_the_budget(tmp_path):
-    judges = [Served(), Served()]
-    shards = [Costs(tmp_path, [judge], PRICED, f"-{i:05d}-of-00002") for i, judge in enumerate(judges)]
-    for judge, costs in zip(judges, shards, strict=True):
-        use(judge, 300_000, 0)
-        costs.check()  # 0.6 USD each.
-    for costs in shards:
-        costs.save()
-    total = read_costs(tmp_path)["served"]
-    assert total["prompt_tokens"] == 600_000 and total["questions"] == 2
-    assert total["usd"] == pytest.approx(1.2) and total["usd_per_1000_questions"] == pytest.approx(600)
-    with pytest.raises(BudgetReached, match=r"have cost 1.2000 USD, and judge_budget_usd is 1"):
-        shards[1].check()
+def test_a_judge_of_the_users_own_stops_after_the_answer_that_passes_the_budget_and_is_not_asked_again(tmp_path):
+    asked = []
+    for _ in range(2):
+        judge = Served()
+        costs = Costs(tmp_path, [judge], PRICED)
+        with Ledger(tmp_path / "ledger.db") as ledger, pytest.raises(BudgetReached):
+            Asker(judge, CONSTITUTION, ledger, FailureLimit(1.0, judge.name), costs=costs).labels(PAIRS)
+        asked.append(judge.usage.prompt_tokens // 300_000)
+    assert asked == [2, 0]  # 0.6 USD each.
 
 
 def test_a_budget_needs_the_price_of_every_judge_on_a_server(tmp_path):
@@ -69,8 +222,8 @@ def test_a_budget_needs_the_price_of_every_judge_on_a_server(tmp_path):
     assert Costs(tmp_path, [both], free).usd == 0
 
 
-def test_a_damaged_file_of_costs_is_named(tmp_path):
-    (tmp_path / "_report").mkdir()
-    (tmp_path / "_report/costs.json").write_text(json.dumps({"served": {"calls": 1}})[:-3])
-    with pytest.raises(RuntimeError, match="costs.json"):
+def test_a_damaged_file_of_costs_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger/costs.db").write_text("not a database\n" * 100)
+    with pytest.raises(RuntimeError, match="costs.db cannot be used .*or delete it, and what was spent is forgotten"):
         Costs(tmp_path, [Served()], PRICED)

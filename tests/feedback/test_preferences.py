@@ -49,7 +49,7 @@ class TableJudge:
 @pytest.fixture
 def make(tmp_path):
     (tmp_path / "c.yaml").write_text(CONSTITUTION)
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+    with Ledger(tmp_path / "ledger.db") as ledger:
 
         def maker(answers, **settings):
             judge = TableJudge(answers)

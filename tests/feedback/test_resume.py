@@ -1,8 +1,10 @@
 """Killed anywhere and run again: the same bytes as never killed, and nothing bought twice."""
 
+import contextlib
 import json
 import random
 import signal
+import sqlite3
 
 import pytest
 
@@ -73,11 +75,12 @@ def test_a_finished_run_again_asks_nothing_and_writes_the_same(inputs, whole, tm
 def test_a_completion_lost_from_the_middle_of_a_chunk_comes_back_the_same(inputs, whole, tmp_path):
     out = tmp_path / "out"
     runs.run(inputs, out, CountingJudge(tmp_path / "asked.log"))
-    ledger = out / "ledger" / "ledger.jsonl"
-    lines = ledger.read_text().splitlines(keepends=True)
-    values = [json.loads(line)["value"] for line in lines]
-    completions = [i for i, value in enumerate(values) if isinstance(value, str) or "text" in value]
-    ledger.write_text("".join(line for i, line in enumerate(lines) if i not in (completions[4], completions[-1])))
+    with contextlib.closing(sqlite3.connect(out / "ledger/ledger.db")) as database, database:
+        answers = database.execute("SELECT number, value FROM answers").fetchall()
+        values = {number: json.loads(value) for number, value in answers}
+        completions = [number for number, value in values.items() if isinstance(value, str) or "text" in value]
+        lost = (completions[4], completions[-1])
+        assert database.execute("DELETE FROM answers WHERE number IN (?, ?)", lost).rowcount == 2
     runs.run(inputs, out, CountingJudge(tmp_path / "asked.log"))
     assert files_of(out) == files_of(whole[0])
     assert set(questions_asked(tmp_path / "asked.log").values()) == {1}

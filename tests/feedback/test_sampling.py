@@ -20,7 +20,7 @@ PRINCIPLES = [Principle("warm", 1.0), Principle("small", 3.0), Principle("please
 
 @pytest.fixture
 def ledger(tmp_path):
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+    with Ledger(tmp_path / "ledger.db") as ledger:
         yield ledger
 
 
@@ -39,7 +39,7 @@ def items(sampler, prompts=PROMPTS):
 def test_completions_do_not_depend_on_order_or_on_the_prompts_beside(tmp_path, ledger):
     one = sampler(ledger)
     together = one.sample(items(one), 3)
-    with Ledger(tmp_path / "other.jsonl") as other:
+    with Ledger(tmp_path / "other.db") as other:
         alone = sampler(other)
         assert [alone.sample([item], 3)[0] for item in reversed(items(alone))] == together[::-1]
     assert len({text for row in together for text in row}) > 10
@@ -61,7 +61,7 @@ def test_the_ledger_remembers_which_completions_were_cut_off(tmp_path, ledger):
     assert {text.stopped for text in sampled} == {True, False}
     assert [text for row in again.sample(items(again), 6) for text in row] == sampled and again.num_sampled == 0
     # What older ledgers hold, a string, is a completion that ended by itself.
-    with Ledger(tmp_path / "old.jsonl") as old:
+    with Ledger(tmp_path / "old.db") as old:
         other = sampler(old)
         old.put(other.key(items(other)[0], 0), "the cat")
         assert other.kept(items(other)[:1], 1) == [[SampledText("the cat")]]

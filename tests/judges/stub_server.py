@@ -41,6 +41,7 @@ NOT_SOLD = (
     "other_model",
 )
 THOUGHT_TOKENS = 100
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 SOLD = ("fenced", "wrong_label", "no_logprobs")
 FAULTS = NOT_SOLD + SOLD
 # Answers that are read in part; each costs many megabytes.
@@ -97,6 +98,8 @@ class StubServer:
         self.replies_instead: Callable[[Any], Any] = lambda _body: None
         # Of a body: the status of its answer.
         self.status_instead: Callable[[Any], int] = lambda _body: 200
+        # Of a body: what the reply reports as its usage.
+        self.usage_of: Callable[[Any], Any] = lambda _body: USAGE
         # Whether a body is one on which it hangs, or on which alone its fault shows.
         self.hangs_on: Callable[[Any], bool] = lambda _body: False
         self.fails_on: Callable[[Any], bool] = lambda _body: True
@@ -180,6 +183,8 @@ class StubServer:
                 await FAULTY[self.fault](self, writer, body)
                 return
             status, answer = self.routes[path](body) if path in self.routes else self._complete(body, fails)
+            if status == 200 and isinstance(answer, dict) and "usage" in answer:
+                answer = answer | {"usage": self.usage_of(body)}
             # Counted first: whoever has the answer may look into the book at once.
             self.sold[question] += status == 200
             await asyncio.sleep(self.latency_s)
@@ -249,8 +254,7 @@ def completion(model: str, text: str | None, positions: list[Any] | None = None)
     logprobs = None if positions is None else {"content": positions}
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": logprobs}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    return {"id": "x", "object": "chat.completion", "created": 0, "model": model, "choices": [choice], "usage": usage}
+    return {"id": "x", "object": "chat.completion", "created": 0, "model": model, "choices": [choice], "usage": USAGE}
 
 
 async def send(

@@ -48,7 +48,7 @@ def test_a_rubric_out_of_yaml_and_out_of_the_command_line(tmp_path):
     )
     words = ["--judge", "rubric", "--rubric", '{"short": "checks.py:short"}', "--rubric_temperature", "0.5"]
     for argv in (["--config", "c.yaml"], words):
-        (settings,) = parse(argv, (JudgeConfig,), "prefs", "Test.")
+        (settings,) = parse(argv, "prefs", (JudgeConfig,))
         judge = load_judge(settings, resolve_reward)
         assert isinstance(judge, RubricJudge) and judge.temperature == 0.5
         assert judge.rate(["p"], ["abc"], SHORT)[0].score == 0.25
@@ -73,7 +73,7 @@ def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line
     words += ["--judge_chat_template_kwargs", '{"enable_thinking": false}']
     words += ["--judge_extra_body", '{"reasoning_effort": "low"}']
     for argv in (["--config", "c.yaml"], words):
-        (settings,) = parse(argv, (JudgeConfig,), "prefs", "Test.")
+        (settings,) = parse(argv, "prefs", (JudgeConfig,))
         judge = load_judge(settings)
         policy = judge.policy
         assert (policy.call_timeout_s, policy.max_calls, policy.item_timeout_s, policy.patience_s) == (5, 2, 50, 20)
@@ -272,7 +272,7 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_judges", raising=False)
     (tmp_path / "c.yaml").write_text(f"judge: ['{spec}']\nconstitution: constitution.yaml\n")
-    (settings,) = parse(["--config", "c.yaml"], (JudgeConfig,), "prefs", "Test.")
+    (settings,) = parse(["--config", "c.yaml"], "prefs", (JudgeConfig,))
     judge = load_judge(settings, resolve_reward)
     verdicts = judge.compare([Pair("p", "a", "bb"), Pair("p", "ccc", "bb")], SHORT)
     assert [verdict.probability for verdict in verdicts] == [1.0, 0.0]

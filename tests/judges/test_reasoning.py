@@ -34,7 +34,7 @@ def thinker(shares_by_thought):
 
 def test_several_samples_of_reasoning_are_averaged_and_all_thoughts_kept(tmp_path):
     beliefs = {"The first is warm.": 0.9, "The second is true.": 0.3}
-    with StubServer("thinker", routes=thinker(beliefs)) as stub, Ledger(tmp_path / "ledger.jsonl") as ledger:
+    with StubServer("thinker", routes=thinker(beliefs)) as stub, Ledger(tmp_path / "ledger.db") as ledger:
         judge = ServerJudge(stub.url, "thinker", reasoning_tokens=64, reasoning_samples=4, policy=QUICK)
         judge_pairs(judge, [Pair("p", "a", "b")], ONE, memory=ledger)
         kept = ledger.get(answer_key(judge, KIND, Pair("p", "a", "b")))

@@ -109,7 +109,7 @@ def test_members_on_different_servers_are_asked_at_the_same_time():
 
 
 def test_an_ensemble_keeps_the_answers_of_each_member_and_asks_only_who_failed(tmp_path):
-    with StubServer("a") as one, StubServer("b", fault="500") as other, Ledger(tmp_path / "ledger.jsonl") as ledger:
+    with StubServer("a") as one, StubServer("b", fault="500") as other, Ledger(tmp_path / "ledger.db") as ledger:
         other.fails_on = lambda body: "> prompt 3\n" in body["messages"][0]["content"]
         policy = RetryPolicy(max_calls=2, first_delay_s=0.01, max_delay_s=0.01, call_timeout_s=20.0)
         judge = EnsembleJudge([ServerJudge(stub.url, stub.model, policy=policy) for stub in (one, other)])

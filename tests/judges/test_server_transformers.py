@@ -19,9 +19,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from onetrunk import cli
+from onetrunk.feedback.costs import read_costs
 from onetrunk.judges.base import Pair, Principle
 from onetrunk.judges.server import ServerJudge
 from onetrunk.utils.calls import RetryPolicy
+from tests.feedback.runs import answers_in
 
 pytestmark = pytest.mark.slow
 
@@ -166,15 +168,13 @@ def test_two_servers_share_the_labels_and_the_death_of_one_loses_none_and_buys_n
     words = ["prefs", "--completions", "given", "--dataset_name", "rows.jsonl", "--constitution", "constitution.yaml"]
     words += ["--judge_model", str(model), "--judge_samples", str(SAMPLES), "--keep_ties", "true"]
     words += ["--judge_max_concurrency", str(CONCURRENCY), "--output_dir", "out"]
-    ledger, labels, costs = (
-        tmp_path / "out" / name for name in ("ledger/ledger.jsonl", "data/preferences.jsonl", "_report/costs.json")
-    )
+    labels = tmp_path / "out/data/preferences.jsonl"
     shares: list[int] = []
     is_over = threading.Event()
 
     def kill_in_the_middle() -> None:
         while not is_over.wait(0.02):
-            if ledger.is_file() and ledger.read_bytes().count(b"\n") >= NUM_ROWS:
+            if sum(map(serve.num_answered, urls)) >= SAMPLES * NUM_ROWS:
                 shares.extend(map(serve.num_answered, urls))
                 serve.kill(urls[0])
                 return
@@ -185,7 +185,7 @@ def test_two_servers_share_the_labels_and_the_death_of_one_loses_none_and_buys_n
     is_over.set()
     killer.join()
     assert code == 0 and shares and serve.processes[urls[0]].poll() is not None
-    answered, used = sum(map(serve.num_answered, urls)), json.loads(costs.read_text())["judge"]
+    answered, used = sum(map(serve.num_answered, urls)), read_costs(tmp_path / "out")["judge"]
     first = labels.read_bytes()
 
     # Once more, with the server that is left: everything is kept, and only the check at the start is paid for.
@@ -195,8 +195,8 @@ def test_two_servers_share_the_labels_and_the_death_of_one_loses_none_and_buys_n
     questions = 2 * NUM_ROWS
     statistics = json.loads((tmp_path / "out/statistics.json").read_text())
     assert statistics["judge"]["errors"] == 0 and statistics["judge"]["answers"] == questions
-    # One line per question: none was answered twice.
-    assert ledger.read_bytes().count(b"\n") == questions == used["questions"]
+    # One answer per question: none was answered twice.
+    assert len(answers_in(tmp_path / "out/ledger/ledger.db")) == questions == used["questions"]
     assert used["calls"] - used["failed_calls"] == SAMPLES * questions + num_checks
     # What the dead server had answered and could not send any more is all that was paid for in vain.
     assert 0 <= answered - (SAMPLES * questions + num_checks) <= CONCURRENCY

@@ -40,15 +40,17 @@ def observations(own):
     return seen
 
 
-def test_calibration_finds_the_rates_of_a_machine():
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_calibration_finds_the_rates_of_a_machine(is_cpu):
     true = Rates(
         matmul=0.4, attention=0.4, decode_matmul=0.3, hidden_half=64.0, tokens_half=256.0, layer_s=2e-3,
         adapter_layer_s=1e-3, decode_layer_s=3e-4, decode_step_s=1e-3, row_s=1e-5, forward_s=4e-3, token_s=1e-6,
         bandwidth=0.5,
     )  # fmt: skip
-    own = device(is_cpu=True, tflops=0.05, bandwidth_gb_s=20.0, rates=true)
+    machine = {"is_cpu": is_cpu, "tflops": 0.05 if is_cpu else 1.0, "bandwidth_gb_s": 20.0}
+    own = device(**machine, rates=true)
     seen = observations(own)
-    found = device(is_cpu=True, tflops=0.05, bandwidth_gb_s=20.0, rates=fit_rates(own, seen))
+    found = device(**machine, rates=fit_rates(own, seen))
     errors = [abs(error) for _, error in Calibration(found, tuple(seen)).errors()]
     assert sorted(errors)[int(0.9 * len(errors))] < 0.1
     assert found.rates.is_calibrated and not Rates().is_calibrated
@@ -141,6 +143,20 @@ def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message):
     path = run_dir / "_report" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
+        check_run(run_dir, DEFAULTS, load_catalog())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"time/update_s": 0.2', '"time/update_s": [0.2]'), ('"completion/length": 24.0', '"completion/length": "long"'),
+     ('"step": 6', '"step": "six"'), ('"num_processes": 1', '"num_processes": null')],
+)  # fmt: skip
+def test_a_log_with_values_of_other_types_is_one_clear_message(run_dir, old, new):
+    path = run_dir / "_report" / "log.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match="values of other types"):
         check_run(run_dir, DEFAULTS, load_catalog())
 
 

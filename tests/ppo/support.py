@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards import row_wise
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 EOS = 1
@@ -43,12 +42,6 @@ def prompts(count: int = 8, **columns: Any) -> Dataset:
 def even_share(prompts: list, completions: list, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Score the share of even token ids."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
-
-
-@row_wise
-def row_share(**keywords: Any) -> list[float]:
-    """Score as `even_share`, by rows that have arrived if the run samples ahead."""
-    return even_share(**keywords)
 
 
 def lora() -> LoraConfig:

@@ -1,6 +1,5 @@
 """PPO whose rollouts come from a vLLM server: a fake one, with a real tiny model behind it."""
 
-import asyncio
 import math
 import os
 import signal
@@ -9,14 +8,12 @@ import threading
 import pytest
 from transformers import TrainerCallback
 
-from onetrunk.rewards import row_wise
 from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import (
     Recorder,
     StopAt,
     base_model,
-    even_share,
     logged,
     make_trainer,
     prompts,
@@ -133,41 +130,6 @@ def test_settings_alone_sample_on_the_server_also_ahead_of_the_update(stub, tmp_
     assert (max(logged(trainer, "sampling/logprob_gap_max")) < 1e-4) == (staleness == 0)
     # An evaluation samples from the policy of its own step, whatever is under way.
     assert max(logged(trainer, "eval_sampling/logprob_gap_max")) < 1e-4
-
-
-class HoldsOneRow(StubVLLM):
-    """Answers the first row of the training only after `released`."""
-
-    released = threading.Event()
-    is_held = was_released = None
-
-    async def _complete(self, body, writer):
-        if "-policy-" in body["model"] and self.is_held is None:
-            self.is_held = True
-            self.was_released = await asyncio.to_thread(self.released.wait, 120)
-        await super()._complete(body, writer)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["one_step", "async"])
-def test_rows_of_a_call_are_scored_while_another_row_of_it_decodes(tmp_path, schedule):
-    scored = []
-
-    @row_wise
-    def reward(prompts, completion_ids, **kwargs):
-        scored.extend(prompts)
-        if len(scored) >= 3:
-            server.released.set()
-        return even_share(prompts, None, completion_ids)
-
-    with HoldsOneRow(base_model()) as server:
-        settings = {"use_vllm": True, "vllm_server_base_url": server.url, "schedule": schedule, "num_rollouts": 1}
-        server.released.clear()
-        trainer = make_trainer(tmp_path, reward=reward, **settings)
-        trainer.train()
-        trainer.sampler.backend.close()
-    # The other three rows of the rollout were scored before the first one was sampled.
-    assert server.was_released and len(scored) == 4 and trainer.state.global_step == 1
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from tests.ppo.support import (  # noqa: E402
     lora,
     make_trainer,
     prompts,
-    row_share,
     trained_weights,
     without_wall_clock,
 )
@@ -42,9 +41,7 @@ RUN |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "normalize_s
 def make(folder: Path, schedule: str, *callbacks: Any) -> PPOTrainer:
     backend = CopyBackend(TrunkModel(base_model(), lora()))
     settings = {**RUN, "schedule": schedule, **CASES[schedule]}
-    return make_trainer(
-        folder, reward=row_share, dataset=prompts(16), rollout_backend=backend, callbacks=callbacks, **settings
-    )
+    return make_trainer(folder, dataset=prompts(16), rollout_backend=backend, callbacks=callbacks, **settings)
 
 
 def main(folder: Path) -> None:

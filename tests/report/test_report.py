@@ -244,9 +244,7 @@ LARGE = "1" * 400
         ("_report/run.json", "{"),
         ("_report/run.json", '{"verb": [], "planned_steps": "many"}'),
         ("_report/run.json", '{"settings": [1], "changed": 3}'),
-        ("_report/costs.json", "{"),
-        ("_report/costs.json", "[1]"),
-        ("_report/costs.json", '{"judge": {"calls": "x"}}'),
+        ("ledger/costs.db", "{" * 5000),
         ("_report/completions-after.jsonl", f'{{"prompt": "prompt 0", "completion": 3, "score": {LARGE}}}'),
     ],
 )
@@ -255,6 +253,7 @@ def test_a_report_is_written_without_what_is_damaged_and_names_it(
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # Plots take longer than all else.
     folder = write_ppo_run(tmp_path / "run")
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(content)
     assert cli.main(["report", str(folder)]) == 0
     assert "Traceback" not in capsys.readouterr().err

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from onetrunk.rewards import RewardSet, row_wise
+from onetrunk.rewards import RewardSet
 
 PROMPTS = ["the cat", "a dog"]
 COMPLETIONS = ["runs", "sleeps well"]
@@ -299,88 +299,3 @@ def test_sync_functions_run_in_the_calling_thread():
 
     score(here)
     assert threads == [threading.current_thread()]
-
-
-# --- rows as they arrive ----------------------------------------------------------------------------------------
-
-
-def test_rows_that_were_scored_early_are_logged_and_not_called_again():
-    logs = {"metrics": [], "columns": []}
-    extras = {
-        "log_metric": lambda *metric: logs["metrics"].append(metric),
-        "log_extra": lambda *column: logs["columns"].append(column),
-    }
-
-    @row_wise
-    def lengths(completions, log_metric, log_extra, **kwargs):
-        numbers = [float(len(text)) for text in completions]
-        log_metric("mine/length", sum(numbers) / len(numbers))
-        log_metric("mine/one", 0.1)
-        log_extra("text", [text.upper() for text in completions])
-        return [None if number == 3 else number for number in numbers]
-
-    def whole(completions, **kwargs):
-        return [float(len(completions))] * len(completions)
-
-    rewards = RewardSet([lengths, whole], weights=[2.0, 10.0])
-    assert rewards.row_wise == ["lengths"] and not rewards.keeps_answers("lengths")
-    texts = ["a", "bb", "ccc", "dddd"]
-    rows = []
-    for part in (slice(0, 1), slice(1, 4)):
-        own = texts[part]
-        found = rewards.score_rows(["lengths"], own, own, [[1]] * len(own), {}, [True] * len(own))
-        rows += found["lengths"]
-    assert [row.score for row in rows] == [1.0, 2.0, None, 4.0] and logs == {"metrics": [], "columns": []}
-    scores = rewards.score(texts, texts, [[1]] * 4, {}, early={"lengths": rows}, **extras)
-    assert scores.total.tolist() == [42.0, 44.0, 40.0, 48.0]
-    # The mean of 1 for one row and 3 for three rows is that of all four: 2.5. Equal values stay as they are.
-    assert logs["metrics"] == [("mine/length", 2.5), ("mine/one", 0.1)]
-    assert logs["columns"] == [("text", ["A", "BB", "CCC", "DDDD"])]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_error_in_a_function_that_scores_rows_leaves_the_others_alone(is_async):
-    def broken(**kwargs):
-        raise SystemExit(3)
-
-    async def broken_async(**kwargs):
-        raise ConnectionError("gone")
-
-    def short(**kwargs):
-        return [1.0]
-
-    def logs_too_little(log_extra, **kwargs):
-        log_extra("column", ["one"])
-
-    def good(completions, **kwargs):
-        return [1.0, None]
-
-    functions = [broken_async if is_async else broken, short, logs_too_little, good]
-    rewards = RewardSet([row_wise(function) for function in functions])
-    found = rewards.score_rows(rewards.names, ["p"] * 2, ["a", "b"], [[1], [2]], {}, [True, False])
-    errors = [type(found[name]) for name in rewards.names[:3]]
-    assert errors == [ConnectionError if is_async else SystemExit, ValueError, ValueError]
-    assert [row.score for row in found["good"]] == [1.0, None]
-
-
-def test_rows_are_scored_without_the_state_of_the_trainer_and_with_their_own_columns():
-    seen = {}
-
-    @row_wise
-    def look(prompts, completion_stopped, trainer_state, answer, **kwargs):
-        seen.update(stopped=completion_stopped, state=trainer_state, answer=answer, others=sorted(kwargs))
-        return [0.0] * len(prompts)
-
-    RewardSet(functools.partial(look)).score_rows(
-        ["look"], ["p"], ["a"], [[1]], {"answer": ["yes"], "prompt": ["p"]}, [False]
-    )
-    others = ["completion_ids", "completions", "log_extra", "log_metric"]
-    assert seen == {"stopped": [False], "state": None, "answer": ["yes"], "others": others}
-
-
-def test_a_function_is_row_wise_only_if_it_says_so():
-    def plain(completions, **kwargs):
-        return [0.0] * len(completions)
-
-    marked = row_wise(lambda completions, **kwargs: [0.0] * len(completions))
-    assert RewardSet([plain, marked, functools.partial(marked)]).row_wise == ["lambda", "lambda_2"]

@@ -68,6 +68,25 @@ def _no_choices(answer: dict[str, Any], _body: Any) -> None:
     answer["choices"] = []
 
 
+def _unknown_token(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"][0]["token_ids"][0] = 10**6
+
+
+def _negative_token(answer: dict[str, Any], _body: Any) -> None:
+    answer["choices"][0]["token_ids"][0] = -1
+
+
+async def _wait_a_day(_stub: StubVLLM, writer: asyncio.StreamWriter, _body: Any) -> None:
+    await send(writer, 429, {"error": {"message": "the budget is used up"}}, {"Retry-After": "86400"})
+
+
+async def _dead_engine(stub: StubVLLM, writer: asyncio.StreamWriter, _body: Any) -> None:
+    """Answer as vLLM 0.32 does once its engine has died."""
+    stub.is_well = False
+    said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    await send(writer, *_error(500, said))
+
+
 # What a wrong answer looks like; the faults of the connection are those of the judges' stub.
 WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {
     "other_model": _other_model,
@@ -80,6 +99,9 @@ WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {
     "goes_on": _goes_on,
     "no_choices": _no_choices,
 }
+# Wrong answers that no repetition mends, and failures that are shown here only.
+FATAL = {"unknown_token": _unknown_token, "negative_token": _negative_token}
+OWN_FAULTY = {"wait_a_day": _wait_a_day, "dead_engine": _dead_engine}
 BROKEN = ("429_seconds", "500", "502_html", "503_html", "reset", "cut_body", "truncated_json", "html_in_200")
 SLOW = ("hang", "trickle")
 FAULTS = (*WRONG, *BROKEN, *SLOW)
@@ -90,12 +112,13 @@ class StubVLLM:
 
     Args:
         model: the base; a copy is kept.
-        fault: one of FAULTS, shown by completions while `faulty`; None for a server that is well.
+        fault: one of FAULTS, FATAL or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
         rate: share of the completions that it hits.
         version: that it reports.
         max_rank, max_length: largest rank of an adapter, and positions.
         loads_adapters: False for a server without adapters at run time.
         raw: returns logprobs before temperature.
+        key: that calls below /v1 must bring.
     """
 
     def __init__(
@@ -109,10 +132,11 @@ class StubVLLM:
         max_length: int = 128,
         loads_adapters: bool = True,
         raw: bool = False,
+        key: str | None = None,
     ):
         self.base, self.fault, self.rate, self.version = copy.deepcopy(model).eval(), fault, rate, version
         self.max_rank, self.max_length, self.loads_adapters, self.raw = max_rank, max_length, loads_adapters, raw
-        self.root = "/models/base"
+        self.root, self.key, self.is_well = "/models/base", key, True
         self.faulty = True
         self.port = 0
         self.adapters: dict[str, tuple[str, PeftModel]] = {}
@@ -184,7 +208,7 @@ class StubVLLM:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if not self._is_alive:
                     return
-                await self._answer(method, path, json.loads(body) if body else None, writer)
+                await self._answer(method, path, headers, json.loads(body) if body else None, writer)
                 if writer.is_closing():
                     return
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -193,17 +217,21 @@ class StubVLLM:
             self._writers.discard(writer)
             writer.close()
 
-    async def _answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, method: str, path: str, headers: dict[str, str], body: Any, writer: asyncio.StreamWriter
+    ) -> None:
         self.missing += [name for name, (folder, _) in self.adapters.items() if not Path(folder).is_dir()]
         answers: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
-            ("GET", "/health"): lambda _body: (200, {}),
+            ("GET", "/health"): lambda _body: (200 if self.is_well else 503, {}),
             ("GET", "/version"): lambda _body: (200, {"version": self.version}),
             ("GET", "/v1/models"): lambda _body: (200, {"data": self._models()}),
         }
         if self.loads_adapters:
             answers["POST", "/v1/load_lora_adapter"] = self._load
             answers["POST", "/v1/unload_lora_adapter"] = self._unload
-        if (method, path) == ("POST", "/v1/completions"):
+        if self.key is not None and path.startswith("/v1") and headers.get("authorization") != f"Bearer {self.key}":
+            await send(writer, 401, {"error": "Unauthorized"})
+        elif (method, path) == ("POST", "/v1/completions"):
             await self._complete(body, writer)
         elif (method, path) in answers:
             await send(writer, *answers[method, path](body))
@@ -257,8 +285,8 @@ class StubVLLM:
         row = json.dumps({**body, "model": None}, sort_keys=True)
         fails = self.fault and self.faulty and draw(self.fault, row, self.asked[question]) < self.rate
         self.num_faults += bool(fails)
-        if fails and self.fault not in WRONG:
-            await FAULTY[self.fault](self, writer, body)
+        if fails and self.fault not in WRONG | FATAL:
+            await (FAULTY | OWN_FAULTY)[self.fault](self, writer, body)
             return
         ids, logprobs = self._sampled(body)
         choice = {
@@ -270,7 +298,7 @@ class StubVLLM:
         }
         answer = {"id": "x", "object": "text_completion", "model": name, "choices": [choice]}
         if fails:
-            WRONG[self.fault](answer, body)
+            (WRONG | FATAL)[self.fault](answer, body)
         await send(writer, 200, answer)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
 
@@ -51,6 +52,8 @@ def test_a_server_has_one_address_or_several(settings, urls):
         ({"use_vllm": True, "vllm_server_base_url": "localhost:8000"}, "write it with its scheme"),
         ({"use_vllm": True, "vllm_server_base_url": ["http://a", "http://a/"]}, "names a server twice"),
         ({"use_vllm": True, "vllm_server_timeout": 0}, "vllm_server_timeout is 0; it must be a number of seconds"),
+        ({"use_vllm": True, "vllm_request_timeout": -1}, "vllm_request_timeout is -1; it must be a number of seconds"),
+        ({"vllm_api_key_env": "SERVER_KEY"}, "vllm_api_key_env is set and use_vllm is not"),
         ({f"{IS}_mode": "sequence_mask"}, "long completions outside the bounds; set token_truncate or token_mask"),
         ({f"{IS}_mode": "sequence_truncate"}, "sequence_truncate' is not supported"),
         ({f"{IS}_mode": "tokens"}, "must be one of token_truncate, token_mask"),
@@ -88,13 +91,16 @@ def test_a_server_and_a_backend_of_ones_own_exclude_each_other():
         check_parts(config(use_vllm=True), None, CannedBackend())
 
 
-def test_a_config_loads_a_server_that_keeps_the_versions_of_its_schedule(tmp_path):
+def test_a_config_loads_a_server_that_keeps_the_versions_of_its_schedule(monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "abc123def456ghi789")
     for settings, versions in (({}, 2), ({"schedule": "async", "max_staleness": 3}, 5)):
         urls = ["http://a:1", "http://b:2"]
         settings |= {"use_vllm": True, "vllm_server_base_url": urls, "vllm_server_timeout": 7.0}
+        settings |= {"vllm_request_timeout": 9.0, "vllm_api_key_env": "SERVER_KEY"}
         backend = load_backend(config(**settings))
         assert isinstance(backend, VLLMBackend) and isinstance(backend, VersionedBackend)
-        assert (backend.keep_versions, backend.policy.wait_s, backend.server_urls) == (versions, 7.0, urls)
+        assert (backend.keep_versions, backend.server_urls, backend.api_key_env) == (versions, urls, "SERVER_KEY")
+        assert backend.policy == ServerPolicy(timeout_s=9.0, wait_s=7.0)
 
 
 def test_a_server_of_ones_own_must_keep_the_versions_of_the_schedule(tmp_path):

@@ -132,7 +132,7 @@ class Fault(Exception):
 def test_an_error_in_a_thread_is_raised_to_who_waits_and_nothing_starts_after_it():
     calls = []
 
-    def sample(version, prompt_ids, given, arrived):
+    def sample(version, prompt_ids, given):
         calls.append(given)
         if given[0][1] == 1:
             raise Fault("the server is gone")
@@ -168,7 +168,7 @@ def test_a_wait_is_given_up_when_poll_raises_and_can_be_repeated():
 def test_after_the_end_nothing_starts_and_calls_that_run_can_see_it():
     seen = threading.Event()
 
-    def sample(version, prompt_ids, given, arrived):
+    def sample(version, prompt_ids, given):
         assert producer.is_own_thread()
         with pytest.raises(Closed):
             for _ in range(LONG_S * 100):
@@ -208,67 +208,6 @@ raise SystemExit(3)
 def test_a_process_ends_although_a_call_never_does():
     run = subprocess.run([sys.executable, "-c", ABANDONED], timeout=1500, capture_output=True, text=True)
     assert run.returncode == 3, run.stderr
-
-
-# --- rows that arrive before the end of their call --------------------------------------------------------------
-
-
-def row_of(version, key):
-    """Return the row of a key as `Bench` samples it, as a rollout of its own."""
-    return Bench()(version, [[1]], [key])
-
-
-class Telling(Bench):
-    """Tells of the rows `early` of each call, then waits for the gate."""
-
-    def __init__(self, early):
-        super().__init__(is_open=False)
-        self.early, self.told = early, threading.Event()
-
-    def __call__(self, version, prompt_ids, keys, arrived):
-        for place in self.early:
-            arrived(place, row_of(version, keys[place]))
-        self.told.set()
-        return super().__call__(version, prompt_ids, keys)
-
-
-def test_rows_of_which_the_sampler_tells_arrive_before_the_others_and_once():
-    bench, came = Telling([2, 0]), []
-    producer = Producer(bench, 4, 1, 4, arrived=lambda number, given, rows: came.append((number, given, rows)))
-    producer.publish(0, 7)
-    offer(producer, 0)
-    assert bench.told.wait(LONG_S)
-    assert [(number, given) for number, given, _ in came] == [(0, [(0, 0, 2)]), (0, [(0, 0, 0)])]
-    assert came[0][2][0].completion_ids == [7, 0, 2] and came[0][2][0].version == 7 and came[0][2][0].stopped
-    # A checkpoint has them; of the others it has the version.
-    rows = producer.started()
-    assert [rows[key].completion_ids for key in keys(0, 4)] == [[7, 0, 0], None, [7, 0, 2], None]
-    bench.gate.set()
-    assert producer.take(0).completion_ids == [[7, 0, row] for row in range(4)]
-    for thread in list(producer._threads):
-        thread.join(LONG_S)
-    assert came[2:] == [(0, [(0, 0, 1), (0, 0, 3)], [producer.started()[key] for key in ((0, 0, 1), (0, 0, 3))])]
-
-
-@pytest.mark.parametrize(
-    ("early", "message"),
-    [
-        ([(1, 1), (1, 1)], "told twice of row 1 of a call"),
-        ([(1, 2)], "told of row 1 of a call early, and returned another completion of it"),
-    ],
-    ids=["twice", "another"],
-)
-def test_a_sampler_that_tells_of_a_row_twice_or_of_another_one_ends_the_run(early, message):
-    def sample(version, prompt_ids, given, arrived):
-        for place, told in early:
-            arrived(place, row_of(version, given[told]))
-        return Bench()(version, prompt_ids, given)
-
-    producer = Producer(sample, 4, 0, 4)
-    producer.publish(0, 0)
-    offer(producer, 0)
-    with pytest.raises(RuntimeError, match=message):
-        producer.take(0)
 
 
 def test_rows_that_were_running_among_others_are_sampled_again_in_one_call():

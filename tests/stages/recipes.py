@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", "venv"} & set(path.parts))
 # Of the stages.
-SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith(("bench", "check_gpu")))
+TOOLS = ("bench", "check_gpu", "golden")
+SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith(TOOLS))
 COMMANDS = ("onetrunk ", "accelerate ", "python ", "make ")
 
 

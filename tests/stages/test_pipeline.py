@@ -16,6 +16,7 @@ import pytest
 from onetrunk import cli
 from onetrunk.stages.run.pipeline import free_settings, load_pipeline
 from onetrunk.stages.run.state import PipelineState, files_of
+from tests.feedback.runs import answers_in
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 # Appends to a log of calls, then writes what it was told to make of its input.
@@ -481,14 +482,14 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     assert statuses() == {"sft": "done", "prefs": "done", "reward": "done"}
     # Another rule: the preferences are made anew, from completions that are kept, and the reward model after them.
     Path("rules.py").write_text(GRAMMAR.replace("len(text)", "-len(text)"))
-    ledger = Path("out/prefs/ledger/ledger.jsonl").read_text().count("\n")
+    kept = answers_in("out/prefs/ledger/ledger.db")
     before = Path("out/reward/model.safetensors").read_bytes()
     assert run() == 1
     assert "stage prefs would start over (changed: rules.py) and delete out/prefs/data" in capfd.readouterr().err
     assert Path("out/reward/model.safetensors").read_bytes() == before
     assert run("--overwrite") == 0
     assert "prefs: changed: rules.py" in capfd.readouterr().out
-    assert Path("out/prefs/ledger/ledger.jsonl").read_text().count("\n") > ledger
+    assert len(answers_in("out/prefs/ledger/ledger.db")) > len(kept)
     assert Path("out/reward/model.safetensors").read_bytes() != before
     assert run("--dry-run") == 0 and capfd.readouterr().out.count("nothing has changed") == 3
     # Rows that are gone come from the ledger again.

@@ -4,14 +4,16 @@ import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 import yaml
 
 from onetrunk import cli
-from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.hardware import Pool, load_catalog
+from onetrunk.plan.search import inner_layouts
+from onetrunk.plan.timing import LOCAL, TrainLayout
 from onetrunk.stages.plan import parse_plan
+from tests.plan.support import job
 from tests.stages.recipes import ROOT
 
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
@@ -24,6 +26,12 @@ TINY = {
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def growing_segments(monkeypatch):
+    """Set what makes the margin of rows of changing length small."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 @pytest.fixture
@@ -87,6 +95,30 @@ def test_settings_of_ppo_and_means_change_the_plan(capsys):
     assert seconds("--completion_tokens", "64")["generate"] < usual["generate"]
 
 
+def test_unused_devices_are_told_with_the_rollout_that_would_use_them(capsys):
+    # 64 prompts have no divisor with which trainers and servers are nine.
+    words = [*MODEL, "--hardware", "9xH100", "--rollout_batch_size"]
+
+    def unused(size):
+        assert plan(*words, size) == 0
+        return re.findall(r"(\d) of 9 devices are unused: .*rollout_batch_size (\d+)", capsys.readouterr().out)
+
+    ((count, size),) = unused(64)
+    assert count == "1" and unused(size) == []
+
+
+def test_rows_of_changing_length_leave_a_larger_margin(capsys, monkeypatch):
+    def usable(*words):
+        assert plan(*MODEL, "--hardware", "1xH100", "--engines", "local", *words) == 0
+        out = capsys.readouterr().out
+        return float(re.search(r"usable +([0-9.]+)", out)[1]), "PYTORCH_ALLOC_CONF" in out
+
+    assert usable() == (pytest.approx(0.8 * 79.2, abs=0.01), True)
+    assert usable("--length_spread", "0") == (pytest.approx(0.92 * 79.2, abs=0.01), False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert usable() == (pytest.approx(0.92 * 79.2, abs=0.01), False)
+
+
 def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys):
     assert plan("--model", small, "--hardware", "CPU", "--json") == 0
     weights = json.loads(capsys.readouterr().out)["weights"]
@@ -122,6 +154,9 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--hardware", "H100", *MODEL, "--rollout_backend", "pipelined"], 2, ["two or more devices"]),
         (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes is 0"]),
         (["--hardware", "H100", *MODEL, "--length_spread", "9"], 2, ["--length_spread is 9"]),
+        (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts is 999"]),
+        (["--hardware", "H100", *MODEL, "--lora_r", "-1"], 1, ["lora_r is -1; give 1 or more"]),
+        (["--hardware", "H100", *MODEL, "--num_ppo_epochs", "9" * 400], 1, ["num_ppo_epochs is 999", "at most 10000"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
         (["--check", "absent"], 1, ["absent is no folder"]),
         (["--check", "recipes"], 1, ["_report/run.json", "output_dir"]),
@@ -135,6 +170,33 @@ def test_a_mistake_is_one_clear_message(words, code, parts, capsys):
     assert error.startswith("error: ") and "Traceback" not in error
     for part in parts:
         assert part in error, error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "part"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; give 1 or more, at most 1000"),
+        ("vocab_size", 10**400, "vocab_size is missing or no number above 0"),
+        ("num_key_value_heads", "two", "num_key_value_heads is 'two'"),
+        ("num_key_value_heads", 999, "num_key_value_heads is larger than num_attention_heads"),
+        ("head_dim", -1, "head_dim is -1"),
+        ("num_experts", "many", "a text or a list where a number belongs"),
+    ],
+)
+def test_a_config_with_impossible_numbers_is_one_clear_message(field, value, part, small, capsys):
+    (small / "config.json").write_text(json.dumps({**TINY, field: value}))
+    assert plan("--model", small, "--hardware", "2xH100") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and part in error
+
+
+def test_a_rollout_of_ten_million_prompts_takes_as_many_trials_as_one_of_a_hundred_thousand():
+    def trials(size):
+        train = TrainLayout(load_catalog().devices["H100-80GB"], 8)
+        layouts = inner_layouts(job(rollout_batch_size=size), train, LOCAL, Pool(train.device, 8, 8))
+        return len(list(layouts))
+
+    assert trials(10**7) == trials(10**5) < 20
 
 
 def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
@@ -159,7 +221,7 @@ def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
     load_catalog.cache_clear()
 
 
-def test_write_leaves_files_numbers_and_a_chart(tmp_path, capsys):
+def test_write_leaves_files_and_numbers(tmp_path, capsys):
     folder = tmp_path / "plans"
     assert (
         plan("--config", "qwen2.5-0.5b/ppo", "--model", "Qwen/Qwen2.5-0.5B", "--hardware", "2xH100", "--write", folder)
@@ -167,8 +229,6 @@ def test_write_leaves_files_numbers_and_a_chart(tmp_path, capsys):
     )
     names = {path.name for path in folder.iterdir()}
     assert {"launch.sh", "accelerate.yaml", "job.sbatch", "skypilot.yaml", "trainjob.yaml", "plan.json"} <= names
-    assert ElementTree.parse(folder / "gantt.svg").getroot().tag.endswith("svg")
-    assert (folder / "gantt.png").stat().st_size > 5000
     assert json.loads((folder / "plan.json").read_text())["model"] == "Qwen/Qwen2.5-0.5B"
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["machine_rank"] == 0
 
@@ -192,6 +252,7 @@ def test_pipelined_generation_is_tried_where_it_is_asked_for(capsys):
     assert len(kinds) > len(json.loads(capsys.readouterr().out)["ranking"])
 
 
+@pytest.mark.usefixtures("growing_segments")
 def test_a_plan_shows_and_writes_a_pipeline_of_the_trainers_processes(tmp_path, capsys):
     words = ["--model", "Qwen/Qwen2.5-14B", "--hardware", "4xRTX4090", "--engines", "local", "pipelined"]
     assert plan(*words, "--max_rollout_rows", 8, "--write", tmp_path / "plan") == 0
@@ -206,6 +267,7 @@ def test_a_plan_shows_and_writes_a_pipeline_of_the_trainers_processes(tmp_path, 
     assert ranking and {entry["engine"] for entry in ranking} == {"pipelined"}
 
 
+@pytest.mark.usefixtures("growing_segments")
 def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
     # Two cards in each of four machines: nothing else holds the 66 GB of weights.
     words = ["--model", "Qwen/Qwen2.5-32B", "--hardware", "2xRTX4090", "--nodes", "4"]
@@ -224,6 +286,7 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
     assert (config["distributed_type"], config["num_processes"], config["num_machines"]) == ("MULTI_GPU", 8, 4)
 
 
+@pytest.mark.usefixtures("growing_segments")
 def test_the_table_of_the_readme_is_what_plans_say(capsys):
     text = (ROOT / "src/onetrunk/plan/README.md").read_text()
     rows = [line.strip("|").split("|") for line in text.split("**When training stages win.**")[1].splitlines()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Principle, digest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
@@ -21,6 +20,7 @@ from onetrunk.rewards.judge import PairwiseReward, prompt_key
 from onetrunk.stages.ppo import RunJudges
 from onetrunk.utils.files import load_tensors
 from tests.checkpoints.hub_stub import stand_in
+from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.recipes import ROOT
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -94,13 +94,13 @@ def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
     figures = metrics("pairwise")
     assert figures["policy"]["score/pairwise"] <= 0
     # Every planned prompt and every held-out one has a reference completion: 14 training rows, 8 of which are used.
-    kept = (there / "pairwise/_kept/reference_completions-0.jsonl").read_text().splitlines()
+    kept = answers_in(there / "pairwise/_kept/reference_completions-0.db")
     assert len(kept) == 8 + 6
     # Another run in the same folder samples none of them again, and asks the judge nothing anew.
     asked = len((there / "asked.txt").read_text().splitlines())
     again = ["--overwrite_output_dir", "true"]
     assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE, "--pairwise_beta", "2", *again) == 0
-    assert (there / "pairwise/_kept/reference_completions-0.jsonl").read_text().splitlines() == kept
+    assert answers_in(there / "pairwise/_kept/reference_completions-0.db") == kept
     assert len((there / "asked.txt").read_text().splitlines()) == asked
     assert metrics("pairwise") == figures
 
@@ -149,11 +149,11 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
     assert done.returncode == 0, done.stderr[-2000:]
 
     def texts(folder, rank):
-        values = [json.loads(line)["value"] for line in open(f"{folder}/_kept/reference_completions-{rank}.jsonl")]
+        values = answers_in(f"{folder}/_kept/reference_completions-{rank}.db").values()
         return {json.dumps(value) for value in values}
 
     def ratings(rank):
-        return sum('"score"' in line for line in open(f"two/_kept/judged-{rank}.jsonl"))
+        return sum("score" in value for value in answers_in(f"two/_kept/judged-{rank}.db").values())
 
     assert texts("two", 0) | texts("two", 1) == texts("one", 0)
     assert ratings(0) > 0 and ratings(1) == 0
@@ -169,9 +169,9 @@ def test_what_the_judge_said_is_not_pushed_to_the_hub(there, monkeypatch):
     pushing = ["--push_to_hub", "true", "--hub_model_id", "someone/judged", "--num_rollouts", "1"]
     assert ppo("pushed", "--reward_funcs", "pairwise", *JUDGE, *pushing) == 0
     hub.close()
-    assert len([path for path in Path("pushed").rglob("*.jsonl") if path.is_file()]) >= 2
+    assert len([path for path in Path("pushed").rglob("*.db") if path.is_file()]) >= 2
     assert "adapter_model.safetensors" in hub.files
-    assert not [name for name in hub.files if ".jsonl" in name]
+    assert not [name for name in hub.files if ".db" in name]
 
 
 def test_a_column_of_reference_completions_is_taken_as_it_is(there):
@@ -179,7 +179,7 @@ def test_a_column_of_reference_completions_is_taken_as_it_is(there):
     (there / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--dataset_name", "answered.jsonl", "--reward_funcs", "pairwise", *JUDGE]
     assert ppo("column", *options) == 0
-    assert (there / "column/_kept/reference_completions-0.jsonl").read_text() == ""
+    assert answers_in(there / "column/_kept/reference_completions-0.db") == {}
     assert "the cat" in (there / "asked.txt").read_text().splitlines()
 
 
@@ -194,8 +194,7 @@ def test_references_do_not_depend_on_the_batch_and_follow_the_model(tmp_path):
     assert few == {key: all_rows[key] for key in few}
     assert references("all", prompts(8)) == all_rows
     assert references("seed", prompts(8), seed=4) != all_rows
-    with Ledger(tmp_path / "all/_kept/reference_completions-0.jsonl") as ledger:
-        assert len(ledger) == 8
+    assert len(answers_in(tmp_path / "all/_kept/reference_completions-0.db")) == 8
 
 
 def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_have_references_too(tmp_path):

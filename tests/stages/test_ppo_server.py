@@ -67,11 +67,14 @@ def rejected(capsys, output, *options, without=()):
     return " ".join(said.split())
 
 
-def test_a_run_on_a_server_trains(there, tmp_path):
-    with served() as server:
-        assert run("ppo", "--output_dir", tmp_path, *on(server.url)) == 0
+def test_a_run_on_a_server_with_a_key_trains_and_writes_the_key_nowhere(there, tmp_path, monkeypatch):
+    key = "abc123def456ghi789"
+    monkeypatch.setenv("SERVER_KEY", key)
+    with served(key=key) as server:
+        assert run("ppo", "--output_dir", tmp_path, *on(server.url), "--vllm_api_key_env", "SERVER_KEY") == 0
         assert any("-policy-v0" in name for _, name in server.events) and not server.missing
     assert (tmp_path / "adapter_model.safetensors").is_file()
+    assert not any(key.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(there, tmp_path, capsys):

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from onetrunk import cli
+from onetrunk.feedback.costs import read_costs
 from onetrunk.feedback.shards import read_rows
 from onetrunk.judges.base import digest
 from tests.judges.stub_server import StubServer
@@ -191,8 +192,7 @@ def test_a_preview_shows_questions_and_costs_and_buys_nothing_twice(prefs, tmp_p
         assert len(about(stub, 1)) == 2
         assert prefs(PAIRS, *prices, judge=(stub.url,)) == 0
         assert len(about(stub, 1)) == 2 == len(about(stub, 5))
-    costs = json.loads((tmp_path / "out/_report/costs.json").read_text())
-    assert costs[stub.model]["questions"] == 2 * 12
+    assert read_costs(tmp_path / "out")[stub.model]["questions"] == 2 * 12
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from onetrunk.feedback.ledger import Ledger
 from tests.feedback import runs
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion
 
@@ -77,34 +76,6 @@ def test_below_the_limit_unread_replies_leave_pairs_unjudged_and_a_warning(prefs
         assert f"{statistics['counts']['unjudged']} pairs have no verdict yet" in said
         stub.replies_instead = lambda body: None
         assert prefs(stub) == 0
-    assert rows(tmp_path / "out") == rows(sound)
-
-
-def test_a_ledger_of_an_earlier_version_is_asked_again_for_what_was_never_read_and_for_nothing_else(
-    prefs, sound, tmp_path
-):
-    with StubServer() as stub:
-        assert prefs(stub) == 0
-        path = tmp_path / "out/ledger/ledger.jsonl"
-        with Ledger(path) as ledger:
-            values = {key: ledger.get(key) for key in ledger.keys()}
-        path.unlink()
-        verdicts = [key for key, value in values.items() if isinstance(value, dict) and "probability" in value]
-        unread = {"method": "votes", "votes": {"A": 0, "B": 0, "unread": 5}}
-        for key in verdicts[:7]:
-            values[key] = {"probability": None, "reason": "5 of 5 replies are no label", "error": None} | {
-                "details": unread
-            }
-        with Ledger(path) as ledger:
-            for key, value in values.items():
-                ledger.put(key, value)
-        stub.bodies.clear()
-        assert prefs(stub) == 0
-        # One call of the check.
-        assert len(stub.bodies) == 7 + 1
-        stub.bodies.clear()
-        assert prefs(stub) == 0
-        assert len(stub.bodies) == 1
     assert rows(tmp_path / "out") == rows(sound)
 
 

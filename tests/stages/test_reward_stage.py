@@ -19,6 +19,7 @@ from onetrunk.stages import plots as preference_plots
 from onetrunk.stages.distill import StudentArguments, parse_distill
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.utils.files import load_tensors
+from tests.feedback.runs import answers_in
 from tests.models.reward_adapters import saved_base
 from tests.stages.recipes import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -134,7 +135,7 @@ def test_distill_leaves_a_student_that_is_read_on_the_teachers_scale(there):
     brought_back = torch.tensor(scores("student")) + about["score_mean"]
     apart = (brought_back - torch.tensor(scores("rm"))).abs().mean()
     assert apart < 2 * about["score_std"]
-    assert (there / "student/teacher_scores.jsonl").is_file()
+    assert (there / "student/teacher_scores.db").is_file()
 
 
 def test_students_and_teachers_make_an_ensemble_for_ppo(there):
@@ -157,9 +158,9 @@ def test_ppo_is_rewarded_by_an_ensemble_and_by_an_adapter_on_its_trunk(there):
 
 def test_a_second_student_in_the_folder_buys_no_score_again(there):
     shutil.copytree(there / "student", there / "again")
-    before = (there / "again/teacher_scores.jsonl").read_bytes()
+    before = answers_in(there / "again/teacher_scores.db")
     assert distill("--output_dir", "again", "--overwrite_output_dir", "true", "--max_steps", "1") == 0
-    assert (there / "again/teacher_scores.jsonl").read_bytes() == before
+    assert answers_in(there / "again/teacher_scores.db") == before
 
 
 @pytest.mark.sampled(1)
@@ -203,7 +204,7 @@ def test_two_processes_with_half_the_rows_each_end_where_one_does(there):
     one, two = (load_tensors(there / n / "model.safetensors") for n in ("ddp-1", "ddp-2"))
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=2e-4, rtol=0)
-    assert (there / "ddp-1/teacher_scores.jsonl").read_bytes() == (there / "ddp-2/teacher_scores.jsonl").read_bytes()
+    assert answers_in(there / "ddp-1/teacher_scores.db") == answers_in(there / "ddp-2/teacher_scores.db")
 
 
 def test_a_judges_probabilities_teach_and_are_split_by_prompt(there, caplog):

@@ -18,6 +18,7 @@ from onetrunk import cli
 from onetrunk.stages import serve
 from onetrunk.utils.options import VLLM_RANKS
 from tests.ppo.support import base_model, sft_model
+from tests.rollouts.stub_vllm import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, mon
         (["m", "--port", "0"], "port is 0; set it to 1 or more"),
         (["m", "--port", "70000"], "port is 70000; set it to 65535 or less"),
         (["m", "--max_lora_rank", "513"], "max_lora_rank is 513, and vLLM serves ranks up to 512"),
-        (["m", "--max_restarts", "-1"], "max_restarts is -1; set it to 0 or more"),
+        (["m", "--max_restarts", "1"], "max_restarts"),
         (["m", "--max_loras", "0"], "max_loras is 0; set it to 1 or more"),
         (["m", "--max_model_len", "1"], "max_model_len is 1; set it to 2 or more"),
         (["m", "--gpu_memory_utilization", "1.5"], "gpu_memory_utilization is 1.5; set it above 0"),
@@ -133,7 +134,7 @@ def test_the_server_is_started_with_that_command_and_its_failure_is_told(model, 
     words = [model, "--device", "cpu", "--python", python, "--port", 8200]
     _, line = printed(capsys, *words)
     assert cli.main(["serve", *map(str, words), "--api_key_env", "SERVER_KEY"]) == 1
-    assert "vLLM ended with code 3 before it was ready" in capsys.readouterr().err
+    assert "vLLM ended with code 3; its last lines above say why" in capsys.readouterr().err
     arguments, environment = json.loads((tmp_path / "started.json").read_text())
     assert arguments == line[1:]
     assert environment["VLLM_API_KEY"] == "abc123def456ghi789" and "PYTHONPATH" not in environment
@@ -156,21 +157,19 @@ def test_a_signal_ends_the_server_too(model, tmp_path):
         time.sleep(0.05)
 
 
-# Answers the health check as a list says, one status per start or answer; counts its starts in a file.
+# Answers the health check, and has a child that ignores SIGTERM, as an engine may.
 SERVER = """
-import http.server, threading
-starts = pathlib.Path({starts!r})
-with starts.open("a") as file: file.write(f"{{os.getpid()}}\\n")
-number = len(starts.read_text().splitlines())
+import http.server, signal, threading
 child = os.fork()
-if child == 0: time.sleep(600); os._exit(0)
-with starts.with_suffix(".children").open("a") as file: file.write(f"{{child}}\\n")
+if child == 0 or {is_slow}: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if child == 0:
+    time.sleep(3600)
+    os._exit(0)
+with open({pids!r}, "w") as file: file.write(f"{{os.getpid()}} {{child}}")
 class Handler(http.server.BaseHTTPRequestHandler):
-    answers = 0
     def log_message(self, *words): pass
     def do_GET(self):
-        Handler.answers += 1
-        self.send_response({status}); self.send_header("content-length", "0"); self.end_headers()
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
         if {dies}: threading.Thread(target=lambda: os._exit(4)).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
@@ -183,91 +182,97 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("status", "dies", "reason"),
-    [
-        ("200", "True", "ended with code 4"),
-        ("200 if Handler.answers == 1 else 503", "False", "reports that its engine is dead"),
-    ],
-    ids=["ends", "engine dead"],
-)
-def test_a_server_that_was_ready_and_died_is_started_again_until_it_dies_too_often(
-    model, tmp_path, capsys, monkeypatch, status, dies, reason
-):
-    monkeypatch.setattr(serve, "PROBE_S", 0.3)
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    starts = tmp_path / "starts"
-    python = fake_python(tmp_path, SERVER.format(starts=str(starts), status=status, dies=dies))
-    words = [model, "--device", "cpu", "--python", python, "--port", port, "--max_restarts", 2]
-    assert cli.main(["serve", *map(str, words)]) == 1
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def fake_server(model, tmp_path, monkeypatch):
+    """Return (words of `serve` for a server that is a few lines of Python, its port, the file with its pids)."""
+    monkeypatch.setattr(serve, "PROBE_S", 0.1)
+    monkeypatch.chdir(tmp_path)
+
+    def make(dies=False, is_slow=False):
+        port, pids = free_port(), tmp_path / "pids"
+        python = fake_python(tmp_path, SERVER.format(pids=str(pids), dies=dies, is_slow=is_slow))
+        return ["serve", str(model), "--device", "cpu", "--python", str(python), "--port", str(port)], port, pids
+
+    return make
+
+
+def test_a_server_that_was_ready_and_died_ends_the_command_with_all_that_it_left(fake_server, capsys):
+    words, _, pids = fake_server(dies=True)
+    assert cli.main(words) == 1
     error = capsys.readouterr().err
-    assert f"vLLM {reason}; starting it again, 1 of at most 2 times" in error
-    assert f"error: vLLM {reason} after 2 restarts" in error
-    assert len(starts.read_text().splitlines()) == 3
-    # What a dead server leaves running is ended: an engine would keep the GPU's memory.
-    children = starts.with_suffix(".children").read_text().split()
-    assert len(children) == 3 and not any(map(is_alive, children))
+    assert "ready: use_vllm" in error and "vLLM ended with code 4; its last lines above say why" in error
+    # An engine that outlives its server would keep the GPU's memory.
+    wait_until(lambda: not any(map(is_alive, pids.read_text().split())))
 
 
-def test_restarts_are_counted_from_0_after_a_long_time_without_failure(monkeypatch):
-    ends = iter([serve.End("ended", 1.0), serve.End("ended", serve.STABLE_S), serve.End("ended", 1.0)] + [None] * 9)
-    monkeypatch.setattr(serve, "run_once", lambda *words: next(ends) or serve.End("ended with code 1", None))
-    with pytest.raises(RuntimeError, match="before it was ready"):
-        serve.keep_running([], {}, "", 2)
-    assert len(list(ends)) == 8
-    assert serve.health_url("0.0.0.0", 1) == "http://127.0.0.1:1/health"
-    assert serve.health_url("::", 1) == "http://[::1]:1/health"
+def test_a_port_that_is_in_use_is_told_before_vllm_starts(fake_server, tmp_path, capsys):
+    words, port, _ = fake_server()
+    with socket.create_server(("127.0.0.1", port)):
+        assert cli.main(words) == 1
+    error = capsys.readouterr().err
+    assert f"no server can listen at 127.0.0.1 port {port} (Address already in use); give another --port" in error
+    assert not (tmp_path / "started.json").exists()
 
 
-# Notes in a file whether the server answers, and its environment; ends with a code.
+def test_this_machine_reaches_its_server_at_an_address_of_its_own():
+    port = free_port()
+    assert serve.own_url("0.0.0.0", port) == f"http://127.0.0.1:{port}"
+    assert serve.own_url("localhost", port) in (f"http://127.0.0.1:{port}", f"http://[::1]:{port}")
+
+
+@pytest.mark.slow
+def test_a_second_signal_kills_a_server_that_is_slow_to_stop(fake_server):
+    words, _, pids = fake_server(is_slow=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, "-m", "onetrunk.cli", *words]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        while "ready: use_vllm" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert process.poll() is None  # It waits for the server.
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=1500)
+    assert process.returncode == 143
+    wait_until(lambda: not any(map(is_alive, pids.read_text().split())))
+
+
 WORK = """
-import pathlib, sys, urllib.request
-answer = urllib.request.urlopen("http://127.0.0.1:{port}/health", timeout=30)
-pathlib.Path("work.txt").write_text(str(answer.status))
-sys.exit({code})
+import pathlib, sys, time
+pathlib.Path("work.txt").write_text(open("pids").read())
+{then}
 """
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_command_runs_while_the_server_is_ready_and_its_end_stops_the_server(
-    model, tmp_path, capsys, monkeypatch, code
-):
-    monkeypatch.setattr(serve, "PROBE_S", 0.3)
-    monkeypatch.chdir(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    starts = tmp_path / "starts"
-    python = fake_python(tmp_path, SERVER.format(starts=str(starts), status="200", dies="False"))
-    (tmp_path / "work.py").write_text(WORK.format(port=port, code=code))
-    words = [model, "--device", "cpu", "--python", python, "--port", port]
+def test_a_command_runs_while_the_server_is_ready_and_its_end_stops_the_server(fake_server, capsys, monkeypatch, code):
+    # A proxy that nobody listens at: the server of this machine is asked without it.
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    words, _, pids = fake_server()
+    Path("work.py").write_text(WORK.format(then=f"sys.exit({code})"))
     command = f"{sys.executable} work.py"
-    assert cli.main(["serve", *map(str, words), "--command", command]) == bool(code)
-    assert (tmp_path / "work.txt").read_text() == "200"
-    servers = starts.read_text().split()
-    assert len(servers) == 1 and not any(map(is_alive, servers))
+    assert cli.main([*words, "--command", command]) == bool(code)
+    assert Path("work.txt").read_text() == pids.read_text()
+    wait_until(lambda: not any(map(is_alive, pids.read_text().split())))
     error = capsys.readouterr().err
     assert f"then runs `{command}`, whose end stops it" in error
     assert ("work.py` ended with code 3; the server was stopped" in error) is bool(code)
 
 
-def test_the_command_of_a_server_that_dies_too_often_is_ended_too(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(serve, "PROBE_S", 0.3)
-    monkeypatch.chdir(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    python = fake_python(tmp_path, SERVER.format(starts=str(tmp_path / "starts"), status="200", dies="True"))
-    (tmp_path / "work.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(3600)\n")
-    words = [model, "--device", "cpu", "--python", python, "--port", port, "--max_restarts", 1]
-    started = []
-    monkeypatch.setattr(serve.Work, "start", lambda work, start=serve.Work.start: started.append(work) or start(work))
-    assert cli.main(["serve", *map(str, words), "--command", f"{sys.executable} work.py"]) == 1
-    assert "after 1 restarts" in capsys.readouterr().err
-    assert len({id(work) for work in started}) == 1 and not is_alive(started[0].process.pid)
+def test_the_command_of_a_server_that_dies_is_ended_too(fake_server, capsys):
+    words, _, _ = fake_server()
+    kills = "import os\nopen('pid', 'w').write(str(os.getpid()))\nos.kill(int(open('pids').read().split()[0]), 9)"
+    Path("work.py").write_text(WORK.format(then=f"{kills}\ntime.sleep(3600)"))
+    assert cli.main([*words, "--command", f"{sys.executable} work.py"]) == 1
+    assert "vLLM ended with code -9; its last lines above say why" in capsys.readouterr().err
+    assert not is_alive(int(Path("pid").read_text()))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.rollouts.proof import PROBE_PROMPTS
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.feedback import runs
@@ -135,9 +134,20 @@ def test_preferences_are_sampled_on_the_server_and_never_twice(stub, inputs, tmp
     assert (tmp_path / "served/data/preferences.jsonl").read_bytes() == rows
 
 
+def test_an_evaluation_and_preferences_have_the_key_of_the_server(stub, inputs, monkeypatch, tmp_path, capsys):
+    stub.key = "abc123def456ghi789"
+    monkeypatch.setenv("SERVER_KEY", stub.key)
+    assert evaluate(inputs, *on(stub), out="without") == 1
+    assert "HTTP 401" in capsys.readouterr().err
+    key = ("--vllm_api_key_env", "SERVER_KEY")
+    assert evaluate(inputs, *on(stub), *key, out="eval") == 0
+    assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub), *key, out="prefs") == 0
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written and not any(stub.key.encode() in path.read_bytes() for path in written)
+
+
 def completions_in(folder):
-    with Ledger(folder / "ledger/ledger.jsonl") as ledger:
-        values = [ledger.get(key) for key in ledger.keys()]
+    values = runs.answers_in(folder / "ledger/ledger.db").values()
     return sorted(value if isinstance(value, str) else value["text"] for value in values if is_text(value))
 
 
@@ -163,9 +173,9 @@ class JudgingStub(StubVLLM):
 
     num_judged = 0
 
-    async def _answer(self, method, path, body, writer):
+    async def _answer(self, method, path, headers, body, writer):
         if path != "/v1/chat/completions":
-            await super()._answer(method, path, body, writer)
+            await super()._answer(method, path, headers, body, writer)
             return
         self.num_judged += 1
         entries = [{"token": label, "logprob": value} for label, value in (("A", -0.4), ("B", -1.2))]
@@ -199,6 +209,10 @@ def test_an_evaluation_shares_a_server_with_a_training_that_publishes_there(stub
     assert stub._load({"lora_name": name, "lora_path": str(folder)})[0] == 200
     assert evaluate(inputs, *COLD, *on(stub), out="out") == 0
     assert list(stub.adapters) == [name] and folder.is_dir()
+    # Nor does it unload what a training publishes in a folder that this machine cannot see.
+    stub.adapters[name] = (f"/of/another/machine/{folder.name}", stub.adapters[name][1])
+    assert evaluate(inputs, *COLD, *on(stub), out="again") == 0
+    assert list(stub.adapters) == [name]
     training._files.close()
 
 

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ServerUnavailable, ask_patiently, run_async
+from onetrunk.utils.calls import (
+    CallError,
+    CallRun,
+    EndOfCalls,
+    Pace,
+    RetryPolicy,
+    ServerUnavailable,
+    ask_patiently,
+    run_async,
+)
 
 QUICK = RetryPolicy(
     max_calls=4,
@@ -308,6 +317,31 @@ def test_an_error_of_the_caller_ends_the_run_and_leaves_no_call_behind():
     with pytest.raises(OSError, match="the disk is full"):
         run_async(CallRun("server x", QUICK, Pace(3), call, done).answer_all(3))
     assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("left", [7, 100])
+def test_a_call_without_room_waits_for_those_in_flight_and_ends_the_run_only_if_there_are_none(left):
+    in_flight, sent, most = 0, [], 3
+
+    async def call(index):
+        nonlocal in_flight
+        if in_flight == most or len(sent) == left:
+            raise EndOfCalls("no room")
+        in_flight += 1
+        sent.append(index)
+        await asyncio.sleep(0.001)
+        in_flight -= 1
+        return index
+
+    told = {}
+    run = CallRun("server x", QUICK, Pace(8), call, told.__setitem__)
+    if left == 100:
+        run_async(run.answer_all(20))
+    else:
+        with pytest.raises(EndOfCalls, match="no room"):
+            run_async(run.answer_all(20))
+    # Nothing was sent twice, and every answer was taken.
+    assert sorted(sent) == sorted(told) and len(sent) == min(left, 20)
 
 
 def test_it_works_inside_a_running_loop_as_in_a_notebook():

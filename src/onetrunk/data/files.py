@@ -147,7 +147,7 @@ def require_files(paths: Sequence[str], root: str, is_file: Callable[[str], bool
 def check_folder(folder: Path) -> None:
     """Reject a folder with rows that the loader leaves out, or whose card names files outside it, which it would read.
 
-    Links to files are allowed, because the Hub's cache consists of them; links to folders are left out.
+    Links to files are allowed, because the Hub's cache consists of them. The loader does not follow links to folders.
     """
     paths = (path for path in folder.rglob("*") if path.suffix in BUILDERS or path.is_symlink() and path.is_dir())
     require_files([str(path) for path in paths], str(folder), os.path.isfile)

@@ -1,27 +1,41 @@
 """What judges cost over all runs in a folder: counters that survive a kill, a price table, and a budget.
 
-The counters are in `_report/costs.json`, apart from statistics and card: these are the same bytes however often a run
-was stopped, and the costs are not. Each shard has a file of its own, because shards run at the same time.
+The counters are in an SQLite database that all shards of a folder share. With a budget, a call to a server reserves
+its largest cost there before it is sent. The reservation ends when the cost of the call is known; that of a killed
+process, or of a call without an answer, stays, because the call may have been paid.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onetrunk.feedback.ledger import Database
 from onetrunk.judges.base import Judge
-from onetrunk.judges.usage import Usage, usages_of
+from onetrunk.judges.usage import Usage, sum_of, usages_of
 from onetrunk.utils.calls import EndOfCalls
-from onetrunk.utils.files import atomic_write_json, read_json
 from onetrunk.utils.options import option
 
-FOLDER, FILES = "_report", "costs*.json"
-# Seconds between two writes of the file while judges answer.
+COSTS_FILE = "ledger/costs.db"
+# How long a process waits for the other shards; they hold the database for milliseconds.
+WAIT_S = 300.0
+# Seconds between two transactions without a budget.
 SAVE_EVERY_S = 2.0
 EXAMPLE = "{judge-model: [0.4, 1.6]}"
+COUNTERS = [field.name for field in fields(Usage)]
+# A row per judge: its counters, its last known price, and the cost of the question for which there was no room.
+SELECT = f"SELECT judge, prompt_price, completion_price, refused_usd, {', '.join(COUNTERS)} FROM costs"
+# Without waiting for the disk: a transaction survives the kill of a process, though perhaps no power cut.
+SETUP = (
+    "PRAGMA synchronous = OFF; CREATE TABLE IF NOT EXISTS costs (judge PRIMARY KEY, prompt_price, completion_price,"
+    f" refused_usd DEFAULT 0, {', '.join(f'{name} DEFAULT 0' for name in COUNTERS)})"
+)
 
 
 @dataclass
@@ -35,8 +49,9 @@ class CostConfig:
     )
     judge_budget_usd: float | None = option(
         None,
-        "Stop when the judges' calls have cost this much in this output_dir, over all its runs, above 0; needs"
-        " judge_prices. All answers are kept: the same command with a larger budget continues.",
+        "The most that the judges' calls may cost in this output_dir, over all its runs and shards, above 0; needs"
+        " judge_prices. A run stops before the question that might pass it. All answers are kept: the same command"
+        " with a larger budget continues.",
     )
 
     def __post_init__(self) -> None:
@@ -58,24 +73,23 @@ class CostConfig:
 
 
 class BudgetReached(EndOfCalls):
-    """The budget is spent. Every answer is kept, also of calls that were in flight."""
+    """The budget has no room for the next question. Every answer is kept, also of calls that were in flight."""
 
 
 class Costs:
     """The counters of the judges of a folder.
 
     Args:
-        folder: the output folder; its file is read, and written with the counters of this run added.
-        judges: those that are asked; None: no judge is asked, and only the file counts.
+        folder: the output folder.
+        judges: those that are asked.
         settings: prices and budget.
-        suffix: of the file's name, for a shard.
 
     Raises:
         ValueError: a price of a judge that is not asked, or a budget without a price of a judge on a server.
     """
 
-    def __init__(self, folder: Path, judges: Sequence[Judge], settings: CostConfig, suffix: str = ""):
-        self.path, self.budget_usd = folder / FOLDER / f"costs{suffix}.json", settings.judge_budget_usd
+    def __init__(self, folder: Path, judges: Sequence[Judge], settings: CostConfig):
+        self.budget_usd = settings.judge_budget_usd
         self._usages: dict[str, Usage] = {}
         names: dict[str, tuple[str, ...]] = {}
         remote = []
@@ -84,100 +98,139 @@ class Costs:
             for member, name in zip(getattr(judge, "judges", [judge]), usages_of(judge), strict=True):
                 names[name] = (name, member.name, str(getattr(member, "identity", {}).get("model")))
                 remote += [name] if getattr(member, "is_remote", False) else []
-        self.prices = _prices(settings.judge_prices or {}, names)
-        unpriced = [name for name in remote if name not in self.prices]
+        self._prices = _prices(settings.judge_prices or {}, names)
+        unpriced = [name for name in remote if name not in self._prices]
         if self.budget_usd is not None and unpriced:
             raise ValueError(
                 f"judge_budget_usd is set and judge_prices has no price of {', '.join(unpriced)}; give one, or [0, 0]"
                 " if it costs nothing"
             )
-        self._began = {name: usage.copy() for name, usage in self._usages.items()}
-        self._earlier = _counters([self.path] if self.path.is_file() else [])
-        self._read_others()
+        self._added = {name: usage.copy() for name, usage in self._usages.items()}
+        self._database = _open(folder)
+        with self._database.writing() as database:
+            database.executemany("INSERT OR IGNORE INTO costs (judge) VALUES (?)", [(name,) for name in self._usages])
+            for name, price in self._prices.items():
+                statement = "UPDATE costs SET prompt_price = ?, completion_price = ? WHERE judge = ?"
+                database.execute(statement, (*price, name))
+            self._add_new(database)
+        for name, usage in self._usages.items() if self.budget_usd is not None else ():
+            usage.budget = partial(self.reserve, name)
 
-    def totals(self) -> dict[str, Usage]:
-        """Return the counters of all runs in the folder, by judge; those of other shards as of the last `save`."""
-        totals = self._own()
-        for name, usage in self._others.items():
-            totals.setdefault(name, Usage()).add(usage)
-        return totals
-
-    def _own(self) -> dict[str, Usage]:
-        """Return the counters of this run, and of the earlier ones in its file."""
-        own = {name: usage.copy() for name, usage in self._earlier.items()}
+    def _add_new(self, database: sqlite3.Connection) -> None:
+        """Add what was used since the last transaction, and read the counters of all runs and shards."""
         for name, usage in self._usages.items():
-            own.setdefault(name, Usage()).add(usage.minus(self._began[name]))
-        return own
-
-    def _read_others(self) -> None:
-        self._others = _counters(path for path in self.path.parent.glob(FILES) if path != self.path)
-        self._written = time.monotonic()
+            now = usage.copy()
+            new = {counter: n for counter, n in asdict(now.minus(self._added[name])).items() if n}
+            if new:
+                added = ", ".join(f"{counter} = {counter} + :{counter}" for counter in new)
+                database.execute(f"UPDATE costs SET {added} WHERE judge = :judge", new | {"judge": name})
+            self._added[name] = now
+        self._rows, self._saved = list(map(_Row.of, database.execute(SELECT))), time.monotonic()
 
     @property
     def usd(self) -> float | None:
-        """What all runs have cost in USD, without judges that have no price; None without prices."""
-        if not self.prices:
-            return None
-        totals = self.totals()
-        return sum(totals[name].cost_usd(price) for name, price in self.prices.items() if name in totals)
+        """What all runs have cost in USD as of the last transaction, reservations included; None without a price."""
+        known = [row.usd for row in self._rows if row.usd is not None]
+        return sum(known) if known else None
 
-    def check(self) -> None:
-        """Write the file from time to time.
+    def reserve(self, judge: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """Reserve the tokens of a call, which its judge releases; without tokens only check the budget.
 
         Raises:
-            BudgetReached: the budget is spent.
+            BudgetReached: there is no room for them.
         """
-        if time.monotonic() - self._written >= SAVE_EVERY_S:
+        if not prompt_tokens:
+            self.check()
+            return
+        with self._database.writing() as database:
+            self._add_new(database)
+            call = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+            most = call.cost_usd(self._prices[judge])
+            # The question for which there was no room must fit too: else each run would pay for a trial before it.
+            refused = max(row.refused_usd for row in self._rows)
+            needed = max(most, refused)
+            has_room = self.usd + needed <= self.budget_usd
+            if has_room:
+                self._usages[judge].hold(prompt_tokens, completion_tokens)
+                self._add_new(database)
+            if refused or not has_room:
+                left = 0.0 if has_room and most >= refused else needed
+                database.execute("UPDATE costs SET refused_usd = ?", (left,))
+        if not has_room:
+            raise self._reached(f", the next question may cost {needed:.4f}")
+
+    def check(self) -> None:
+        """Raise BudgetReached if the budget is spent; without a budget only save from time to time."""
+        if self.budget_usd is not None or time.monotonic() - self._saved >= SAVE_EVERY_S:
             self.save()
         if self.budget_usd is not None and self.usd >= self.budget_usd:
-            self.save()
-            raise BudgetReached(
-                f"the judges have cost {self.usd:.4f} USD, and judge_budget_usd is {self.budget_usd:g}; all answers"
-                " are kept: raise judge_budget_usd and run the same command again to continue"
-            )
+            raise self._reached()
+
+    def _reached(self, question: str = "") -> BudgetReached:
+        unsettled = sum(row.usage.unsettled_calls for row in self._rows)
+        at_most = f", with {unsettled} calls of unknown cost counted in full" if unsettled else ""
+        return BudgetReached(
+            f"the judges have cost {self.usd:.4f} USD{at_most}{question}, and judge_budget_usd is"
+            f" {self.budget_usd:g}; all answers are kept: raise judge_budget_usd and run the same command again to"
+            " continue"
+        )
 
     def save(self) -> None:
-        """Write the counters of the runs of this shard, and read those of the others."""
-        atomic_write_json(self.path, self._shown(self._own()))
-        self._read_others()
+        """Commit the counters, and read those of the other shards."""
+        with self._database.writing() as database:
+            self._add_new(database)
+
+    def close(self) -> None:
+        """Save, and close the file; the counters can still be read."""
+        self.save()
+        self._database.close()
+
+    def total(self) -> Usage:
+        """Save, and return the counters of all judges together."""
+        self.save()
+        return sum_of(row.usage for row in self._rows)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the counters of all runs by judge, with the price where it is known."""
-        return self._shown(self.totals())
-
-    def _shown(self, usages: dict[str, Usage]) -> dict[str, dict[str, Any]]:
-        usd = {name: usages[name].cost_usd(price) for name, price in self.prices.items() if name in usages}
-        return {name: usage.as_dict(usd.get(name)) for name, usage in usages.items()}
+        """Return the counters of all runs by judge as of the last transaction, with the price where it is known."""
+        return _by_judge(self._rows)
 
     def shown(self) -> dict[str, str]:
-        """Return tokens, failed calls and USD so far, for a progress bar."""
-        total = Usage()
-        for usage in self.totals().values():
-            total.add(usage)
+        """Return tokens, failed calls and USD as of the last transaction, for a progress bar."""
+        total = sum_of(row.usage for row in self._rows)
         values = {"tokens": f"{total.prompt_tokens + total.completion_tokens:,}"}
         if total.failed_calls:
             values["failed calls"] = str(total.failed_calls)
         return values | ({} if self.usd is None else {"usd": f"{self.usd:.4f}"})
 
 
+@dataclass(frozen=True)
+class _Row:
+    judge: str
+    usage: Usage
+    usd: float | None
+    refused_usd: float
+
+    @classmethod
+    def of(cls, row: tuple[Any, ...]) -> _Row:
+        judge, *price, refused_usd = row[:4]
+        usage = Usage(**dict(zip(COUNTERS, row[4:], strict=True)))
+        return cls(judge, usage, None if None in price else usage.cost_usd(price), refused_usd)
+
+
 def read_costs(folder: Path) -> dict[str, Any]:
-    """Return the counters in the files of an output folder; none without a file."""
-    paths = sorted((folder / FOLDER).glob(FILES))
-    usd: dict[str, float] = {}
-    for values in map(read_json, paths):
-        for name, counters in values.items():
-            if "usd" in counters:
-                usd[name] = usd.get(name, 0.0) + counters["usd"]
-    return {name: usage.as_dict(usd.get(name)) for name, usage in _counters(paths).items()}
+    """Return the counters of an output folder by judge; none without its file."""
+    if not (folder / COSTS_FILE).is_file():
+        return {}
+    with contextlib.closing(_open(folder)) as database:
+        return _by_judge(map(_Row.of, database.rows(SELECT)))
 
 
-def _counters(paths: Iterable[Path]) -> dict[str, Usage]:
-    """Return the sums of the counters in files. These also hold what follows from the counters, for people."""
-    sums: dict[str, Usage] = {}
-    for path in paths:
-        for name, values in read_json(path).items():
-            sums.setdefault(name, Usage()).add(values)
-    return sums
+def _open(folder: Path) -> Database:
+    return Database(folder / COSTS_FILE, WAIT_S, SETUP, "what was spent is forgotten")
+
+
+def _by_judge(rows: Iterable[_Row]) -> dict[str, dict[str, Any]]:
+    return {row.judge: row.usage.as_dict(row.usd) for row in rows}
 
 
 def _prices(prices: dict[str, list[float]], names: dict[str, tuple[str, ...]]) -> dict[str, list[float]]:

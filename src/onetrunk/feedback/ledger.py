@@ -1,8 +1,7 @@
-"""An append-only file of keys and values that survives a kill: what was answered once is never asked again.
+"""Answers that survive a kill, in an SQLite database: what was answered once is never asked again.
 
-Each line is a JSON object, `{"crc", "key", "value"}`. The key is the sha256 of everything that the value depends on;
-the crc32 is of key and value as written in the line. A line is passed to the operating system in one write, so kill -9
-loses at most the line being written; a crash of the machine loses at most the lines of the last FSYNC_EVERY_S seconds.
+A key is the sha256 of everything that its value depends on. A value is committed before `put` returns, without waiting
+for the disk (SQLite's WAL): kill -9 loses nothing, and a power cut at most the last seconds.
 """
 
 from __future__ import annotations
@@ -11,53 +10,99 @@ import contextlib
 import json
 import os
 import re
-import struct
+import sqlite3
 import threading
-import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onetrunk.utils.disk_map import DiskMap
-from onetrunk.utils.locks import WriterLock
-
 KEY = re.compile(r"[0-9a-f]{64}")
-_LINE = re.compile(rb'\{"crc":"([0-9a-f]{8})",("key":"([0-9a-f]{64})","value":(.*))\}', re.DOTALL)
-FSYNC_EVERY_S = 5.0
-# Bytes of a line are fewer.
-LONGEST = 1 << 32
-# The first byte of a line, and its bytes.
-PLACE = struct.Struct("<QL")
+
+
+class Database:
+    """An SQLite database that threads share.
+
+    Args:
+        path: created with its folder if it is missing.
+        wait_s: how long to wait for other processes that use it.
+        setup: statements of SQL to begin with.
+        advice: what is lost with the file, for the error message.
+
+    Raises:
+        RuntimeError: of every operation: the database is damaged, in use, closed, or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], wait_s: float, setup: str, advice: str):
+        self.path, self.advice = Path(path), advice
+        self._mutex = threading.RLock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.errors():
+            # Without an isolation level Python begins no transactions of its own.
+            self._connection = sqlite3.connect(self.path, wait_s, isolation_level=None, check_same_thread=False)
+            self._connection.executescript(setup)
+
+    def rows(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """Return the rows of a query."""
+        with self.errors():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Commit what the block writes as one transaction, or nothing of it if the block fails."""
+        with self.errors():
+            if self._connection.in_transaction:
+                yield self._connection
+                return
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # After some errors SQLite has rolled back by itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Hold the lock between threads, and name the file in errors of the database."""
+        try:
+            with self._mutex:
+                yield
+        except (sqlite3.Error, json.JSONDecodeError) as error:
+            raise RuntimeError(
+                f"{self.path} cannot be used ({error}). If it is locked, end the process that uses it; if the disk is"
+                f" full, free some space; if it is damaged, restore a copy or delete it, and {self.advice}"
+            ) from error
+
+    def close(self) -> None:
+        """Close the database; may be called twice."""
+        with self.errors():
+            self._connection.close()
 
 
 class Ledger:
-    """A mapping of sha256 keys (64 hexadecimal digits) to JSON values. Safe to share between threads.
-
-    Values are read from the file, and their places from a temporary index on disk, so memory does not grow with the
-    entries. An incomplete last line is cut off when the file is opened; a damaged line anywhere else is an error.
+    """A mapping of sha256 keys (64 hexadecimal digits) to JSON values, for one process. Threads may share it.
 
     Args:
-        path: the file; created with its folder if it is missing.
+        path: the database; created with its folder if it is missing.
 
     Raises:
-        RuntimeError: another process writes to the file, or a line is damaged.
+        RuntimeError: of every operation, as `Database`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self._end = 0
-        self._mutex = threading.RLock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            stack.callback(WriterLock(self.path).release)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            stack.callback(os.close, self._descriptor)
-            # Where each line begins, and its length.
-            self._places = stack.enter_context(DiskMap())
-            self._load()
-            self._resources: contextlib.ExitStack | None = stack.pop_all()
-        self._synced = time.monotonic()
+        self._database = Database(
+            path,
+            wait_s=1.0,
+            # One process alone needs no memory shared with others, which network file systems do not have.
+            setup="PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;"
+            " CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB)",
+            advice="its answers are asked for, and paid, again",
+        )
+        # Commits what is put inside at once.
+        self.writing = self._database.writing
+        self.close = self._database.close
 
     def __enter__(self) -> Ledger:
         return self
@@ -65,106 +110,28 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __len__(self) -> int:
-        with self._mutex:
-            self._require_open()
-            return len(self._places)
-
     def __contains__(self, key: str) -> bool:
-        with self._mutex:
-            self._require_open()
-            return _as_bytes(key) in self._places
+        return self._value(key) is not None
 
-    def keys(self) -> Iterator[str]:
+    def keys(self) -> list[str]:
         """Return the keys in the order of their first `put`."""
-        with self._mutex:
-            self._require_open()
-            return iter([key.hex() for key in self._places])
+        return [key.hex() for (key,) in self._database.rows("SELECT key FROM answers ORDER BY number")]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value under `key`, or `default`.
+        """Return the value under `key`, or `default`."""
+        value = self._value(key)
+        with self._database.errors():
+            return default if value is None else json.loads(value)
 
-        Raises:
-            RuntimeError: the line was changed after the file was opened, or the ledger is closed.
-        """
-        with self._mutex:
-            self._require_open()
-            place = self._places.get(_as_bytes(key))
-            if place is None:
-                return default
-            start, length = PLACE.unpack(place)
-            line = os.pread(self._descriptor, length, start)
-        entry = _read_line(line)
-        if entry is None or entry[0].hex() != key:
-            raise RuntimeError(f"{self.path} was changed at byte {start} while it was in use; start again")
-        return json.loads(entry[1])
+    def put(self, key: str, value: Any) -> None:
+        """Keep a value unless the key has one already; raises ValueError for what is no key or not JSON."""
+        row = _as_bytes(key), _as_json(key, value)
+        with self.writing() as database:
+            database.execute("INSERT OR IGNORE INTO answers (key, value) VALUES (?, ?)", row)
 
-    def put(self, key: str, value: Any) -> Any:
-        """Append a value unless the key has one already; return the value of the key. Errors as in `replace`."""
-        with self._mutex:
-            return self.get(key) if key in self else self.replace(key, value)
-
-    def replace(self, key: str, value: Any) -> Any:
-        """Append a value in place of the one of the key, if any: of several lines with one key the last counts.
-
-        Raises:
-            ValueError: not a key, or a value that is not JSON (NaN and infinity are not).
-            RuntimeError: the ledger is closed.
-            OSError: the write failed (the disk is full); the file is unchanged.
-        """
-        line = _as_line(_as_bytes(key), value)
-        with self._mutex:
-            self._require_open()
-            start = self._end
-            self._append(line)
-            self._places[_as_bytes(key)] = PLACE.pack(start, len(line) - 1)
-            if time.monotonic() - self._synced >= FSYNC_EVERY_S:
-                os.fsync(self._descriptor)
-                self._synced = time.monotonic()
-        return value
-
-    def close(self) -> None:
-        """Write everything to the disk (fsync), and release the file for other writers; may be called twice."""
-        with self._mutex:
-            if self._resources is not None:
-                os.fsync(self._descriptor)
-                self._resources.close()
-                self._resources = None
-
-    def _require_open(self) -> None:
-        if self._resources is None:
-            raise RuntimeError(f"the ledger {self.path} is closed; open it again")
-
-    def _append(self, data: bytes) -> None:
-        try:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(self._descriptor, data[written:], self._end + written)
-        except OSError:
-            # A full disk may have taken a part of the line; the next line must not follow that part.
-            os.ftruncate(self._descriptor, self._end)
-            raise
-        self._end += len(data)
-
-    def _load(self) -> None:
-        """Index the lines of the file, and repair its end."""
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.rstrip(b"\n")
-                entry = _read_line(text)
-                if entry is None and line.endswith(b"\n"):
-                    raise RuntimeError(
-                        f"{self.path} line {number} is damaged (its checksum does not fit); delete that line, and what"
-                        " it held is asked for again"
-                    )
-                if entry is None:
-                    os.ftruncate(self._descriptor, self._end)
-                    return
-                self._places[entry[0]] = PLACE.pack(self._end, len(text))
-                self._end += len(line)
-                if not line.endswith(b"\n"):
-                    self._append(b"\n")
-                    return  # Another iteration would read this line end as a line.
+    def _value(self, key: str) -> bytes | None:
+        rows = self._database.rows("SELECT value FROM answers WHERE key = ?", (_as_bytes(key),))
+        return rows[0][0] if rows else None
 
 
 def _as_bytes(key: str) -> bytes:
@@ -173,22 +140,10 @@ def _as_bytes(key: str) -> bytes:
     return bytes.fromhex(key)
 
 
-def _as_line(key: bytes, value: Any) -> bytes:
+def _as_json(key: str, value: Any) -> bytes:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        # A prompt from a damaged JSON file may hold half a surrogate pair; it is stored unchanged.
-        body = f'"key":"{key.hex()}","value":{text}'.encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
-        name = key.hex()[:12]
-        raise ValueError(f"the value under {name}... is not JSON ({error}); give texts, finite numbers") from error
-    if len(body) > LONGEST - 64:
-        raise ValueError(f"the value under {key.hex()[:12]}... has {len(body)} bytes; give less than 4 GiB")
-    return b'{"crc":"%08x",%s}\n' % (zlib.crc32(body), body)
-
-
-def _read_line(line: bytes) -> tuple[bytes, bytes] | None:
-    """Return the key and the value's JSON of a line without its line end; None if it is damaged."""
-    match = _LINE.fullmatch(line)
-    if match is None or int(match[1], 16) != zlib.crc32(match[2]):
-        return None
-    return bytes.fromhex(match[3].decode()), match[4]
+        raise ValueError(f"the value under {key[:12]}... is not JSON ({error}); give texts, finite numbers") from error
+    # A prompt from a damaged JSON file may hold half a surrogate pair; it is stored unchanged.
+    return text.encode("utf-8", "surrogatepass")

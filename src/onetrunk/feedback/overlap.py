@@ -6,7 +6,6 @@ is a daemon, unlike those of `concurrent.futures`, whose executor would make an 
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,6 @@ from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
-POLL_S = 0.05
 # How long an ending run waits for a producer that does not check the flag.
 JOIN_S = 5.0
 
@@ -46,38 +44,32 @@ def overlapped(
     Raises:
         Exception: the first error of either stage, unchanged. Products from before an error are consumed first.
     """
-    waiting: queue.Queue[tuple[T] | None] = queue.Queue(max_waiting)
-    failures: list[BaseException] = []
+    waiting: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    room = threading.Semaphore(max_waiting)
     stop = stop or StopFlag()
-
-    def put(product: tuple[T] | None) -> None:
-        while True:
-            stop.check()
-            with contextlib.suppress(queue.Full):
-                waiting.put(product, timeout=POLL_S)
-                return
 
     def produce() -> None:
         try:
             for product in products:
-                put((product,))
-        except Stopped:
-            return
-        except BaseException as error:  # Raised again in the calling thread.
-            failures.append(error)
-        with contextlib.suppress(Stopped):
-            put(None)
+                waiting.put((product,))
+                room.acquire()
+                stop.check()
+            waiting.put(None)
+        except BaseException as error:
+            waiting.put(error)
 
     thread = threading.Thread(target=produce, name="feedback", daemon=True)
     thread.start()
     try:
-        while (product := waiting.get()) is not None:
-            consume(*product)
+        while (entry := waiting.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            room.release()
+            consume(*entry)
     finally:
         stop.set()
+        room.release()
         thread.join(JOIN_S)
-    if failures:
-        raise failures[0]
 
 
 def chunked(items: Iterable[T], size: int) -> Iterator[list[T]]:

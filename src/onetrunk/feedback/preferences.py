@@ -125,8 +125,9 @@ class PreferenceMaker:
         for question, label in zip(asked, labels, strict=True):
             self.sources.add(groups[question.number], question, label)
         if self.output_rows == "pairs":
-            written = zip(asked, labels, strict=True)
-            rows = [_row(question.pair, label) for question, label in written if self._is_written(label)]
+            # A label over some of the questions would change once the others are answered.
+            decided = [(q.pair, label) for q, label in zip(asked, labels, strict=True) if self._counts(label)]
+            rows = [_row(pair, label) for pair, label in decided if self.keep_ties or not self._is_tie(label)]
         else:
             rows = self._rated_rows(items, completions, ratings, asked, labels)
         self.counts["pairs"] += len(asked)
@@ -181,8 +182,11 @@ class PreferenceMaker:
         if label.errors or label.probability is None:
             self.counts["unjudged" if label.errors else "abstained"] += 1
             return False
-        self.counts["ties"] += abs(label.probability - 0.5) <= self.tie_margin
+        self.counts["ties"] += self._is_tie(label)
         return True
+
+    def _is_tie(self, label: PairLabel) -> bool:
+        return abs(label.probability - 0.5) <= self.tie_margin
 
     def _chosen(self, item: PromptItem, texts: Sequence[SampledText], rated: dict[int, float]) -> list[dict[str, Any]]:
         """Return the rows of one prompt: the best, the worst, or each that is better or worse than a tie."""
@@ -220,15 +224,6 @@ class PreferenceMaker:
             pairs = all_pairs(texts, words)
         self.counts["prompts_without_pair"] += not pairs
         return pairs
-
-    def _is_written(self, label: PairLabel) -> bool:
-        # A label over some of the questions would change once the others are answered.
-        if label.errors or label.probability is None:
-            self.counts["unjudged" if label.errors else "abstained"] += 1
-            return False
-        is_tie = abs(label.probability - 0.5) <= self.tie_margin
-        self.counts["ties"] += is_tie
-        return self.keep_ties or not is_tie
 
 
 @dataclass(frozen=True)

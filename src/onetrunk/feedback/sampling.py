@@ -92,9 +92,10 @@ class TextSampler:
 
     def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> None:
         """Put sampled texts into the ledger: as a string, or as a dict if the completion was cut off."""
-        for item, texts in zip(items, completions, strict=True):
-            for index, sampled in enumerate(texts):
-                self.ledger.put(self.key(item, index), sampled.text if sampled.stopped else asdict(sampled))
+        with self.ledger.writing():
+            for item, texts in zip(items, completions, strict=True):
+                for index, sampled in enumerate(texts):
+                    self.ledger.put(self.key(item, index), sampled.text if sampled.stopped else asdict(sampled))
 
     def key(self, item: PromptItem, index: int) -> str:
         """Return the ledger key of a completion of this prompt."""

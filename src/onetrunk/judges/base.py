@@ -190,6 +190,8 @@ class Judge(ABC):
         started = time.perf_counter()
         try:
             if any(len(items) for items, _ in asked):
+                if self.usage.budget is not None:
+                    self.usage.budget()  # Raises if it is spent.
                 self._answer_each(asked, keep)
         finally:
             self.usage.seconds += time.perf_counter() - started

@@ -7,6 +7,7 @@ belong to the text of the reply, whatever the server was asked for.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ from onetrunk.utils.http import (
     shown,
 )
 
+logger = logging.getLogger(__name__)
+
 CHAT_PATH = "/chat/completions"
 # A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
@@ -47,6 +50,12 @@ LEAST_LABEL_MASS = 0.5
 # Rounding of the server: probabilities of a position may add up to a little more than 1.
 ROUNDING = 0.02
 LONGEST_EXCERPT = 60
+# More tokens than a chat template adds to a conversation, with its own system prompt.
+TEMPLATE_TOKENS = 1024
+# Of a call that reports no tokens: UTF-8 bytes per token of its prompt. Most texts have more, so this counts too many.
+BYTES_PER_TOKEN = 2
+# A call that reports as many tokens is not believed.
+TOO_MANY_TOKENS = 10**9
 # Characters of a thought that is kept; the middle of a longer one is left out.
 LONGEST_THOUGHT = 4000
 MORE_TOKENS = (
@@ -64,7 +73,7 @@ class ChatServer:
         api_key_env, allow_http: as in `read_secret` and `check_url`.
         extra_body: more entries for the body of every call.
 
-    `usage` counts calls, and tokens as the server reports them.
+    `usage` counts calls, and tokens as the server reports them, or an estimate where it reports none.
 
     Raises:
         ValueError: a URL that may not be called, no model, or a variable that is not set.
@@ -123,6 +132,7 @@ class ChatServer:
 
         Raises:
             CallError: no reply, or one of an unexpected form.
+            EndOfCalls: the budget has no room for the call; nothing was sent.
         """
         body = {
             "model": self.model,
@@ -134,22 +144,44 @@ class ChatServer:
             "stream": False,
         }
         logprobs = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
-        self.usage.calls += 1
+        body = body | logprobs | self.extra_body
+        most, usage = most_tokens(body), self.usage
+        if usage.budget is not None:
+            usage.budget(*most)
+        usage.calls += 1
+        is_settled = False
         try:
-            output = await post_json(client, self._api + CHAT_PATH, body | logprobs | self.extra_body, self._secret())
+            output = await post_json(client, self._api + CHAT_PATH, body, self._secret())
             # Counted first: a reply that cannot be used is paid for too.
-            self._count_tokens(output)
+            self._count_tokens(output, *most)
+            is_settled = True
             return checked_reply(output, self.model)
-        except BaseException:  # A deadline cancels the call.
-            self.usage.failed_calls += 1
+        except BaseException as error:  # A deadline cancels the call.
+            usage.failed_calls += 1
+            is_settled = is_settled or not getattr(error, "may_be_paid", True)
             raise
+        finally:
+            # A call whose cost is not known keeps its reservation.
+            if usage.budget is not None and is_settled:
+                usage.release(*most)
 
-    def _count_tokens(self, output: Any) -> None:
-        tokens = output.get("usage") if isinstance(output, Mapping) else None
-        for name in ("prompt_tokens", "completion_tokens") if isinstance(tokens, Mapping) else ():
-            number = tokens.get(name)
-            if isinstance(number, int) and number > 0:
-                setattr(self.usage, name, getattr(self.usage, name) + number)
+    def _count_tokens(self, output: Any, most_prompt: int, most_completion: int) -> None:
+        reported = output.get("usage") if isinstance(output, Mapping) else None
+        reported, usage = reported if isinstance(reported, Mapping) else {}, self.usage
+        prompt, completion = reported.get("prompt_tokens"), reported.get("completion_tokens")
+        # A prompt always has tokens.
+        is_read, is_written = _is_count(prompt) and prompt > 0, _is_count(completion)
+        usage.prompt_tokens += prompt if is_read else most_prompt // BYTES_PER_TOKEN
+        usage.completion_tokens += completion if is_written else most_completion
+        if not (is_read and is_written):
+            usage.estimated_calls += 1
+            if usage.estimated_calls == 1:
+                logger.warning(
+                    "%s does not report the tokens of a call (usage); they are estimated: a token of the prompt per %d"
+                    " bytes, and as many written as a reply may have",
+                    self,
+                    BYTES_PER_TOKEN,
+                )
 
     async def served_models(self) -> list[str] | None:
         """Return the names of the models that the server lists.
@@ -212,6 +244,17 @@ class Reply:
     def is_all_reasoning(self) -> bool:
         """Whether the token limit was reached before the reasoning ended."""
         return bool(self.thought) and not self.is_whole and not self.text.strip()
+
+
+def most_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the most tokens that a call with this body reads and writes: no token is shorter than a byte."""
+    size = len(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    limits = [body["max_tokens"], body.get("max_completion_tokens")]
+    return size + TEMPLATE_TOKENS, max(limit for limit in limits if _is_count(limit))
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < TOO_MANY_TOKENS
 
 
 def checked_reply(output: Any, model: str) -> Reply:

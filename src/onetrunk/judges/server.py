@@ -51,7 +51,7 @@ from onetrunk.judges.template import (
     with_reasons_given,
 )
 from onetrunk.types import Message
-from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
+from onetrunk.utils.calls import CallError, CallRun, EndOfCalls, Pace, RetryPolicy, ask_patiently, run_async
 from onetrunk.utils.http import AN_HTML_PAGE, shown
 from onetrunk.utils.replicas import Replicas
 
@@ -186,7 +186,7 @@ class ServerJudge(Judge):
         Raises:
             ValueError: an address that may not be called.
             RuntimeError: no server, no API, another model, a key that is not accepted, or no log probabilities
-                although `method` requires them.
+                although `method` requires them; EndOfCalls if the budget has no room for it.
         """
         if self._abilities is None:
             for chat in self.chats:
@@ -206,7 +206,7 @@ class ServerJudge(Judge):
             try:
                 return run_async(self._probe())
             except (CallError, RuntimeError) as error:
-                if is_last:
+                if is_last or isinstance(error, EndOfCalls):
                     raise
                 logger.warning("%s; the other servers of the model take its questions", error)
         raise AssertionError("a judge has at least one server")

@@ -6,7 +6,6 @@ shows the bias. Answers that a `Memory` keeps are not asked again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -35,8 +34,6 @@ TIE = 0.5
 # Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
 LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
 FEWEST_ANSWERS = 20
-# Under this reason earlier versions kept the answer of an ensemble with a member whose replies they could not read.
-UNREAD_MEMBER = re.compile(r"^[\w.-]+: \d+ of \d+ replies are no label$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,12 @@ class RatingLabel:
 class Memory(Protocol):
     """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk.
 
-    `get` returns None without a value; `put` keeps the first value under a key, and `replace` the new one.
+    `get` returns None without a value; `put` keeps the first value under a key.
     """
 
     def get(self, key: str) -> Any: ...
 
     def put(self, key: str, value: Any) -> Any: ...
-
-    def replace(self, key: str, value: Any) -> Any: ...
 
 
 def judge_pairs(
@@ -294,7 +289,7 @@ def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
 def kept_answer(memory: Memory, key: str, kind: type[Answer]) -> Answer | None:
     """Return the Verdict or Rating (`kind`) under a key; None for a question that must be asked."""
     value = memory.get(key)
-    return None if value is None or _is_unread(value) else kind(**value)
+    return None if value is None else kind(**value)
 
 
 def keep_answer(memory: Memory, key: str, answer: Verdict | Rating) -> None:
@@ -303,18 +298,7 @@ def keep_answer(memory: Memory, key: str, answer: Verdict | Rating) -> None:
         return
     value = asdict(answer)
     del value["error_kind"]
-    (memory.replace if _is_unread(memory.get(key)) else memory.put)(key, value)
-
-
-def _is_unread(value: dict[str, Any] | None) -> bool:
-    """Return whether a kept value holds replies without a verdict, which earlier versions kept as an abstention."""
-    if value is None:
-        return False
-    details = value.get("details", {})
-    if None in details.get("members", {}).values():
-        return UNREAD_MEMBER.search(value["reason"] or "") is not None
-    # Votes measure no label mass, so votes without a probability are no abstention.
-    return details.get("method") == "votes" and value.get("probability", value.get("score")) is None
+    memory.put(key, value)
 
 
 class RememberedJudge(Judge):

@@ -259,9 +259,9 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
 
 
 def return_freed_memory() -> None:
-    """Let glibc give large freed blocks back to the system at once, which it otherwise keeps: here, gathered layers.
+    """Let glibc give large freed blocks, such as gathered layers, back to the system at once.
 
-    It raises its threshold for blocks of their own to the largest block that was freed, unless one is set.
+    Without fixed thresholds, glibc raises them when a large block is freed, and then keeps blocks up to that size.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
     for parameter, value in MALLOC.items() if mallopt else ():

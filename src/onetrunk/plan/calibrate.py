@@ -37,6 +37,9 @@ VOCAB, RANK = 512, 8
 # A measurement is the median of this many runs, after one that is not counted.
 RUNS = 3
 HALVES = (0.0, 16.0, 64.0, 256.0, 1024.0)
+# Rates of launches, which a GPU's work hides or which hide it; and rounds in which a fit finds out which of the two.
+LAUNCHES = ("layer_s", "adapter_layer_s", "forward_s", "decode_layer_s", "decode_step_s", "row_s")
+ROUNDS = 6
 # The kernel's own peak of the process: getrusage would count the memory of the parent, from which it was forked.
 IMPORTS = """
 import onetrunk.stages.ppo
@@ -122,20 +125,36 @@ def fit_rates(device: Device, observations: list[Observation]) -> Rates:
 
 
 def _fitted(device: Device, observations: list[Observation], names: tuple[str, ...], base: Rates) -> Rates:
-    """Return `base` with some rates fitted; the seconds are linear in times, and in one over shares."""
+    """Return `base` with some rates fitted; the seconds are linear in times, and in one over shares.
+
+    On a GPU an observation is either bound by launches or not, so only these or only the other rates count in its row.
+    """
     shares = ("matmul", "decode_matmul", "bandwidth")
     # What is not asked for costs nothing.
-    nothing = replace(base, **{name: 1e30 if name in shares else 0.0 for name in names})
-    rows = []
+    nothing = replace(base, attention=1e30, **{name: 1e30 if name in shares else 0.0 for name in names})
+    rows, targets = [], []
     for seen in observations:
-        row = []
+        row, known = [], predicted(seen, replace(device, rates=nothing)) / seen.seconds
+        targets.append(1.0 - known)
         for name in names:
             only = replace(nothing, **{name: 1.0})
             only = replace(only, attention=1.0 if name in ("matmul", "decode_matmul") else 1e30)
-            row.append(predicted(seen, replace(device, rates=only)) / seen.seconds)
+            row.append(predicted(seen, replace(device, rates=only)) / seen.seconds - known)
         rows.append(row)
-    values = dict(zip(names, non_negative_fit(rows, [1.0] * len(rows), floor=0.02), strict=True))
+    own = [name in LAUNCHES for name in names]
+    counted = rows
+    for _ in range(1 if device.is_cpu else ROUNDS):
+        solution = non_negative_fit(counted, targets, floor=0.02)
+        counted = []
+        for row in rows:
+            launched = sum(v * s for v, s, is_own in zip(row, solution, own, strict=True) if is_own)
+            computed = sum(v * s for v, s in zip(row, solution, strict=True)) - launched
+            counted.append([v if is_own == (launched > computed) else 0.0 for v, is_own in zip(row, own, strict=True)])
+    values = dict(zip(names, solution, strict=True))
     found = {name: 1 / max(value, 1e-6) if name in shares else value for name, value in values.items()}
+    if not device.is_cpu:
+        # Launches hid it in every observation, so nothing is known about it.
+        found |= {name: getattr(base, name) for name, value in values.items() if name in shares and not value}
     if "matmul" in found:
         found["attention"] = found["matmul"]
     return replace(base, **found)

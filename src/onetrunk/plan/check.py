@@ -69,7 +69,15 @@ def check_run(
     Raises:
         ValueError: no record, a stage other than ppo, too few rollouts, or a device that is not known.
     """
-    own = own or {}
+    try:
+        return _checked(folder, defaults, catalog, own or {})
+    except (TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise ValueError(
+            f"{folder}: its record or its log has values of other types than onetrunk ppo writes ({error})"
+        ) from error
+
+
+def _checked(folder: Path, defaults: Mapping[str, Any], catalog: Catalog, own: Mapping[str, Any]) -> Checked:
     record, log = _record(folder), _log(folder)
     settings = {**defaults, **{k: v for k, v in record["settings"].items() if k in defaults}}
     settings["activation_checkpointing"] = settings.get("activation_checkpointing") or settings.get(
@@ -120,7 +128,11 @@ def _log(folder: Path) -> list[dict[str, Any]]:
             entries.append(json.loads(line))
         except ValueError:  # Cut short by a kill.
             continue
-    return [entry for entry in entries if isinstance(entry, dict)]
+    entries = [entry for entry in entries if isinstance(entry, dict)]
+    for name, value in (pair for entry in entries for pair in entry.items()):
+        if isinstance(value, str) and name.startswith(("step", "time/", "memory/", "completion/length")):
+            raise TypeError(f"{name} is {value!r}")
+    return entries
 
 
 def _rollouts(record: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> int:

@@ -16,12 +16,18 @@ from onetrunk.costs import (
     trunk_states_bytes,
 )
 from onetrunk.plan.hardware import GIB, Device
-from onetrunk.plan.job import Job
-from onetrunk.plan.memory import FP32, Training, decode_parts, server_parts, training_parts
+from onetrunk.plan.job import MARGIN, Job
+from onetrunk.plan.memory import (
+    FP32,
+    Training,
+    base_weights_bytes,
+    decode_parts,
+    server_parts,
+    training_parts,
+)
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
-    OWN_LOOP,
     PADDING,
     PIPELINED,
     SERVER,
@@ -38,8 +44,6 @@ from onetrunk.plan.timing import (
     update_time,
 )
 
-# Share of a device's memory that is left free: fragments, and the error of the estimate.
-MARGIN = 0.08
 # Devices of a reward server, which has the size of one model.
 REWARD_DEVICES = 1
 ASYNC_STALENESS = 2
@@ -57,6 +61,7 @@ class Plan:
         publish_s: seconds between an update and the next rollout.
         iteration_s: seconds of an iteration in the long run.
         memory: bytes of a device by part, for each phase, and for "server" where there is one.
+        margin: share of a trainer's device that stays free.
     """
 
     schedule: str
@@ -67,6 +72,7 @@ class Plan:
     publish_s: float
     iteration_s: float
     memory: Mapping[str, Mapping[str, float]]
+    margin: float = MARGIN
 
     @property
     def devices(self) -> dict[str, int]:
@@ -98,9 +104,13 @@ class Plan:
         """Return the bytes of a device at the peak of each phase."""
         return {phase: sum(parts.values()) for phase, parts in self.memory.items()}
 
+    def usable(self, phase: str) -> float:
+        """Return the bytes of a device that a phase may use."""
+        return usable_bytes(self.device_of(phase), MARGIN if phase == "server" else self.margin)
+
     def shortage(self) -> tuple[str, float, float] | None:
         """Return the phase that lacks most, its bytes and those that a device has; None if all fit."""
-        lacks = [(p, b, usable_bytes(self.device_of(p))) for p, b in self.peaks().items()]
+        lacks = [(p, b, self.usable(p)) for p, b in self.peaks().items()]
         worst = max(lacks, key=lambda entry: entry[1] / entry[2])
         return worst if worst[1] > worst[2] else None
 
@@ -117,9 +127,9 @@ class Plan:
         return {name: max(0.0, share) for name, share in waits.items()}
 
 
-def usable_bytes(device: Device) -> float:
-    """Return the bytes of a device that a plan may use."""
-    return device.memory_gib * GIB * (1 - MARGIN)
+def usable_bytes(device: Device, margin: float = MARGIN) -> float:
+    """Return the bytes of a device that a plan may use; a server, which takes its memory at its start, by default."""
+    return device.memory_gib * GIB * (1 - margin)
 
 
 def train_memory(job: Job, train: TrainLayout, has_reward_server: bool) -> dict[str, dict[str, float]]:
@@ -213,20 +223,16 @@ def sample_memory(
     Args:
         trainer: bytes by part in scoring, of which weights and what belongs to them stay.
     """
-    mine = -(-job.rows // sample.replicas)
-    rows = min(mine, most_rows_of(job, sample))
-    width = job.lengths.width if sample.engine in OWN_LOOP else job.lengths.row
     if sample.engine == PIPELINED:
         heaviest = max(stage_parts(job, train, sample), key=lambda stage: sum(stage.values()))
         return {"generate": _kept(trainer) | heaviest}
     if sample.engine == LOCAL:
         parts = _kept(trainer)
-        added = decode_parts(job.shape, rows, width, job.itemsize, sample.tensor)
+        added = decode_parts(job.shape, _decoding_rows(job, sample), job.lengths.width, job.itemsize, sample.tensor)
         if train.shards > 1:
-            added["transient"] = job.shape.parameters * train.base_bytes / train.tensor
+            added["transient"] = base_weights_bytes(job.shape, train.base_bytes) / train.tensor
         return {"generate": parts | added}
-    adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
-    served = server_parts(job.shape, rows, width, min(2.0, job.base_bytes), adapters, sample.tensor, sample.stages)
+    served = engine_parts(job, sample)
     if sample.engine == SERVER:
         return {"server": served}
     parts = _kept(trainer)
@@ -235,12 +241,23 @@ def sample_memory(
     return {"generate": parts}
 
 
+def engine_parts(job: Job, sample: SampleLayout) -> dict[str, float]:
+    """Return the bytes of a device that a vLLM engine takes, by part; of rows of mean length, because it has pages."""
+    adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
+    rows, base_bytes = _decoding_rows(job, sample), min(2.0, job.base_bytes)
+    return server_parts(job.shape, rows, job.lengths.row, base_bytes, adapters, sample.tensor, sample.stages)
+
+
+def _decoding_rows(job: Job, sample: SampleLayout) -> float:
+    return min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
+
+
 def stage_parts(job: Job, train: TrainLayout, sample: SampleLayout) -> list[dict[str, float]]:
     """Return the bytes that sampling adds in each stage of a PIPELINED sampler, by part.
 
     Stages that also train differ in their weights, which are among the parts then.
     """
-    rows = min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
+    rows = _decoding_rows(job, sample)
     sizes = sample.sizes(job.shape)
     stages = sampling_bytes(
         job.shape,
@@ -311,7 +328,7 @@ def evaluate(
     update, publish = update_time(job, train), publish_seconds(job, train, sample)
     total = iteration_seconds(schedule, generate, score.seconds + update.seconds, publish)
     phases = {"generate": generate, "score": score, "update": update}
-    return Plan(schedule, train, sample, has_reward_server, phases, publish, total, memory)
+    return Plan(schedule, train, sample, has_reward_server, phases, publish, total, memory, job.margin)
 
 
 def host_gib(job: Job, plan: Plan) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import string
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onetrunk.plan.cost import cost_of
-from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, host_gib
-from onetrunk.plan.hardware import Catalog
-from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
+from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, engine_parts, host_gib
+from onetrunk.plan.hardware import GIB, Catalog
+from onetrunk.plan.job import Job
+from onetrunk.plan.memory import INT8_BYTES, NF4_BYTES
 from onetrunk.plan.search import MANY_ROWS
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
 from onetrunk.utils.files import atomic_write_text
@@ -19,6 +21,8 @@ from onetrunk.utils.files import atomic_write_text
 TEMPLATES = Path(__file__).with_name("templates")
 # The first server listens here, the next one on the port after it.
 PORT, REWARD_PORT = 8100, 8090
+# Address of servers on a machine that the user names when the script starts.
+REMOTE = "http://$SERVER_HOST"
 CPUS_PER_GPU = 8
 # Ranks that vLLM serves.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -59,6 +63,18 @@ class Launch:
     market: str = "on_demand"
     is_overridden: bool = False
     reward: str | None = None
+
+    def __post_init__(self):
+        plan = self.plan
+        names = (self.config, self.model, self.base, self.folder, self.reward, *plan.devices, plan.sample.device.name)
+        wrong = next((name for name in names if name is not None and not str(name).isprintable()), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong!r} has a line break or another control character; rename it")
+
+    @property
+    def script_folder(self) -> str:
+        """The folder for a shell."""
+        return shlex.quote(self.folder)
 
     @property
     def served_devices(self) -> int:
@@ -122,9 +138,10 @@ def settings_of(launch: Launch) -> list[str]:
     if plan.schedule == "async":
         words += ["--max_staleness", str(ASYNC_STALENESS)]
     if plan.sample.engine == COLOCATED:
-        share = plan.peaks()["generate"] / (train.device.memory_gib * 2**30)
+        # The engine's own part: vLLM refuses a share of which the trainer has taken some before.
+        share = sum(engine_parts(job, plan.sample).values()) / (train.device.memory_gib * GIB)
         words += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
-        words += ["--vllm_gpu_memory_utilization", f"{min(0.95, max(0.1, share)):.2f}"]
+        words += ["--vllm_gpu_memory_utilization", f"{math.ceil(100 * share) / 100:.2f}"]
     elif plan.sample.engine == SERVER:
         words += ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *_urls(launch)]
     elif plan.sample.engine == PIPELINED:
@@ -157,7 +174,12 @@ def pipeline_settings(job: Job, plan: Plan) -> list[str]:
 
 def _host(launch: Launch) -> str:
     """Return where servers are: this machine, or the one that the variable SERVER_HOST names."""
-    return "http://localhost" if launch.shares_machine else "http://$SERVER_HOST"
+    return "http://localhost" if launch.shares_machine else REMOTE
+
+
+def _quoted(word: str) -> str:
+    """Return a word for a shell, which replaces nothing in it but our own variable."""
+    return f'"{REMOTE}"{shlex.quote(word.removeprefix(REMOTE))}' if word.startswith(REMOTE) else shlex.quote(word)
 
 
 def _urls(launch: Launch) -> list[str]:
@@ -173,8 +195,7 @@ def trainer_command(launch: Launch, rendezvous: str = "") -> str:
     rest = ["--config", launch.config, *settings_of(launch)]
     # A restarted run would delete what it is to resume from.
     rest += ["--overwrite_output_dir", "false", "--resume", "auto"]
-    # Quotes around a variable, so that the shell replaces it.
-    words = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in rest)
+    words = " ".join(map(_quoted, rest))
     if launch.plan.train.count == 1 and not rendezvous:
         return f"onetrunk ppo {words}"
     config = shlex.quote(f"{launch.folder}/accelerate.yaml")
@@ -219,7 +240,7 @@ def _accelerate(launch: Launch) -> str:
         if train.shards < train.count:
             sections += render("parallelism.txt", replicate=train.count // train.shards, shard=train.shards, tensor=1)
     return render(
-        "accelerate.yaml", about=launch.about, command=f"bash {launch.folder}/launch.sh", distributed_type=kind,
+        "accelerate.yaml", about=launch.about, command=f"bash {launch.script_folder}/launch.sh", distributed_type=kind,
         sections=sections, machines=launch.machines, processes=train.count,
         use_cpu=str(train.device.is_cpu and train.count == 1).lower(),
     )  # fmt: skip
@@ -228,7 +249,7 @@ def _accelerate(launch: Launch) -> str:
 def _before(launch: Launch) -> str:
     if not launch.has_servers:
         return ""
-    script = f"bash {launch.folder}/servers.sh"
+    script = f"bash {launch.script_folder}/servers.sh"
     if launch.shares_machine:
         return f"\n# The servers come first, in a shell of their own: {script}"
     machines = math.ceil(launch.served_devices / launch.plan.train.per_node)
@@ -241,11 +262,14 @@ def launch_files(launch: Launch) -> dict[str, str]:
     train = launch.plan.train
     before, needs_host = _before(launch), launch.has_servers and not launch.shares_machine
     environment = ': "${SERVER_HOST:?the name of the machine of the servers}"\n' if needs_host else ""
+    # An engine that sleeps brings an allocator of its own.
+    if launch.job.expands_segments and not train.device.is_cpu and launch.plan.sample.engine != COLOCATED:
+        environment += "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
     if train.device.is_cpu and train.count > 1:
         environment += "export ACCELERATE_USE_CPU=true\n"
     if launch.shares_machine and train.count > 0:
         environment += f"export CUDA_VISIBLE_DEVICES=$(seq -s, 0 {train.count - 1})\n"
-    common = {"about": launch.about, "folder": launch.folder, "machines": launch.machines, "before": before}
+    common = {"about": launch.about, "folder": launch.script_folder, "machines": launch.machines, "before": before}
     several = launch.machines > 1
     nodes = "--num_machines {n} --num_processes {p} --main_process_ip {ip} --main_process_port {port} "
     hand = (
@@ -299,7 +323,7 @@ def _scheduler_files(launch: Launch, common: dict[str, object], environment: str
         else "export PET_RDZV_ENDPOINT=localhost:0\n"
     )
     if launch.shares_machine:
-        slurm += f"bash {launch.folder}/servers.sh &\n"
+        slurm += f"bash {launch.script_folder}/servers.sh &\n"
     one = f"--num_processes {train.count} "
     # A launcher also for one process: it starts a crashed run again.
     of_slurm = shape.format(launch.machines, train.count, '"$host"', '"$port"') if several else one
@@ -307,10 +331,11 @@ def _scheduler_files(launch: Launch, common: dict[str, object], environment: str
     of_kubeflow = shape.format('"$PET_NNODES"', train.count, '"$PET_MASTER_ADDR"', '"$PET_MASTER_PORT"')
     cpus, host = CPUS_PER_GPU * here, math.ceil(sum(host_gib(launch.job, plan).values()) * here)
     disk = math.ceil(100 + 2 * sum(cost.storage_gb.values()))
-    start = f"bash {launch.folder}/servers.sh &\n  " if launch.shares_machine else ""
-    start_job = f"bash {launch.folder}/servers.sh &\n        " if launch.shares_machine else ""
+    start = f"bash {launch.script_folder}/servers.sh &\n  " if launch.shares_machine else ""
+    start_job = f"bash {launch.script_folder}/servers.sh &\n        " if launch.shares_machine else ""
+    accelerator = SKYPILOT.get(train.device.name, train.device.name)
     sky = render(
-        "skypilot.yaml", **common, per_machine=here, accelerator=SKYPILOT.get(train.device.name, train.device.name),
+        "skypilot.yaml", **common, per_machine=here, accelerator=json.dumps(f"{accelerator}:{here}"),
         use_spot=str(launch.market == "spot").lower(), disk_gb=disk,
         command=_shell(start, environment, "  ") + trainer_command(launch, of_sky),
     )  # fmt: skip

@@ -1,28 +1,23 @@
 """Memory of a device by part, for a training and for a server, and of the layouts of the roles side by side.
 
 The formulas are those of `costs.py`. What no formula gives (the working set of a layer, copies of tokens for experts,
-what sharding gathers) has constants that were fitted to the measured peaks in `measured/training.csv`.
+what sharding gathers) has constants that were fitted to measured peaks, by `scripts/plan/measurements.py`.
 """
 
 from __future__ import annotations
 
-import csv
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from onetrunk.costs import SAMPLER_COPIES, ModelShape, kept_activations_bytes, kv_cache_bytes
 from onetrunk.plan.hardware import GIB
-from onetrunk.plan.rates import non_negative_fit
-from onetrunk.plan.shapes import read_model
 
-MEASURED = Path(__file__).parent / "measured" / "training.csv"
 # Without a fused head, per logit: itself, its logprob and its gradient in float32, and two copies in bfloat16.
 LOGIT_BYTES = 3 * 4 + 2 * 2
 # A trained float32 weight, its gradient, and two numbers of Adam; the last two in 8 bits.
 ADAM_BYTES, ADAM_8BIT_BYTES = 8, 2
 FP32 = 4
+# A weight in 4 bits with the constants of its block, and in 8; embedding and head of such a base stay in 16 bits.
+NF4_BYTES, INT8_BYTES, HALF_BYTES = 0.516, 1.0, 2.0
 # Captured graphs and buffers of a vLLM server.
 SERVER_GIB = 2.0
 # Tokens and columns of a tile of logits, and the bytes of its float32 buffers per entry.
@@ -80,11 +75,18 @@ class Training:
     gathers: bool = True
 
 
+def base_weights_bytes(shape: ModelShape, base_bytes: float) -> float:
+    """Return the bytes of a whole base whose layers have `base_bytes` per weight."""
+    outer = HALF_BYTES if base_bytes <= INT8_BYTES else base_bytes
+    return (shape.parameters - shape.outer_parameters) * base_bytes + shape.outer_parameters * outer
+
+
 def fixed_parts(training: Training) -> dict[str, float]:
     """Return the bytes that need no fitted constant, by part."""
     shape, layers = training.shape, training.layers if training.layers is not None else training.shape.num_layers
     shared = training.shards if training.shares_trained else 1
-    base = 0.0 if training.is_full else shape.parameters * training.base_bytes / training.shards / training.tensor
+    whole = 0.0 if training.is_full else base_weights_bytes(shape, training.base_bytes)
+    base = whole / training.shards / training.tensor
     trained = training.trained / shared
     kept = kept_activations_bytes(shape, training.tokens, layers, training.itemsize, training.is_checkpointed)
     logits = TILE_BYTES * min(TILE[0], training.tokens) * min(TILE[1], shape.vocab_size)
@@ -151,96 +153,20 @@ def server_parts(
     """
     devices = tensor * stages
     return {
-        "weights": shape.parameters * base_bytes / devices,
+        "weights": base_weights_bytes(shape, base_bytes) / devices,
         "adapters": 2.0 * adapters / devices,
         "kv_cache": kv_cache_bytes(shape, int(rows * width), 2) / devices,
         "runtime": SERVER_GIB * GIB,
     }
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A row of measured/training.csv."""
-
-    label: str
-    key: tuple[str, ...]
-    gpu: str
-    gpus: int
-    micro_batches: int
-    training: Training
-    peak_gib: float
-    step_s: float
-    tokens_per_s: float
-    measured_on: str
-
-
-@functools.cache
-def measured_rows() -> tuple[Measured, ...]:
-    """Return the measured trainings: a base in float32 that prime-rl shards, with all that trains, over its GPUs."""
-    rows = []
-    with MEASURED.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            shape = _shape_named(row["model"])
-            is_full = row["lora_rank"] == "full"
-            trained = shape.parameters if is_full else shape.lora_parameters(int(row["lora_rank"]))
-            names = ("model", "type", "lora_rank", "seq_len", "activation_checkpointing", "gpus")
-            rows.append(
-                Measured(
-                    label=" ".join([f"{row['gpus']}x {row['gpu']}", *(row[name] for name in names[:5])]),
-                    key=tuple(row[name] for name in names),
-                    gpu=row["gpu"],
-                    gpus=int(row["gpus"]),
-                    micro_batches=int(row["micro_batches"]),
-                    training=Training(
-                        shape, int(row["seq_len"]), FP32, trained, shards=int(row["gpus"]), is_full=is_full,
-                        shares_trained=True, is_offloaded=row["activation_checkpointing"] == "Offload",
-                        keeps_logits=row["type"] == "sft",
-                    ),
-                    peak_gib=float(row["peak_memory_gib"]),
-                    step_s=float(row["step_time_s"]),
-                    tokens_per_s=float(row["tokens_per_s"]),
-                    measured_on=row["measured_on"],
-                )
-            )  # fmt: skip
-    return tuple(rows)
-
-
-def _shape_named(model: str) -> ModelShape:
-    owners = {"INTELLECT-3": "PrimeIntellect"}
-    return read_model(f"{owners.get(model, 'Qwen')}/{model}").shape
-
-
-def halves(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """Return two halves; equal trainings on other GPUs stay in one half, so that none is seen in both."""
-    keys = list(dict.fromkeys(row.key for row in rows))
-    parts: tuple[list[Measured], list[Measured]] = ([], [])
-    for row in rows:
-        parts[keys.index(row.key) % 2].append(row)
-    return parts
-
-
-def fit_constants(rows: Sequence[Measured]) -> Constants:
-    """Return the constants with the least mean relative error on measured rows."""
-    scaled, targets = [], []
-    for row in rows:
-        peak = row.peak_gib * GIB
-        scaled.append([value / peak for value in features(row.training)])
-        targets.append(1 - sum(fixed_parts(row.training).values()) / peak)
-    return Constants(*non_negative_fit(scaled, targets, floor=0.01))
-
-
-# What fit_constants gives for all rows; tests/plan/test_memory.py holds them equal.
+# What scripts/plan/measurements.py fits to all measured rows; tests/plan/test_memory.py holds them equal.
 FITTED = Constants(runtime_gib=0.0784, per_hidden=34.19, per_width=13.98, per_copy=21.24, gathered=1.675)
 
 
 def fitted_constants() -> Constants:
     """Return the constants fitted to all measured rows."""
     return FITTED
-
-
-def relative_errors(rows: Sequence[Measured], constants: Constants) -> list[float]:
-    """Return predicted over measured peak, minus 1, of each row."""
-    return [sum(training_parts(r.training, constants).values()) / (r.peak_gib * GIB) - 1 for r in rows]
 
 
 def role_layouts(shape: ModelShape, rank: int, reward: ModelShape, rows: int, width: int) -> dict[str, float]:
@@ -264,9 +190,6 @@ def role_layouts(shape: ModelShape, rank: int, reward: ModelShape, rows: int, wi
         ),
         "one trunk, LoRA, value adapter, reward adapter": 2 * full + 2 * state * adapter + FP32 * adapter + cache,
         "one trunk in NF4, LoRA, value head, reward adapter": (
-            0.516 * shape.num_layers * shape.layer_parameters
-            + 2 * shape.outer_parameters
-            + (state + FP32) * adapter
-            + cache
+            base_weights_bytes(shape, NF4_BYTES) + (state + FP32) * adapter + cache
         ),
     }

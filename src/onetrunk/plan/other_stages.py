@@ -8,7 +8,7 @@ from onetrunk.costs import ModelShape, forward_flops, head_flops
 from onetrunk.plan.evaluate import Plan
 from onetrunk.plan.job import Job
 from onetrunk.plan.shapes import ModelFacts
-from onetrunk.plan.timing import PADDING, PhaseTime, SampleLayout, generate_time, product_seconds
+from onetrunk.plan.timing import PADDING, PhaseTime, SampleLayout, exposed_seconds, generate_time, product_seconds
 
 # A judge reads the prompt, both completions and a constitution of about this many tokens, in both orders.
 JUDGE_TEXT, ORDERS = 300, 2
@@ -72,7 +72,8 @@ def _forward_seconds(plan: Plan, shape: ModelShape, tokens: float, itemsize: flo
     seconds = product_seconds(
         shape, layout.device, itemsize, matrix_flops=forward_flops(shape, 1, shape.num_layers) * tokens, tokens=FORWARD
     )
-    return (seconds + tokens / FORWARD * shape.num_layers * rates.layer_s / 3) / layout.count
+    launches = tokens / FORWARD * shape.num_layers * rates.layer_s / 3
+    return (seconds + exposed_seconds(layout.device, launches, seconds)) / layout.count
 
 
 def _training_time(plan: Plan, shape: ModelShape, tokens: float, itemsize: float, is_full: bool) -> PhaseTime:
@@ -81,4 +82,5 @@ def _training_time(plan: Plan, shape: ModelShape, tokens: float, itemsize: float
     passes = 3.0 if is_full else 2.0
     compute = product_seconds(shape, layout.device, itemsize, matrix_flops=flops * passes, tokens=FORWARD)
     launches = tokens / FORWARD * shape.num_layers * (rates.layer_s + (0.0 if is_full else rates.adapter_layer_s))
+    launches = exposed_seconds(layout.device, launches, compute)
     return PhaseTime({"compute": compute / layout.count, "launches": launches / layout.count})

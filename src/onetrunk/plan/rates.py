@@ -1,7 +1,7 @@
 """How fast a device works: shares of its peak, and times that no peak explains. The one table behind all seconds.
 
-The default values were fitted to the step times of prime-rl on A6000, H100 and H200 (README.md has the error table).
-`plan --calibrate` measures the values of this machine and writes them into a hardware file.
+The default values of training were fitted to the step times of six programs (`scripts/plan/measurements.py`;
+README.md has the errors). `plan --calibrate` measures the values of this machine and writes them into a hardware file.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 class Rates:
     """Efficiencies and overheads of a device.
 
-    The seconds of n products are their FLOPs over the peak and a share of it, which saturates with the width of the
-    model and with the tokens of a forward, plus a constant time per layer: launches, and small kernels. Measured
-    shares of the peak span 8% to 62%, so one number would not do.
+    A GPU computes while its host launches the next kernels, so a forward takes as long as the slower of the two: the
+    FLOPs over a share of the peak, or a constant time per layer. On a CPU both add up.
 
     Args:
         matmul: share of the peak that large products reach.
         attention: share that the products of attention reach.
-        hidden_half, tokens_half: width and tokens of a forward at which half of `matmul` is reached.
-        layer_s: seconds per layer of a forward with its backward, beyond its products; a forward alone takes a third.
-        adapter_layer_s: the same of the adapters of a layer.
+        hidden_half, tokens_half: width and tokens of a forward at which half of `matmul` is reached; 0: always all.
+        layer_s: seconds of launches per layer of a checkpointed forward with its backward; a forward alone: a third.
+        adapter_layer_s: the same of the adapters of a layer, on all of its matrices.
+        unpack_bytes: bytes of memory traffic that the unpacking of one quantised weight takes as long as.
         decode_matmul: share of the peak that the products of a decoded token reach.
         decode_layer_s, decode_step_s: seconds per layer, and per step, of a decoded token in this process.
         served_layer_s, served_step_s, served_row_s: of a server with CUDA graphs per layer, per step, and per row and
@@ -40,14 +40,15 @@ class Rates:
         working_set: bytes of activations that the measured software holds, over those of the formula.
     """
 
-    matmul: float = 0.50
-    attention: float = 0.50
-    hidden_half: float = 64.0
-    tokens_half: float = 256.0
-    layer_s: float = 0.0145
-    adapter_layer_s: float = 0.0145
+    matmul: float = 0.478
+    attention: float = 0.478
+    hidden_half: float = 0.0
+    tokens_half: float = 0.0
+    layer_s: float = 0.00413
+    adapter_layer_s: float = 0.00516
+    unpack_bytes: float = 23.9
     decode_matmul: float = 0.50
-    decode_layer_s: float = 0.0009
+    decode_layer_s: float = 0.001
     decode_step_s: float = 0.0
     served_layer_s: float = 0.00004
     served_step_s: float = 0.002

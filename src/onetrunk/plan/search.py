@@ -25,7 +25,8 @@ from onetrunk.plan.evaluate import (
     usable_bytes,
 )
 from onetrunk.plan.hardware import GIB, Catalog, Pool
-from onetrunk.plan.job import INT8_BYTES, Job
+from onetrunk.plan.job import Job
+from onetrunk.plan.memory import INT8_BYTES
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
@@ -46,6 +47,8 @@ TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)
 MANY_ROWS = 512
 # Rows of a server that decode at once; it keeps a queue for the rest.
 SERVED_ROWS = (8, 32, 64, 128, 256, 512)
+# More rows do not decode at once in a process: a larger rollout takes no longer to search.
+MOST_DECODING = 4096
 # Stages of a pipeline of the trainer's processes that are tried at most; each must have a layer.
 MOST_STAGES = 16
 # Counts of a device that are tried for the smallest hardware that fits.
@@ -210,7 +213,7 @@ def inner_layouts(
 ) -> Iterator[SampleLayout]:
     """Yield the layouts of a sampler that shares the trainer's devices; `stages` and `split` as in Space."""
     # Of a process; training stages have the same rows.
-    rows = -(-job.rows // (train.data * train.stages))
+    rows = min(MOST_DECODING, -(-job.rows // (train.data * train.stages)))
     caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
     if train.is_staged:
         if engine == PIPELINED:
@@ -224,8 +227,8 @@ def inner_layouts(
         for count in (count for count in counts if train.data % count == 0):
             yield from (_pipelined(train, train.data // count, count, split, cap) for cap in caps)
         return
-    # The colocated engine belongs to one process, and reads a whole base.
-    if train.tensor == 1 and train.shards == 1 and not pool.device.is_cpu:
+    # The colocated engine works with one process, and reads a whole base.
+    if train.count == 1 and not pool.device.is_cpu:
         yield from (SampleLayout(train.device, COLOCATED, train.data, rows=cap) for cap in SERVED_ROWS)
 
 
@@ -361,7 +364,7 @@ class Candidate:
 
 def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candidate]:
     """Yield the combinations that fit and that may be the best for some objective."""
-    fitting = [o for o in train_options(job, pools, space) if o.peak <= usable_bytes(o.layout.device)]
+    fitting = [o for o in train_options(job, pools, space) if o.peak <= usable_bytes(o.layout.device, job.margin)]
     inner: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]] = {}
     for train in _for_sharing(fitting):
         for engine in (LOCAL, PIPELINED, COLOCATED):
@@ -399,7 +402,7 @@ def _inner_candidates(
             time = generate_time(job if engine == COLOCATED else own, sample)
             known[key].append((sample, time, sum(parts.values())))
         known[key].sort(key=lambda entry: entry[1].seconds)
-    room = usable_bytes(layout.device) - train.kept
+    room = usable_bytes(layout.device, job.margin) - train.kept
     for sample, time, size in known[key]:
         if size <= room:
             publish = publish_seconds(job, layout, sample)
@@ -488,7 +491,7 @@ def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
     for option in train_options(job, pools, space):
         layout = option.layout
         kind = _way(layout)
-        room = usable_bytes(layout.device)
+        room = usable_bytes(layout.device, job.margin)
         own = [engine for engine in (LOCAL, PIPELINED) if engine in space.engines] or [LOCAL]
         chosen = (option.pool, space.stages, space.split)
         samples = [sample for engine in own for sample in inner_layouts(job, layout, engine, *chosen)]
@@ -544,6 +547,21 @@ def smallest_hardware(job: Job, catalog: Catalog, space: Space, market: str) -> 
 def _smallest_forward(job: Job) -> Job:
     """Return the job with one row in a forward and one that decodes, checkpointed: what needs the least memory."""
     return replace(job, microbatch_rows=1, microbatch_tokens=None, is_checkpointed=True, num_minibatches=1)
+
+
+def size_for_all(job: Job, pools: Sequence[Pool], space: Space, best: Plan) -> int | None:
+    """Return a larger rollout_batch_size with which the fastest plan uses every device; None if it is not nearby.
+
+    Tried are the next sizes that all devices, or all but the servers of the best plan, divide into equal minibatches.
+    """
+    total = sum(pool.count for pool in pools)
+    for processes in dict.fromkeys((best.train.count + total - best.count, total)):
+        unit = processes * job.num_minibatches // math.gcd(job.num_minibatches, job.num_generations)
+        size = (job.rollout_batch_size // unit + 1) * unit
+        ranking = search(replace(job, rollout_batch_size=size), pools, space, most=1)
+        if ranking and ranking[0].plan.count == total:
+            return size
+    return None
 
 
 def steps_of(job: Job, seconds: float) -> float:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from onetrunk.costs import ModelShape
+from onetrunk.plan.ranges import SHAPES, require_ranges
 from onetrunk.utils.files import read_json
 from onetrunk.utils.yaml_files import read_yaml
 
@@ -107,7 +108,17 @@ def shape_of_config(config: Mapping[str, Any], place: str) -> ModelShape:
             f"{place} is no config of a language model: {', '.join(wrong)} is missing or no number above 0"
         )
     values.setdefault("model_type", "")
-    return ModelShape.from_config(SimpleNamespace(**values))
+    try:
+        shape = ModelShape.from_config(SimpleNamespace(**values))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{place} has a text or a list where a number belongs ({error}); mend it") from error
+    numbers = {key: getattr(shape, name) for name, (key, _, _) in SHAPES.items()}
+    require_ranges(numbers, {key: (least, most) for key, least, most in SHAPES.values()}, f"{place}: ")
+    for part, whole in (("num_kv_heads", "num_heads"), ("experts_per_token", "num_experts"),
+                        ("num_dense_layers", "num_layers")):  # fmt: skip
+        if getattr(shape, part) > getattr(shape, whole):
+            raise ValueError(f"{place}: {SHAPES[part][0]} is larger than {SHAPES[whole][0]}; mend one of them")
+    return shape
 
 
 def _facts(name: str, config: Any, place: str) -> ModelFacts:

@@ -1,32 +1,28 @@
 """Sampling rollouts while the trainer updates on earlier ones: which version samples what, and how a run resumes.
 
 The backend receives the policy once per rollout, in the main thread, before the update on that rollout. Rollouts that
-are under way at a checkpoint are saved: completions as they are, with the scores that they have, and for rows that run
-the version that they started with, whose adapter is saved too. The resumed run publishes these adapters again and
-samples the same rows.
+are under way at a checkpoint are saved: completions as they are, and for rows that run the version that they started
+with, whose adapter is saved too. The resumed run publishes these adapters again and samples the same rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.early_scores import EarlyScores
 from onetrunk.ppo.sampling import PromptBatch, Sampler
-from onetrunk.rewards.base import RowScore
 from onetrunk.rollouts.producer import Producer, StartedRow
 from onetrunk.types import Rollout, RowKey
-from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
+from onetrunk.utils.files import load_tensors, save_tensors
 
 ROWS_FILE = "rollouts_ahead_{rank}.safetensors"
-SCORES_FILE = "scores_ahead_{rank}.json"
 VERSIONS_FILE = "policy_versions.safetensors"
 # Calls into which `async` divides a rollout: rows of the next one take the place of those that end early.
 PARTS = 8
@@ -45,7 +41,6 @@ class RolloutsAhead:
         prompts: returns this process's prompts of a rollout.
         rows: of a rollout, this process.
         num_rollouts: of the whole run; none beyond them is sampled.
-        scored_from: what the scores of a row are computed from besides the row (see EarlyScores).
     """
 
     def __init__(
@@ -56,7 +51,6 @@ class RolloutsAhead:
         prompts: Callable[[int], PromptBatch],
         rows: int,
         num_rollouts: int,
-        scored_from: Mapping[str, Any],
     ):
         self.config = config
         self.sampler = sampler
@@ -66,19 +60,13 @@ class RolloutsAhead:
         self.max_staleness = config.max_staleness
         is_whole = config.schedule == "one_step" or not config.max_staleness
         self.producer = Producer(
-            sampler.stream,
+            partial(sampler.generate_as, "policy"),
             rows,
             self.max_staleness,
             rows_per_part=rows if is_whole else math.ceil(rows / PARTS),
             max_rows=rows if is_whole else config.max_rollout_rows,
-            arrived=self._arrived,
         )
-        self.early: EarlyScores | None = None
-        if config.score_early and sampler.rewards.row_wise:
-            self.early = EarlyScores(sampler, self.producer, scored_from)
         self._batches: dict[int, PromptBatch] = {}
-        # Of a rollout's keys: the numbers of their rows.
-        self._places: dict[int, dict[RowKey, int]] = {}
         # Weights of the policy by the number of the rollout that they were published for, on the CPU.
         self._published: dict[int, dict[str, Tensor]] = {}
         # Of a checkpoint: the first rollout that is not in use.
@@ -97,26 +85,14 @@ class RolloutsAhead:
         """Wait for the rollout. `poll` is called meanwhile, and may raise to give up."""
         return self.producer.take(iteration, poll)
 
-    def early_scores(self, iteration: int, poll: Callable[[], None]) -> dict[str, list[RowScore]]:
-        """Wait for the scores of a rollout that was taken; return those that are known, by reward function."""
-        return {} if self.early is None else self.early.take(self._batches[iteration].keys, poll)
-
     def finish(self, iteration: int) -> None:
         """Forget a rollout that the trainer has scored."""
         self.producer.finish(iteration)
-        del self._batches[iteration], self._places[iteration]
-        if self.early is not None:
-            self.early.forget(iteration)
+        del self._batches[iteration]
 
     def close(self) -> None:
         """Start nothing more."""
         self.producer.close()
-
-    def _arrived(self, iteration: int, keys: Sequence[RowKey], rows: Sequence[StartedRow]) -> None:
-        batch, places = self._batches.get(iteration), self._places.get(iteration)
-        if self.early is None or batch is None or places is None:  # It may be used before this thread comes here.
-            return
-        self.early.add(iteration, batch.select([places[key] for key in keys]), rows)
 
     def _publish(self, iteration: int) -> None:
         model, version = self.model(), iteration * self.config.slots_per_rollout
@@ -129,15 +105,13 @@ class RolloutsAhead:
     def _offer(self, first: int, last: int) -> None:
         for iteration in range(first, min(last, self.num_rollouts - 1) + 1):
             if iteration not in self._batches:
-                batch = self.prompts(iteration)
-                self._places[iteration] = {key: place for place, key in enumerate(batch.keys)}
-                self._batches[iteration] = batch
+                batch = self._batches[iteration] = self.prompts(iteration)
                 self.producer.offer(iteration, batch.prompt_ids, batch.keys)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, rank: int, is_main: bool, first: int) -> None:
-        """Write the rows that have started, their scores, and the adapters that they need; no file if there are none.
+        """Write the rows that have started, and the adapters that they need; no file if there are none.
 
         Args:
             folder: the checkpoint.
@@ -146,9 +120,6 @@ class RolloutsAhead:
             first: the first rollout that is not in use.
         """
         save_rows(folder, rank, self.producer.started())
-        scores = None if self.early is None else self.early.state()
-        if scores is not None:
-            atomic_write_json(Path(folder) / SCORES_FILE.format(rank=rank), scores)
         needed = {i: weights for i, weights in self._published.items() if i >= first - self.max_staleness}
         if is_main and needed:
             tensors = {f"{i}|{name}": t for i, weights in needed.items() for name, t in weights.items()}
@@ -174,9 +145,6 @@ class RolloutsAhead:
             slots = self.config.slots_per_rollout
             fresh = {key: row for key, row in rows.items() if key[1] - row.version // slots <= self.max_staleness}
             self.producer.remember(fresh)
-            path = Path(folder) / SCORES_FILE.format(rank=rank)
-            if self.early is not None and path.is_file():
-                self.early.load(read_json(path), [key for key, row in fresh.items() if row.completion_ids is not None])
         self._resumes_at = first if self._published else None
 
     @torch.no_grad()

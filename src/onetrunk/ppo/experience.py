@@ -2,8 +2,7 @@
 
 One item is one optimizer step. The stream samples a new rollout when the previous one is used up, from the weights
 that the last update left, so it must never be read ahead. With schedule one_step or async, rollouts are sampled in
-threads while the trainer updates on earlier ones (ahead.py), and scored there by reward functions that may see some
-rows only (early_scores.py); everything else happens when a rollout is used.
+threads while the trainer updates on earlier ones (ahead.py); everything else happens when a rollout is used.
 """
 
 from __future__ import annotations
@@ -136,9 +135,7 @@ class ExperienceStream:
         self.ahead: RolloutsAhead | None = None
         self.num_rollouts = most = sys.maxsize if num_rollouts is None else num_rollouts
         if config.schedule != "sync":
-            of_rewards = ("reward_funcs", "reward_columns", "row_contents")
-            basis = {name: value for name, value in self.settings["told"].items() if name.startswith(of_rewards)}
-            self.ahead = RolloutsAhead(config, sampler, model, self.prompts, self.plan.rows_per_rank, most, basis)
+            self.ahead = RolloutsAhead(config, sampler, model, self.prompts, self.plan.rows_per_rank, most)
         self._experiences: list[Experience] | None = None
         self._before: tuple[StreamState, list[Experience] | None] | None = None
 
@@ -165,8 +162,7 @@ class ExperienceStream:
         starts_now = self.sampler.may_wait and not (self.is_collective or self.watch.trace.is_recording)
         model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
         with self.stop_signals.giving_up(self.accelerator, alone=True), self.watch.phase("score"):
-            early = {} if self.ahead is None else self.ahead.early_scores(iteration, self._poll)
-            scored = self.sampler.score(batch, rollout, model_run.result, early, **self.reward_extras())
+            scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
             packs = model_run.result()
 
         experiences = self.shape(scored, packs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +23,12 @@ from onetrunk.models.tensor_parallel import once_per_group
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
-from onetrunk.rewards.base import RowScore, Scores
+from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
-from onetrunk.rollouts.base import (
-    RolloutBackend,
-    RowArrival,
-    SampledRole,
-    SamplingParams,
-    StreamingBackend,
-    VersionedBackend,
-)
+from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.producer import StartedRow
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -135,28 +126,6 @@ class PromptBatch:
     prompt_ids: list[list[int]]
     columns: dict[str, list[Any]]
     keys: list[RowKey]
-
-    def select(self, places: Sequence[int]) -> PromptBatch:
-        """Return some of the rows."""
-        columns = {name: [entries[i] for i in places] for name, entries in self.columns.items()}
-        return PromptBatch(
-            *([rows[i] for i in places] for rows in (self.prompts, self.prompt_ids)),
-            columns,
-            [self.keys[i] for i in places],
-        )
-
-    @staticmethod
-    def joined(batches: Sequence[PromptBatch]) -> PromptBatch:
-        """Return the rows of several batches with the same columns, one after the other."""
-
-        def join(lists: Iterable[list[Any]]) -> list[Any]:
-            return list(itertools.chain.from_iterable(lists))
-
-        columns = {name: join(batch.columns[name] for batch in batches) for name in batches[0].columns}
-        prompts, prompt_ids, keys = (
-            join(getattr(batch, name) for batch in batches) for name in ("prompts", "prompt_ids", "keys")
-        )
-        return PromptBatch(prompts, prompt_ids, columns, keys)
 
 
 @dataclass(frozen=True)
@@ -349,26 +318,6 @@ class Sampler:
             self._require_version(rollout, version)
         return rollout
 
-    def stream(
-        self, version: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey], arrived: RowArrival
-    ) -> Rollout:
-        """Return samples of the policy as `generate_as` does; may run in any thread.
-
-        `arrived` is called with each row as soon as it is there, and not at all if the backend does not tell.
-        """
-        if not isinstance(self.backend, StreamingBackend):
-            return self.generate_as("policy", version, prompt_ids, keys)
-
-        def checked(place: int, row: Rollout) -> None:
-            self._require_contract(row, 1)
-            self._require_version(row, version)
-            arrived(place, row)
-
-        rollout = self.backend.stream_as("policy", version, prompt_ids, self.params, keys, checked)
-        self._require_contract(rollout, len(prompt_ids))
-        self._require_version(rollout, version)
-        return rollout
-
     def _require_version(self, rollout: Rollout, version: int) -> None:
         if rollout.policy_version != version:
             raise RuntimeError(
@@ -400,13 +349,11 @@ class Sampler:
         batch: PromptBatch,
         rollout: Rollout,
         packs: Callable[[], Sequence[RolloutPack]] = tuple,
-        early: Mapping[str, Sequence[RowScore]] | None = None,
         **extras: Any,
     ) -> ScoredRollout:
         """Return the rollout with its text and raw scores; `extras` are keywords for the reward functions.
 
         `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
-        Reward functions whose scores of the rows are in `early` are not called.
         """
 
         def trunk_scores() -> list[float]:
@@ -428,19 +375,10 @@ class Sampler:
             columns=batch.columns,
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
-            early=early,
             **extras,
         )
         scores = once_per_group(score) if self.is_divided else score()
         return ScoredRollout(batch, rollout, completions, scores)
-
-    def score_rows(
-        self, names: Sequence[str], batch: PromptBatch, rows: Sequence[StartedRow]
-    ) -> dict[str, list[RowScore] | BaseException]:
-        """Return what some row-wise reward functions give sampled rows of a rollout; may run in any thread."""
-        ids, stopped = [row.completion_ids for row in rows], [row.stopped for row in rows]
-        completions = self._decoded(batch, ids, stopped)
-        return self.rewards.score_rows(names, batch.prompts, completions, ids, batch.columns, stopped)
 
     def _decoded(
         self, batch: PromptBatch, completion_ids: Sequence[list[int]], stopped: Sequence[bool]

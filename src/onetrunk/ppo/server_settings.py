@@ -9,7 +9,8 @@ from typing import Any
 from onetrunk.utils.options import IMPORTANCE_MODES, option
 
 MODES_OF_VLLM = ("server", "colocate")
-SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
+TIMEOUTS = ("vllm_server_timeout", "vllm_request_timeout")
+SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", *TIMEOUTS, "vllm_api_key_env")
 ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
 
 
@@ -33,8 +34,14 @@ class VLLMServerConfig:
     )
     vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server, without vllm_server_base_url.")
     vllm_server_port: int = option(8000, "Port of the vLLM server, without vllm_server_base_url; 1 to 65535.")
-    vllm_server_timeout: float = option(
-        240.0, "Seconds to wait until a server is up, at startup and after it has failed; above 0."
+    vllm_server_timeout: float = option(600.0, "Seconds to wait at startup until every vLLM server is up; above 0.")
+    vllm_request_timeout: float = option(
+        900.0,
+        "Seconds that a vLLM server may take for one completion, with repetitions and the waits that it asks for"
+        " (Retry-After); above 0. After that the run ends.",
+    )
+    vllm_api_key_env: str | None = option(
+        None, "Environment variable that holds the vLLM servers' key (onetrunk serve --api_key_env); None: no key."
     )
 
     def __post_init__(self) -> None:
@@ -58,11 +65,13 @@ class VLLMServerConfig:
                 )
         if len(set(self.server_urls)) != len(self.server_urls):
             raise ValueError("vllm_server_base_url names a server twice; name each once")
-        port, timeout = self.vllm_server_port, self.vllm_server_timeout
+        port = self.vllm_server_port
         if not isinstance(port, int) or not 1 <= port <= 65535:
             raise ValueError(f"vllm_server_port is {port!r}; it must be a whole number from 1 to 65535")
-        if isinstance(timeout, str) or not 0 < timeout < float("inf"):
-            raise ValueError(f"vllm_server_timeout is {timeout!r}; it must be a number of seconds above 0")
+        for name in TIMEOUTS:
+            value = getattr(self, name)
+            if isinstance(value, str) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value!r}; it must be a number of seconds above 0")
         changed = _changed(self, SERVER_SETTINGS)
         if changed and not self.use_vllm:
             raise ValueError(f"{changed[0]} is set and use_vllm is not; set use_vllm: true, or leave it out")

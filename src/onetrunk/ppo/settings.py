@@ -253,13 +253,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         " async. None: 1; with sync it is always 0, with one_step 1.",
     )
 
-    score_early: bool = option(
-        True,
-        "With one_step or async: score completions as they arrive, beside sampling and update, with reward functions"
-        " whose score of a row depends on that row alone: remote rewards, judges on servers, and functions marked with"
-        " onetrunk.rewards.row_wise. The scores are the same; the other functions get whole rollouts.",
-    )
-
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
@@ -379,7 +372,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")
-        switches = "padding_free score_early pipeline_ahead pipeline_training"
+        switches = "padding_free pipeline_ahead pipeline_training"
         for name in switches.split():
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")

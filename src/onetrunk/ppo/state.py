@@ -60,8 +60,7 @@ SETTINGS = {
 # Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
 # rollout in use again.
 FREE_IN_PPO = frozenset(
-    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache"
-    " score_early rollout_backend".split()
+    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache rollout_backend".split()
 )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onetrunk.feedback.costs import read_costs
+from onetrunk.feedback.costs import COSTS_FILE, read_costs
 from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Image, Plots, Text
 from onetrunk.report.blocks import markdown as as_markdown
 from onetrunk.report.blocks import page as as_page
@@ -72,7 +72,7 @@ def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
             (record, lambda: [facts_of([run], price)]),
             (record / LOG_FILE, lambda: alarm_blocks(run)),
             (run.folder / METRICS, lambda: result_blocks(run)),
-            (record, lambda: cost_blocks(read_costs(run.folder))),
+            (run.folder / COSTS_FILE, lambda: cost_blocks(read_costs(run.folder))),
             (record / LOG_FILE, lambda: plot_blocks([run], target)),
             (record, lambda: sample_blocks(run)),
             (record / RUN_FILE, lambda: setting_blocks([run])),

@@ -1,6 +1,6 @@
 """The scores of reward models on the rows from which a student learns.
 
-Each score is computed once and kept in an append-only ledger in the run's folder, keyed by what it depends on (the
+Each score is computed once and kept in a ledger in the run's folder, keyed by what it depends on (the
 model's weights, prompt, completion). A resumed run, or another student in the same folder, reads it from there.
 """
 
@@ -26,7 +26,7 @@ from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.model import ModelReward
 from onetrunk.types import Prompt
 
-SCORES_FILE = "teacher_scores.jsonl"
+SCORES_FILE = "teacher_scores.db"
 # Rows scored between two writes to the ledger: the most that a killed run computes again.
 CHUNK = 128
 
@@ -107,8 +107,9 @@ class Teacher:
     def _compute(self, member: ModelReward, chunk: list[tuple[str, tuple]], ledger: Ledger) -> None:
         prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
         scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
-        for (key, _), score in zip(chunk, scores, strict=True):
-            ledger.put(key, score)
+        with ledger.writing():
+            for (key, _), score in zip(chunk, scores, strict=True):
+                ledger.put(key, score)
         self.num_computed += len(chunk)
 
     def centre(

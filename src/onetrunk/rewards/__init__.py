@@ -11,7 +11,7 @@ one number per completion, or None where it does not apply:
 It receives `prompts`, `completions` (texts, or lists with one assistant message for conversations), `completion_ids`,
 `completion_stopped` (False for a completion that was cut off at max_completion_length), every other column of the
 dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
-It may change these lists: they are copies. `row_wise` marks one whose score of a row depends on that row alone.
+It may change these lists: they are copies.
 
 Several rewards are summed with weights:
 
@@ -26,7 +26,7 @@ those whose name begins with an underscore) of a function or object, the columns
 the address of a server. A change is an error unless `allow_config_change` is set. README.md lists what YAML can name.
 '''
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores, row_wise
+from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
@@ -49,5 +49,4 @@ __all__ = [
     "length_penalty",
     "missing_eos_penalty",
     "resolve_reward",
-    "row_wise",
 ]

@@ -11,13 +11,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from onetrunk.types import Completion, Prompt
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RewardFunction(Protocol):
@@ -54,41 +52,6 @@ class Scores:
 
     total: Tensor
     by_function: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class RowScore:
-    """What a row-wise reward function gave one row.
-
-    Args:
-        score: None if the function does not apply to the row.
-        metrics: what it passed to `log_metric` in the call that scored the row; the mean of several values.
-        columns: the row's entries of what it passed to `log_extra`.
-    """
-
-    score: float | None
-    metrics: dict[str, float]
-    columns: dict[str, Any]
-
-
-def row_wise(function: F) -> F:
-    """Mark a reward function whose score of a row depends on the prompt, completion and columns of this row alone.
-
-    With a schedule that samples ahead, it is called in a thread with the rows that have arrived, while others decode
-    and while the trainer updates. Then `trainer_state` is None, and what it draws at random does not repeat. A metric
-    that it logs counts by the rows of the call.
-
-        @row_wise
-        def polite(completions, **kwargs):
-            return [float("please" in text) for text in completions]
-    """
-    function.is_row_wise = True
-    return function
-
-
-def is_row_wise(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function may be called with some rows of a rollout; partials count too."""
-    return getattr(without_partials(function), "is_row_wise", False) is True
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -12,7 +12,6 @@ import math
 import os
 import threading
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +20,9 @@ import torch
 from onetrunk.rewards.base import (
     Completion,
     RewardFunction,
-    RowScore,
     Scores,
     is_async,
-    is_row_wise,
     unique_names,
-    without_partials,
 )
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.model import TrunkReward
@@ -76,18 +72,6 @@ class RewardSet:
         self.trunk_reward = on_trunk[0] if on_trunk else None
         # Computed here, right after the files were read: they may be edited while the run is in progress.
         self.contents = {n: content_of(f) for n, f in zip(self.names, self.functions, strict=True)}
-        # Held while functions are called: rows may be scored in a thread while the main thread scores an evaluation.
-        self._calling = threading.Lock()
-
-    @property
-    def row_wise(self) -> list[str]:
-        """The names of the functions that may be called with some rows of a rollout (`base.row_wise`)."""
-        return [name for name, function in zip(self.names, self.functions, strict=True) if is_row_wise(function)]
-
-    def keeps_answers(self, name: str) -> bool:
-        """Return whether a second call of a function for the same rows asks nothing again, as judges with a ledger."""
-        function = without_partials(self.functions[self.names.index(name)])
-        return getattr(function, "keeps_answers", False) is True
 
     def columns_read(self, columns: Iterable[str]) -> list[str]:
         """Return the dataset's columns that any of the functions reads, or may read."""
@@ -114,7 +98,6 @@ class RewardSet:
         columns: Mapping[str, list[Any]],
         trunk_scores: Callable[[], list[float]] | None = None,
         completion_stopped: Sequence[bool] | None = None,
-        early: Mapping[str, Sequence[RowScore]] | None = None,
         **extras: Any,
     ) -> Scores:
         """Score n completions with every function.
@@ -126,8 +109,6 @@ class RewardSet:
             columns: the dataset's columns, n entries each.
             trunk_scores: returns the n scores of the reward adapter on the trunk; called when all others are done.
             completion_stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
-            early: name of a function -> what `score_rows` returned for the n rows; it is logged now, and the function
-                is not called.
             extras: `trainer_state`, `log_extra`, `log_metric`, and other keywords for the functions.
 
         Raises:
@@ -144,119 +125,33 @@ class RewardSet:
         others = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
         ignored = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
         keywords = {**others, **ignored, **extras, "prompts": prompts, **rows}
-        results = self._call_all(keywords, trunk_scores, early or {})
+        results = self._call_all(keywords, trunk_scores)
         scores = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
         return _weighted_sum(self.names, scores, self.weights)
 
-    def _call_all(
-        self,
-        keywords: dict[str, Any],
-        trunk_scores: Callable[[], list[float]] | None,
-        early: Mapping[str, Sequence[RowScore]],
-    ) -> list[Any]:
+    def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
         results: list[Any] = [None] * len(self.functions)
         waiting = []
-        with self._calling:
-            for index, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
-                if name in early:
-                    _log_rows(early[name], keywords["log_extra"], keywords["log_metric"])
-                    results[index] = [row.score for row in early[name]]
-                elif is_async(function):
-                    waiting.append(index)
-                elif function is not self.trunk_reward:
-                    try:
-                        results[index] = function(**_copied_keywords(function, keywords))
-                    except BaseException as error:
-                        if _ends_the_run(error):
-                            raise
-                        raise _failure(name, error) from error
-            if waiting:
-                calls = [self.functions[i](**_copied_keywords(self.functions[i], keywords)) for i in waiting]
-                for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
-                    if isinstance(result, BaseException):
-                        raise _failure(self.names[index], result) from result
-                    results[index] = result
+        for index, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
+            if is_async(function):
+                waiting.append(index)
+            elif function is not self.trunk_reward:
+                try:
+                    results[index] = function(**_copied_keywords(function, keywords))
+                except BaseException as error:
+                    if _ends_the_run(error):
+                        raise
+                    raise _failure(name, error) from error
+        if waiting:
+            calls = [self.functions[i](**_copied_keywords(self.functions[i], keywords)) for i in waiting]
+            for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
+                if isinstance(result, BaseException):
+                    raise _failure(self.names[index], result) from result
+                results[index] = result
         if self.trunk_reward is not None:
             # Errors of the trunk are not reported as those of a reward function.
             results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
-
-    def score_rows(
-        self,
-        names: Sequence[str],
-        prompts: list[Prompt],
-        completions: list[Completion],
-        completion_ids: list[list[int]],
-        columns: Mapping[str, list[Any]],
-        completion_stopped: Sequence[bool],
-    ) -> dict[str, list[RowScore] | BaseException]:
-        """Return what each of some row-wise functions gives n rows of a rollout, or the error that it raised.
-
-        May be called in any thread. `names` are some of `row_wise`; the other arguments are those of `score`.
-        """
-        others = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
-        rows = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        notes = {name: _Notes(len(prompts)) for name in names}
-
-        def call(name: str) -> Any:
-            function = self.functions[self.names.index(name)]
-            logs = {"log_extra": notes[name].log_extra, "log_metric": notes[name].log_metric}
-            keywords = {**others, "trainer_state": None, **logs, **rows, OPTIONAL: list(completion_stopped)}
-            return function(**_copied_keywords(function, keywords))
-
-        results: dict[str, Any] = {}
-        waiting = [name for name in names if is_async(self.functions[self.names.index(name)])]
-        with self._calling:
-            for name in [name for name in names if name not in waiting]:
-                try:
-                    results[name] = call(name)
-                except BaseException as error:  # It is raised again by the call for the whole rollout.
-                    results[name] = error
-            if waiting:
-                calls = [call(name) for name in waiting]
-                results |= zip(waiting, _LOOP.run(_all_results(calls)), strict=True)
-        for name, result in results.items():
-            if not isinstance(result, BaseException):
-                try:
-                    results[name] = notes[name].row_scores(_checked_scores(name, result, len(prompts)))
-                except (TypeError, ValueError) as error:
-                    results[name] = error
-        return results
-
-
-class _Notes:
-    """What a function logs in one call for some rows of a rollout, to be logged when the rollout is used."""
-
-    def __init__(self, num_rows: int):
-        self._num_rows = num_rows
-        self._metrics: dict[str, list[float]] = defaultdict(list)
-        self._columns: dict[str, list[Any]] = {}
-
-    def log_metric(self, name: str, value: float) -> None:
-        self._metrics[name].append(float(value))
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self._columns[column] = list(values)
-        if len(self._columns[column]) != self._num_rows:
-            raise ValueError(f"log_extra got {len(self._columns[column])} values for {self._num_rows} rows")
-
-    def row_scores(self, scores: Sequence[float | None]) -> list[RowScore]:
-        metrics = {name: _mean(values) for name, values in self._metrics.items()}
-        columns = [{name: values[i] for name, values in self._columns.items()} for i in range(self._num_rows)]
-        return [RowScore(score, metrics, own) for score, own in zip(scores, columns, strict=True)]
-
-
-def _log_rows(rows: Sequence[RowScore], log_extra: Callable[..., None], log_metric: Callable[..., None]) -> None:
-    """Log what a function logged in its calls for the rows of a rollout; a metric counts by the rows of its call."""
-    for column in dict.fromkeys(name for row in rows for name in row.columns):
-        log_extra(column, [row.columns.get(column) for row in rows])
-    for metric in dict.fromkeys(name for row in rows for name in row.metrics):
-        log_metric(metric, _mean([row.metrics[metric] for row in rows if metric in row.metrics]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    # Equal values give that value, to the last bit.
-    return values[0] if values.count(values[0]) == len(values) else math.fsum(values) / len(values)
 
 
 def _ignore(*_args: Any, **_kwargs: Any) -> None:

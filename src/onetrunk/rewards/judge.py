@@ -20,26 +20,7 @@ COLUMN = "reference_completion"
 AS_GOOD = 0.5
 
 
-class KeepsAnswers:
-    """A reward of a judge with a memory, where a second call for the same rows asks only what has no answer yet.
-
-    So a judge on a server may answer about single rows as they arrive; the call for the whole rollout finds the
-    answers in the memory.
-    """
-
-    judge: Judge
-    memory: Memory | None
-
-    @property
-    def keeps_answers(self) -> bool:
-        return self.memory is not None
-
-    @property
-    def is_row_wise(self) -> bool:
-        return self.keeps_answers and self.judge.is_remote
-
-
-class JudgeReward(KeepsAnswers):
+class JudgeReward:
     """The judge's mean rating over the principles of a constitution, weighted.
 
     Without a memory of the judge's earlier answers every question is asked. The name is for metrics.
@@ -60,7 +41,7 @@ class JudgeReward(KeepsAnswers):
         return [None if label.errors else label.score for label in labels]
 
 
-class PairwiseReward(KeepsAnswers):
+class PairwiseReward:
     """beta * log P(y > y_ref), where P comes from a judge that is asked in both orders.
 
     y_ref is sampled once per prompt from the model that training starts from. It is read from the column

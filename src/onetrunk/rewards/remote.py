@@ -107,8 +107,6 @@ class RemoteReward:
         ValueError: a setting that cannot work.
     """
 
-    is_row_wise = True
-
     def __init__(
         self,
         url: str,

@@ -1,6 +1,6 @@
 """Rollouts: prompts in, token ids and sampler logprobs out."""
 
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams, StreamingBackend, VersionedBackend
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams, VersionedBackend
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
@@ -15,7 +15,6 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "ServerPolicy",
-    "StreamingBackend",
     "VLLMBackend",
     "VersionedBackend",
     "load_backend",

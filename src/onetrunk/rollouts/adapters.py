@@ -142,12 +142,10 @@ class AdapterFolder:
         return Published(f"onetrunk-{self.nonce}-{final.name}", str(final), role, version, num_bytes)
 
     def delete(self, folder: str) -> None:
-        """Delete the files of an adapter, and a folder of another process that is empty then."""
+        """Delete the files of an adapter; of a process that is gone all its files."""
         if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-            if Path(folder).parent != self.path:
-                with contextlib.suppress(OSError):
-                    Path(folder).parent.rmdir()
+            path = Path(folder)
+            shutil.rmtree(path if path.parent == self.path else path.parent, ignore_errors=True)
 
     def left_by_another(self, name: str, folder: str) -> list[Published]:
         """Return the adapter `name` of a process that is gone, to be unloaded; its files only if they are in `root`.
@@ -210,9 +208,8 @@ def owner_of(name: str, folder: str) -> str | None:
     if match is None:
         return None
     path = Path(folder).parent
-    if not path.parent.is_dir():
-        return f"a training publishes in {path}, which this machine cannot read"
-    # Its lock goes when the process ends in order. The name is compared because a server could list any path.
+    # Its lock goes when the process ends in order, and with a deleted folder. The name is compared because a server
+    # could list any path.
     if path.name != match.group(1) or not path.with_name(f"{path.name}.lock").is_file():
         return None
     try:

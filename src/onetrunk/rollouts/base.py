@@ -6,7 +6,7 @@ A backend takes and returns token ids only. It may sample in this process, in an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,8 +16,6 @@ from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.options import require_truncation
 
 SampledRole = Literal["policy", "reference"]
-# (row of the call, rollout of that row alone): a row is there.
-RowArrival = Callable[[int, Rollout], None]
 
 
 @dataclass(frozen=True)
@@ -165,31 +163,5 @@ class VersionedBackend(RolloutBackend, Protocol):
 
         Raises:
             ValueError, RuntimeError: the version is not there.
-        """
-        ...
-
-
-@runtime_checkable
-class StreamingBackend(VersionedBackend, Protocol):
-    """A VersionedBackend that also tells of each row when it is there, while the others of the call decode.
-
-    The trainer then scores the row and keeps it in checkpoints without waiting for the longest row of the call.
-    """
-
-    def stream_as(
-        self,
-        role: SampledRole,
-        version: int,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        arrived: RowArrival,
-    ) -> Rollout:
-        """Return what `generate_as` returns.
-
-        Args:
-            role, version, prompt_ids, params, keys: as for `generate_as`.
-            arrived: called once per row, as soon as it is there, in one thread at a time; what it raises ends the
-                call. A row must be the same in the rollout that is returned.
         """
         ...

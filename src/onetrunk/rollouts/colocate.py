@@ -200,9 +200,9 @@ class ColocatedBackend:
     def _prove(self, model: nn.Module, adapters: set[str]) -> None:
         """Compare the engine's base with the model's, and load each adapter once."""
         probe, name = probe_of(model, self._positions), self._llm.llm_engine.model_config.model
-        requests = [Request(prompt, probe.params, seed) for seed, prompt in enumerate(probe.prompts)]
+        self._vocab_size = probe.vocab_size
         with self._awake():
-            completed = self._complete(requests, None)
+            completed = self._complete(probe.requests, None)
             for adapter in adapters:
                 trial = self._files.write(model, adapter, "trial", 0, published_dtype(model))
                 number = self._load(trial)
@@ -298,7 +298,8 @@ class ColocatedBackend:
             adapter = self._loaded()
             name = None if adapter is None else adapter.lora_name
             requests = [
-                Request(list(ids), params, derived_seed(*key), name) for ids, key in zip(prompt_ids, keys, strict=True)
+                Request(list(ids), params, derived_seed(*key), name, self._vocab_size)
+                for ids, key in zip(prompt_ids, keys, strict=True)
             ]
             rows = self._complete(requests, adapter, self.progress)
         return Rollout(

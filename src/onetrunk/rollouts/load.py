@@ -24,6 +24,8 @@ class ServerSettings(Protocol):
 
     output_dir: str
     vllm_server_timeout: float
+    vllm_request_timeout: float
+    vllm_api_key_env: str | None
 
     @property
     def server_urls(self) -> list[str]: ...
@@ -55,7 +57,8 @@ def load_servers(config: ServerSettings, **settings: Any) -> VLLMBackend:
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
-        policy=ServerPolicy(wait_s=config.vllm_server_timeout),
+        policy=ServerPolicy(timeout_s=config.vllm_request_timeout, wait_s=config.vllm_server_timeout),
+        api_key_env=config.vllm_api_key_env,
         **settings,
     )
 

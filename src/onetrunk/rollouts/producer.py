@@ -3,7 +3,7 @@
 The trainer offers rollouts in order, publishes a version before each update, and takes every rollout once. A rollout
 is sampled in parts. A part starts with the latest version, in order, as soon as the staleness allows it (admission
 control of AReaL, 2505.24298) and rows that run leave room for it. Which part gets which version may depend on time;
-known versions repeat such a run exactly. A sampler may tell of the rows of a part before all of them are there.
+known versions repeat such a run exactly.
 
 Nothing here communicates with other processes: each has a producer of its own rows.
 """
@@ -11,18 +11,16 @@ Nothing here communicates with other processes: each has a producer of its own r
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from onetrunk.rollouts.base import RowArrival
 from onetrunk.types import Rollout, RowKey
 
 # Seconds between two polls of a thread that waits for a rollout.
@@ -31,11 +29,8 @@ POLL_S = 0.2
 # ends the process with exit code 134.
 LONGEST_WAIT_S = 10.0
 
-# (version, prompt_ids, keys, arrived) -> one completion per prompt, from that version. It may call `arrived` with a
-# row as soon as that is there; a row of which it does not tell is there at the end of the call.
-Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey], RowArrival], Rollout]
-# (iteration, keys, rows): rows of a rollout that are there.
-Arrival = Callable[[int, Sequence[RowKey], Sequence["StartedRow"]], None]
+# (version, prompt_ids, keys) -> one completion per prompt, from that version.
+Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey]], Rollout]
 
 
 class Closed(Exception):
@@ -65,7 +60,6 @@ class Part:
         prompt_ids, keys: of the rows.
         version: None until it starts.
         rows: None until it ends.
-        early: rows of which the call told before its end, by their number in the part.
     """
 
     iteration: int
@@ -74,11 +68,10 @@ class Part:
     keys: list[RowKey]
     version: int | None = None
     rows: list[StartedRow] | None = None
-    early: dict[int, StartedRow] = field(default_factory=dict)
 
     def started(self) -> dict[RowKey, StartedRow]:
         """Return the rows as they are; the part must have started."""
-        rows = self.rows or [self.early.get(i, StartedRow(self.version)) for i in range(len(self.keys))]
+        rows = self.rows or [StartedRow(self.version)] * len(self.keys)
         return dict(zip(self.keys, rows, strict=True))
 
 
@@ -94,8 +87,6 @@ class Producer:
         max_staleness: rollouts, 0 or more.
         rows_per_part: rows of one call.
         max_rows: rows that run at once; a single part always may. None: no bound.
-        arrived: called once per row when it is there, also for rows of a checkpoint; in the thread that sampled it, or
-            in that of `offer`. It must not wait.
     """
 
     def __init__(
@@ -105,14 +96,12 @@ class Producer:
         max_staleness: int,
         rows_per_part: int,
         max_rows: int | None = None,
-        arrived: Arrival = lambda iteration, keys, rows: None,
     ):
         self.sample = sample
         self.rows_per_rollout = rows_per_rollout
         self.max_staleness = max_staleness
         self.rows_per_part = rows_per_part
         self.max_rows = max_rows
-        self.arrived = arrived
         self._changed = threading.Condition()
         self._known: dict[RowKey, StartedRow] = {}
         self._parts: list[Part] = []
@@ -155,11 +144,8 @@ class Producer:
             self._last = iteration
             parts = self._split(iteration, prompt_ids, keys)
             self._parts += parts
-            known = [part for part in parts if part.rows is not None]
-            self._num_started += sum(len(part.rows) for part in known)
+            self._num_started += sum(len(part.rows) for part in parts if part.rows is not None)
             self._dispatch()
-        for part in known:
-            self.arrived(iteration, part.keys, part.rows)
 
     def take(self, iteration: int, poll: Callable[[], None] = lambda: None) -> Rollout:
         """Wait for a rollout and return it; it stays here until `finish`.
@@ -213,21 +199,6 @@ class Producer:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def start_thread(self, function: Callable[[], None], name: str) -> None:
-        """Run a function in a thread that the end of the process waits for, as for one that samples."""
-
-        def run() -> None:
-            try:
-                function()
-            finally:
-                with self._changed:
-                    self._threads.discard(threading.current_thread())
-
-        with self._changed:
-            thread = threading.Thread(target=run, daemon=True, name=name)
-            self._threads.add(thread)
-            thread.start()
 
     # --- what a thread of the producer asks --------------------------------------------------------------------------
 
@@ -284,14 +255,14 @@ class Producer:
             part.version = version
             self._num_started += size
             self._num_running += size
-            self.start_thread(functools.partial(self._run, part), f"rollout {part.iteration}")
+            thread = threading.Thread(target=self._run, args=[part], daemon=True, name=f"rollout {part.iteration}")
+            self._threads.add(thread)
+            thread.start()
 
     def _run(self, part: Part) -> None:
         error, rows = None, []
         try:
-            told = functools.partial(self._keep_early, part)
-            rows = _rows(part.version, self.sample(part.version, part.prompt_ids, part.keys, told))
-            _require_same(part, rows)
+            rows = _rows(part.version, self.sample(part.version, part.prompt_ids, part.keys))
         except BaseException as raised:
             error = raised
         with self._changed:
@@ -301,19 +272,8 @@ class Producer:
             elif self._error is None:
                 self._error = error
             self._dispatch()
+            self._threads.discard(threading.current_thread())
             self._changed.notify_all()
-        late = [i for i in range(len(rows)) if i not in part.early]
-        if error is None and late:
-            self.arrived(part.iteration, [part.keys[i] for i in late], [rows[i] for i in late])
-
-    def _keep_early(self, part: Part, place: int, rollout: Rollout) -> None:
-        """Take a row of a call that runs."""
-        (row,) = _rows(part.version, rollout)
-        with self._changed:
-            if place in part.early:
-                raise RuntimeError(f"the sampler told twice of row {place} of a call; each row arrives once")
-            part.early[place] = row
-        self.arrived(part.iteration, [part.keys[place]], [row])
 
     def _is_done(self, iteration: int) -> bool:
         """Wait for at most POLL_S; return whether all rows of a rollout are there, or raise what prevents it."""
@@ -338,16 +298,6 @@ class Producer:
 def _rows(version: int, rollout: Rollout) -> list[StartedRow]:
     columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped
     return [StartedRow(version, *row) for row in zip(*columns, strict=True)]
-
-
-def _require_same(part: Part, rows: Sequence[StartedRow]) -> None:
-    """Raise RuntimeError if a row that came early is another one at the end: its score would be that of another."""
-    for place, row in part.early.items():
-        if rows[place].completion_ids != row.completion_ids:
-            raise RuntimeError(
-                f"the sampler told of row {place} of a call early, and returned another completion of it; a row must"
-                " be the same in both"
-            )
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()

@@ -17,7 +17,7 @@ from onetrunk.models.parallel import gathered
 from onetrunk.models.staged import staged
 from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.server import Completed
+from onetrunk.rollouts.server import Completed, Request
 from onetrunk.types import to_device
 from onetrunk.utils.randomness import derived_seed
 
@@ -37,6 +37,14 @@ class Probe:
 
     prompts: list[list[int]]
     params: SamplingParams
+    vocab_size: int
+
+    @property
+    def requests(self) -> list[Request]:
+        """The rows as requests."""
+        return [
+            Request(prompt, self.params, seed, vocab_size=self.vocab_size) for seed, prompt in enumerate(self.prompts)
+        ]
 
 
 def probe_of(model: nn.Module, positions: int) -> Probe:
@@ -46,7 +54,7 @@ def probe_of(model: nn.Module, positions: int) -> Probe:
     positions = positions or 2**31
     length = min(PROBE_PROMPT_LENGTH, positions // 2)
     prompts = [[derived_seed(row, place) % vocab_size for place in range(length)] for row in range(PROBE_PROMPTS)]
-    return Probe(prompts, SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE))
+    return Probe(prompts, SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE), vocab_size)
 
 
 def require_same_base(model: nn.Module, engine: str, root: str, probe: Probe, completed: Sequence[Completed]) -> None:
@@ -61,14 +69,8 @@ def require_same_base(model: nn.Module, engine: str, root: str, probe: Probe, co
     Raises:
         RuntimeError: another base model, or logprobs before temperature.
     """
-    vocab_size = model.config.get_text_config().vocab_size
     ids = torch.tensor([p + c.token_ids for p, c in zip(probe.prompts, completed, strict=True)])
     length = len(probe.prompts[0])
-    if ids.max() >= vocab_size:
-        raise RuntimeError(
-            f"{engine} serves another base model: it sampled the token {ids.max()}, and the policy knows"
-            f" {vocab_size}; it loaded {root}"
-        )
     quantised = getattr(model.config, "quantization_config", None) is not None
     limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
     theirs = torch.tensor([c.logprobs for c in completed])

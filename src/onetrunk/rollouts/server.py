@@ -7,6 +7,7 @@ token up to a stop token or the length limit. Anything else is an error, never a
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ ROUNDING = 1e-3
 
 
 class AdapterMissing(CallError):
-    """The server does not know the adapter: it was restarted."""
+    """The server does not know the adapter that a row was asked from."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class Request:
         params: of the call.
         seed: of this row's draws, below 2**63.
         model: name of the adapter that samples; None: the server's base model.
+        vocab_size: the token ids that the policy knows are below.
     """
 
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
     model: str | None = None
+    vocab_size: int = sys.maxsize
 
     def body(self, base: str) -> dict[str, Any]:
         """Return the JSON to send. Every setting is given: a server would fill in those of generation_config.json."""
@@ -122,8 +125,7 @@ class VLLMServer:
         read_secret(api_key_env)
         # Set by the check at startup.
         self.base: ServedBase | None = None
-        self.is_up, self.is_warm = True, False
-        self.in_flight = 0
+        self.is_up, self.in_flight = True, 0
 
     def __str__(self) -> str:
         return f"vLLM server {shown(self.url)}"
@@ -199,7 +201,7 @@ class VLLMServer:
         body = request.body(self.base.name)
         response = await send(client, "POST", f"{self.url}/v1/completions", self._secret(), body)
         if response.status_code == 404:
-            raise AdapterMissing(f"it does not know the model {body['model']}")
+            raise AdapterMissing(f"it no longer has the adapter {body['model']}")
         if not response.is_success:
             raise failure_of_response(response, self._secret())
         return checked_completion(json_of(response, self._secret()), request, body["model"])
@@ -245,6 +247,10 @@ def checked_completion(answer: Any, request: Request, model: str) -> Completed:
         raise CallError("an answer without token ids or without logprobs")
     stops, most = request.params.stop_token_ids, request.params.max_completion_length
     stopped = bool(token_ids) and token_ids[-1] in stops
+    unknown = [token for token in token_ids if not 0 <= token < request.vocab_size]
+    if unknown:
+        knows = f"and the policy knows {request.vocab_size} tokens"
+        raise CallError(f"it serves another base model: it sampled the token {unknown[0]}, {knows}", "stop")
     if len(logprobs) != len(token_ids):
         raise CallError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
     if any(token in stops for token in token_ids[:-1]) or len(token_ids) > most:

@@ -1,8 +1,8 @@
 """Rollouts sampled by vLLM servers: only the adapter travels, and no sample is of another version.
 
 A publication is a new folder and a new name on every server (`adapters.py`). Calls and their checks are in
-`server.py`, restarts and balancing in `pool.py`. This file decides what is published, asked and unloaded, and what
-must hold before training: the servers' base is the trainer's, by its logprobs, and nobody else publishes there.
+`server.py`, balancing in `pool.py`. This file decides what is published, asked and unloaded, and what must hold before
+training: the servers' base is the trainer's, by its logprobs, and nobody else publishes there.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from peft import PeftModel
@@ -35,7 +34,7 @@ from onetrunk.rollouts.adapters import (
     reference_adapter,
     role_of,
 )
-from onetrunk.rollouts.base import RowArrival, SamplingParams
+from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.pool import Connection, ServerPolicy, ServerPool
 from onetrunk.rollouts.proof import Probe, probe_of, require_same_base
 from onetrunk.rollouts.server import LEAST_VERSION, Completed, Request, VLLMServer, require_rows
@@ -45,11 +44,10 @@ from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 ROLES = ("policy", "reference")
 # The servers' base itself, whatever the reference is.
 BASE = "base"
+TRIAL = ("trial", 0)
 
 
 @dataclass(eq=False, repr=False)
@@ -154,16 +152,16 @@ class VLLMBackend:
         for server in self.pool.servers:
             server.check_host()
         self.pool.wait()
-        self._on_each(self._check_version)
+        self.pool.on_each(self._check_version)
         self._read_bases()
-        self._on_each(self._check_lora)
+        self.pool.on_each(self._check_lora)
         self._require_alone()
 
     def _read_bases(self) -> None:
         async def read(connection: Connection) -> None:
             connection.server.base, _ = await connection.server.models(connection.client)
 
-        self._on_each(read)
+        self.pool.on_each(read)
 
     async def _check_version(self, connection: Connection) -> None:
         text = await connection.server.version(connection.client)
@@ -184,16 +182,19 @@ class VLLMBackend:
 
     def _require_alone(self) -> None:
         """Unload what a process that is gone has left; RuntimeError if another one needs the server."""
-        for server, adapters in self._listed().items():
+        if self.shares_servers:
+            return
+        listed = self._listed()
+        for server, adapters in listed.items():
             for name, folder in adapters.items():
                 if f"-{self._files.nonce}-" in name:
                     continue
                 owner = owner_of(name, folder)
                 if owner is None:
                     self._retired |= {left: False for left in self._files.left_by_another(name, folder)}
-                elif not self.shares_servers:
+                else:
                     raise RuntimeError(f"{server} is in use: {owner}; {_remedy(owner)}")
-        self._sweep()
+        self._sweep(listed)
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
         """Check that the servers can sample from `model`: its adapter, its base by its logprobs, its lengths.
@@ -226,8 +227,8 @@ class VLLMBackend:
         return {role: adapter for role, adapter in by_role.items() if role in self.roles and adapter is not None}
 
     def _check_length(self, longest_row: int) -> None:
-        for server in self.pool.servers:
-            if server.base is not None and longest_row > server.base.max_length > 0:
+        for server in self.pool.up:
+            if longest_row > server.base.max_length > 0:
                 raise RuntimeError(
                     f"{server} has {server.base.max_length} positions, and a prompt with its completion may have"
                     f" {longest_row} tokens; start it with --max-model-len {longest_row} or more, or lower"
@@ -236,25 +237,26 @@ class VLLMBackend:
 
     def _try_adapter(self, model: PeftModel, adapter: str) -> None:
         """Load the adapter on every server, so that a rank that is too large shows before training."""
-        trial = self._files.write(model, adapter, "trial", 0, self._dtype(model))
-        self._retired[trial] = False
+        trial = self._files.write(model, adapter, *TRIAL, self._dtype(model))
+        # Unloaded by the first publication, which sees by it whether a server was started again after its proof.
+        self._published[TRIAL] = trial
         self._load(trial, model.peft_config[adapter].r)
         # A training that began at the same moment is seen now.
         self._require_alone()
 
     def _prove_base(self, model: nn.Module) -> None:
         """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
-        lengths = [server.base.max_length for server in self.pool.servers if server.base.max_length]
+        lengths = [server.base.max_length for server in self.pool.up if server.base.max_length]
         probe = probe_of(model, min(lengths, default=0))
-        probes = on_first_process(lambda: [self._probe(server, probe) for server in self.pool.servers])
-        for server, completed in zip(self.pool.servers, probes, strict=True):
-            require_same_base(model, str(server), server.base.root, probe, completed)
+        self._vocab_size = probe.vocab_size
+        proofs = on_first_process(lambda: [(str(s), s.base.root, self._probe(s, probe)) for s in self.pool.up])
+        for server, root, completed in proofs:
+            require_same_base(model, server, root, probe, completed)
 
     def _probe(self, server: VLLMServer, probe: Probe) -> list[Completed]:
-        requests = [Request(prompt, probe.params, seed) for seed, prompt in enumerate(probe.prompts)]
         rows: dict[int, Completed] = {}
         try:
-            ServerPool([server], self.policy, self.pool.poll).complete(requests, None, rows.__setitem__)
+            ServerPool([server], self.policy, self.pool.poll).complete(probe.requests, rows.__setitem__)
         except RuntimeError as error:
             if "out of vocabulary" not in str(error):
                 raise
@@ -262,14 +264,7 @@ class VLLMBackend:
                 f"{server} serves another base model: it does not know every token of the policy ({error}); it loaded"
                 f" {server.base.root}"
             ) from None
-        return [rows[i] for i in range(len(requests))]
-
-    def _on_each(self, call: Callable[[Connection], Awaitable[T]]) -> dict[VLLMServer, T]:
-        """Return `ServerPool.on_each`; a rejected call is a RuntimeError that names the server."""
-        try:
-            return self.pool.on_each(lambda connection: _named(connection, call))
-        except CallError as error:
-            raise RuntimeError(str(error)) from None
+        return [rows[i] for i in range(len(probe.prompts))]
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
@@ -310,16 +305,18 @@ class VLLMBackend:
         written = time.perf_counter()
         self._load(published, model.peft_config[adapter].r)
         loaded = time.perf_counter()
+        listed = self._listed()
+        self._require_kept(listed)
         with self._lock:
-            if before is not None:
-                self._retired[before] = False
-            self._published.pop((role, version), None)
+            for replaced in ((role, version), TRIAL):
+                if replaced in self._published:
+                    self._retired[self._published.pop(replaced)] = False
             self._published[role, version] = published
             # In the order in which they were published: a second training begins again at version 0.
             policies = [key for key in self._published if key[0] == "policy"]
             for old in policies[: max(0, len(policies) - self.keep_versions)]:
                 self._retired[self._published.pop(old)] = False
-        self._sweep()
+        self._sweep(listed)
         self.last_sync = {"write_s": written - began, "load_s": loaded - written, "bytes": published.num_bytes}
 
     def _load(self, published: Published, rank: int) -> None:
@@ -327,7 +324,7 @@ class VLLMBackend:
             await connection.server.load(connection.client, published.name, published.folder)
 
         try:
-            self._on_each(load)
+            self.pool.on_each(load)
         except RuntimeError as error:
             hints = {
                 "No adapter found": f"; it must be able to read {published.folder}: put the folder where both see it",
@@ -343,17 +340,19 @@ class VLLMBackend:
         async def read(connection: Connection) -> dict[str, str]:
             return (await connection.server.models(connection.client))[1]
 
-        return self._on_each(read)
+        return self.pool.on_each(read)
 
-    def _sweep(self) -> None:
-        """Unload what is retired, and delete the files of what was unloaded in an earlier sweep.
+    def _require_kept(self, listed: dict[VLLMServer, dict[str, str]]) -> None:
+        """Lose each server without an adapter that was published before: it may have come back with another base."""
+        for server, names in listed.items():
+            gone = [kept.name for kept in self._published.values() if kept.name not in names]
+            if gone:
+                self.pool.lose(server, f"it no longer has the adapter {gone[0]}, so it was started again")
 
-        Files stay while any server may still read them: a server that is down is asked first when it is up again.
-        """
-        listed = self._listed()
-        answered = len(listed) == len(self.pool.servers)
+    def _sweep(self, listed: dict[VLLMServer, dict[str, str]]) -> None:
+        """Unload what is retired, and delete the files of what was unloaded in an earlier sweep."""
         for old, was_unloaded in list(self._retired.items()):
-            if was_unloaded and answered and not any(old.name in names for names in listed.values()):
+            if was_unloaded and not any(old.name in names for names in listed.values()):
                 self._files.delete(old.folder)
                 del self._retired[old]
             else:
@@ -365,7 +364,7 @@ class VLLMBackend:
                 if name in retired:
                     await connection.server.unload(connection.client, name)
 
-        self._on_each(unload)
+        self.pool.on_each(unload)
 
     def _dtype(self, model: nn.Module) -> torch.dtype:
         return published_dtype(model, self.adapter_dtype)
@@ -378,14 +377,12 @@ class VLLMBackend:
             self._retired.update(dict.fromkeys(self._published.values(), True))
             self._published.clear()
         # Nobody waits for a server at the end of a run.
-        self.pool.policy = replace(
-            self.policy, wait_s=1e-3, control_timeout_s=min(10.0, self.policy.control_timeout_s)
-        )
+        self.pool.policy = replace(self.policy, timeout_s=min(10.0, self.policy.timeout_s))
         try:
-            self._sweep()
-        except Exception as error:
+            self._sweep(self._listed())
+        except Exception:
             # The files stay: a server that is only out of reach may still have their adapters.
-            logger.warning("adapters stay on the servers and in %s: %s", self._files.path, error)
+            logger.warning("the servers do not answer, so adapters stay on them and in %s", self._files.path)
             self._files.close(keeps_files=True)
         else:
             self._files.close()
@@ -418,36 +415,13 @@ class VLLMBackend:
 
         Raises:
             ValueError: an empty prompt, rows without a key, or more tokens than the servers have positions.
-            RuntimeError: the version is not published, no server is up in time, or a row gets no valid answer.
-        """
-        return self.stream_as(role, version, prompt_ids, params, keys, lambda place, row: None)
-
-    def stream_as(
-        self,
-        role: str,
-        version: int,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        arrived: RowArrival,
-    ) -> Rollout:
-        """Return what `generate_as` returns; `arrived` is called with each row when its answer is there.
-
-        Of processes that share a divided model, only the first of the group tells of its rows.
+            RuntimeError: the version is not published, no server is left, or a row gets no valid answer.
         """
         adapter = self._adapter_of(role, version)
         require_rows(prompt_ids, keys)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
-        rows = once_per_group(
-            lambda: self._complete(
-                adapter,
-                prompt_ids,
-                params,
-                keys,
-                lambda place, row: arrived(place, _as_rollout([prompt_ids[place]], [row], version)),
-            )
-        )
+        rows = once_per_group(lambda: self._complete(adapter, prompt_ids, params, keys))
         return _as_rollout(prompt_ids, rows, version)
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
@@ -475,11 +449,11 @@ class VLLMBackend:
         prompt_ids: Sequence[list[int]],
         params: SamplingParams,
         keys: Sequence[RowKey],
-        arrived: Callable[[int, Completed], None],
     ) -> list[Completed]:
         name = None if adapter is None else adapter.name
         requests = [
-            Request(list(ids), params, derived_seed(*key), name) for ids, key in zip(prompt_ids, keys, strict=True)
+            Request(list(ids), params, derived_seed(*key), name, self._vocab_size)
+            for ids, key in zip(prompt_ids, keys, strict=True)
         ]
         rows: dict[int, Completed] = {}
         num_tokens = 0
@@ -490,10 +464,9 @@ class VLLMBackend:
             num_tokens += len(completed.token_ids)
             if self.progress is not None:
                 self.progress(len(rows), len(requests), num_tokens)
-            arrived(index, completed)
 
         if requests:
-            self.pool.complete(requests, adapter, done)
+            self.pool.complete(requests, done)
         return [rows[index] for index in range(len(requests))]
 
 
@@ -532,7 +505,7 @@ class ServedModel:
     @property
     def max_length(self) -> int | None:
         """Most tokens of prompt and completion together; None if the servers do not say."""
-        lengths = [server.base.max_length for server in self.servers.pool.servers if server.base.max_length]
+        lengths = [server.base.max_length for server in self.servers.pool.up if server.base.max_length]
         return min(lengths, default=None)
 
     def sync(self, model: nn.Module, version: int) -> None:
@@ -557,11 +530,3 @@ def _remedy(owner: str) -> str:
     if f"process {os.getpid()} " in owner:
         return "that is this process: call close() on the earlier VLLMBackend first"
     return "start a server of its own for this training (onetrunk serve MODEL --port ...), or wait for the other one"
-
-
-async def _named(connection: Connection, call: Callable[[Connection], Awaitable[T]]) -> T:
-    """Return the result of a call; its error names the server."""
-    try:
-        return await call(connection)
-    except CallError as error:
-        raise CallError(f"{connection.server}: {error}", error.kind, timed_out=error.timed_out) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from tqdm.auto import tqdm
 
 from onetrunk.feedback.asking import FailureLimit
-from onetrunk.feedback.costs import Costs
+from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.base import ErrorKind, Judge, digest
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
@@ -28,6 +29,13 @@ def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | 
     judge = load_judge(settings, resolve_reward)
     check_judge(judge)
     return judge, constitution
+
+
+def check_judges(judges: Sequence[Judge]) -> None:
+    """Check the servers of judges before anything is asked. With a spent budget, answers that are kept still count."""
+    for judge in judges:
+        with contextlib.suppress(BudgetReached):
+            check_judge(judge)
 
 
 def measured_words(folder: str | None, judges: Sequence[Judge]) -> dict[str, str]:

@@ -257,11 +257,9 @@ class ServeArguments:
         0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it beside a trainer."
     )
     device: str = option("auto", "cuda, cpu, or auto: cuda if there is a GPU.")
-    api_key_env: str | None = option(None, "Environment variable with the key that calls must bring.")
-    max_restarts: int = option(
-        3,
-        "How often a server that was ready and died is started again; 0: never. The count begins anew after 10 minutes"
-        " without a failure. A server that ends before it is ready is not started again.",
+    api_key_env: str | None = option(
+        None,
+        "Environment variable with the key that calls must bring; for ppo, eval and prefs it is vllm_api_key_env.",
     )
     python: str | None = option(
         None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
@@ -283,8 +281,6 @@ class ServeArguments:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; set it to {least} or more")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts is {self.max_restarts}; set it to 0 or more")
         if self.port > 65535:
             raise ValueError(f"port is {self.port}; set it to 65535 or less")
         if self.max_lora_rank > VLLM_RANKS[-1]:

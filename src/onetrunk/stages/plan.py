@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.plan.cost import check_budget, cost_of
+from onetrunk.plan.evaluate import Plan
 from onetrunk.plan.hardware import Catalog, Pool, load_catalog, parse_pools
 from onetrunk.plan.job import DTYPES, Job, job_of
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.other_stages import Around, around_times
-from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
+from onetrunk.plan.search import Ranked, Space, rejected, search, size_for_all, smallest_hardware, why_not
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
-from onetrunk.plan.simulate import save_gantt, simulate
 from onetrunk.plan.timing import PIPELINED
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.options.parser import UsageError
@@ -35,9 +35,6 @@ from onetrunk.stages.options.table import load_options
 from onetrunk.stages.plan_text import json_text, plan_lines
 from onetrunk.stages.secrets import say
 from onetrunk.utils.files import atomic_write_text, require_output_dir
-
-# Rollouts of the simulation that the chart shows.
-CHARTED = 6
 
 
 @dataclass(frozen=True)
@@ -222,12 +219,26 @@ def _plan(words: PlanWords, values: Mapping[str, Any]) -> int:
     if own["json"]:
         print(json_text(request.job, ranking, cost, own["market"], around))
     else:
-        print("\n".join(plan_lines(request.job, request.pools, ranking, cost, own, around)))
+        unused = unused_line(request, best) if own["objective"] == "time" else None
+        print("\n".join(plan_lines(request.job, request.pools, ranking, cost, own, around, unused)))
         lost = rejected(request.job, request.pools, request.space)
         if lost:
             print("\n".join(["", "what does not fit at its best, or is not tried", *(f"  {line}" for line in lost)]))
     sys.stdout.flush()
     return 0
+
+
+def unused_line(request: Request, best: Plan) -> str | None:
+    """Return why the fastest plan leaves devices unused, and the size of a rollout that would use them."""
+    total = sum(pool.count for pool in request.pools)
+    if best.count == total:
+        return None
+    size = size_for_all(request.job, request.pools, request.space, best)
+    reason = "no plan with more of them is faster"
+    if size is not None:
+        given = request.job.rollout_batch_size
+        reason = f"processes have equally many prompts; rollout_batch_size {size} instead of {given} would use all"
+    return f"{total - best.count} of {total} devices are unused: {reason}"
 
 
 def _within_budget(request: Request, own: Mapping[str, Any], ranking: list[Ranked]) -> list[Ranked]:
@@ -252,7 +263,8 @@ def does_not_fit(request: Request, market: str) -> str:
     pools = " + ".join(map(str, request.pools))
     found = smallest_hardware(request.job, request.catalog, request.space, market)
     if not reasons:
-        divisors = [d for d in range(1, request.job.rollout_batch_size + 1) if request.job.rollout_batch_size % d == 0]
+        size = request.job.rollout_batch_size
+        divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
         reasons = [f"no number of processes divides rollout_batch_size and num_minibatches; of {divisors[:6]} ..."]
     hint = "no known device holds it, not even 64 of the largest"
     if found is not None:
@@ -262,7 +274,7 @@ def does_not_fit(request: Request, market: str) -> str:
 
 
 def _write(request: Request, ranking: Sequence[Ranked], own: Mapping[str, Any]) -> list[Path]:
-    """Write the launch files, the numbers and the chart of the best plan."""
+    """Write the launch files and the numbers of the best plan."""
     best = ranking[0].plan
     folder = require_output_dir(own["write"])
     config = own["config"] or "YOUR_RECIPE.yaml"
@@ -274,10 +286,7 @@ def _write(request: Request, ranking: Sequence[Ranked], own: Mapping[str, Any]) 
     cost = cost_of(request.job, best, request.catalog)
     numbers = json_text(request.job, ranking, cost, own["market"], around_times(request.job, best, request.around))
     atomic_write_text(folder / "plan.json", numbers + "\n")
-    timeline = simulate(request.job, best, CHARTED, own["seed"])
-    for ending in ("png", "svg"):
-        save_gantt(timeline, launch.about, folder / f"gantt.{ending}")
-    return [*paths, folder / "plan.json", folder / "gantt.png", folder / "gantt.svg"]
+    return [*paths, folder / "plan.json"]
 
 
 def _calibrate(words: PlanWords) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onetrunk.plan.cost import Cost
-from onetrunk.plan.evaluate import Plan, host_gib, stage_memory, stage_parts, summary, usable_bytes
+from onetrunk.plan.evaluate import Plan, host_gib, stage_memory, stage_parts, summary
 from onetrunk.plan.hardware import GIB, Pool
-from onetrunk.plan.job import Job
+from onetrunk.plan.job import ALLOCATOR, MARGIN, Job
 from onetrunk.plan.memory import role_layouts
 from onetrunk.plan.search import MANY_ROWS, Ranked
 from onetrunk.plan.timing import PIPELINED, PhaseTime, TrainLayout, band, most_rows_of
@@ -23,6 +23,7 @@ GPU_ERA_NOTE = (
     "times of GPUs rest on published measurements of other software (plan/README.md has their errors); none of them"
     " was measured with onetrunk"
 )
+EXPERTS_NOTE = "; the one program that trained mixtures of experts took 1.2 to 7 times as long as predicted"
 
 
 def plan_lines(
@@ -32,14 +33,20 @@ def plan_lines(
     cost: Cost,
     own: Mapping[str, Any],
     around: Mapping[str, PhaseTime],
+    unused: str | None = None,
 ) -> list[str]:
-    """Return everything about the best plan, and the table of the others."""
-    best = ranking[0].plan
+    """Return everything about the best plan, and the table of the others.
+
+    Args:
+        unused: why devices are left over.
+    """
+    best, experts = ranking[0].plan, EXPERTS_NOTE if job.shape.num_experts else ""
     return [
         *job_lines(job, pools),
         "",
         f"best plan ({own['objective']})",
         *(f"  {line}" for line in best_lines(job, best)),
+        *([f"  {unused}"] if unused else []),
         "",
         "memory of a device, GiB",
         *(f"  {line}" for line in memory_lines(best)),
@@ -52,7 +59,7 @@ def plan_lines(
         "",
         "the roles on one device: weights, gradients, optimizer and cache, GiB (no activations)",
         *(f"  {line}" for line in role_lines(job, best)),
-        *([] if best.train.device.is_cpu else ["", f"note: {GPU_ERA_NOTE}"]),
+        *([] if best.train.device.is_cpu else ["", f"note: {GPU_ERA_NOTE}{experts}"]),
     ]
 
 
@@ -94,7 +101,7 @@ def best_lines(job: Job, plan: Plan) -> list[str]:
     where = {
         "local": "in the trainer's processes",
         "pipelined": f"in the trainer's processes, {sample.replicas} x {sample.stages} stages of a pipeline",
-        "colocate": "by a vLLM engine in each trainer process, which sleeps meanwhile",
+        "colocate": "by a vLLM engine in the trainer process, which sleeps meanwhile",
         "server": f"by {sample.replicas} vLLM servers of {sample.tensor} x {sample.stages} {sample.device.name}",
     }[sample.engine]
     lines = [
@@ -144,10 +151,15 @@ def memory_lines(plan: Plan) -> list[str]:
             lines.append(f"{part:<14}" + "".join(f"{value / GIB:>10.2f}" for value in values))
     peaks = plan.peaks()
     lines.append(f"{'peak':<14}" + "".join(f"{peaks[phase] / GIB:>10.2f}" for phase in phases))
-    room = [usable_bytes(plan.device_of(phase)) for phase in phases]
+    room = [plan.usable(phase) for phase in phases]
     lines.append(f"{'usable':<14}" + "".join(f"{value / GIB:>10.2f}" for value in room))
     left = [(r - peaks[phase]) / GIB for r, phase in zip(room, phases, strict=True)]
     lines.append(f"{'left':<14}" + "".join(f"{value:>10.2f}" for value in left))
+    if plan.margin > MARGIN:
+        lines.append(
+            f"{plan.margin:.0%} of a device stay free, because rows change their length; {MARGIN:.0%} where"
+            f" {ALLOCATOR[0]}=expandable_segments:True is set, here and in the run"
+        )
     return lines
 
 

@@ -80,7 +80,7 @@ def run_judges(
         judging = load_judge_parts(settings)
     asked = [parts[0] for parts in (judging, watching) if parts is not None and parts[0] is not None]
     measured = measured_words(arguments.judge_report, asked) if args.process_index == 0 else {}
-    with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.jsonl") as ledger:
+    with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.db") as ledger:
         rewards: dict[str, RewardFunction] = {}
         if judging is not None:
             numbers = {"beta": arguments.pairwise_beta, "floor": arguments.pairwise_floor}

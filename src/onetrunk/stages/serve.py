@@ -1,9 +1,8 @@
 """`onetrunk serve MODEL`: run a vLLM server that PPO, prefs and eval can sample from, or print its command.
 
 The flags matter: `VLLMBackend` needs adapters that load while the server runs, logprobs after temperature, and the
-model's own probabilities without the defaults of its generation_config.json. A server that was ready and died is
-started again: those who sample from it wait, and load their adapters again (`rollouts/pool.py`). With `command` it
-runs for as long as that command.
+model's own probabilities without the defaults of its generation_config.json. With `command` it runs for as long as
+that command. A server that dies is not started again: who samples from it must prove its base again, by a resume.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
+
+import httpx2
 
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.adapters import served_rank
@@ -31,17 +29,13 @@ from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import DTYPES, ServeArguments
 from onetrunk.stages.running import run_stage, say
-from onetrunk.utils.http import read_secret
+from onetrunk.utils.http import read_secret, uses_proxy
 
 MODULE = "vllm.entrypoints.openai.api_server"
 # Without the first, adapters cannot be loaded while the server runs; the second turns telemetry off.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
-# Of the server and its children, to find those that are left.
-MARK = "ONETRUNK_SERVE"
-# Between two questions after its health; so many answers in a row mean that its engine is dead.
-PROBE_S, DEAD_PROBES = 2.0, 3
-# After so long without a failure, restarts are counted from 0; how long it may take to end.
-STABLE_S, STOP_S = 600.0, 30.0
+# Between two questions whether it is ready; how long it may take to end.
+PROBE_S, STOP_S = 2.0, 30.0
 
 
 def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:
@@ -73,8 +67,8 @@ def serve(args: ServeArguments) -> None:
     """Start the server and wait for its end, or print the command.
 
     Raises:
-        ValueError: no vLLM in this environment, or no interpreter at `python`.
-        RuntimeError: the server ended before it was ready, or died too often.
+        ValueError: no vLLM in this environment, no interpreter at `python`, or a port that is in use.
+        RuntimeError: the server ended, or the command failed.
     """
     base = adapter_base(args.model, args.revision) or args.model
     on_cpu = args.device == "cpu" or (args.device == "auto" and not _has_gpu())
@@ -90,173 +84,96 @@ def serve(args: ServeArguments) -> None:
     _require_vllm(args.python)
     if args.api_key_env is not None:
         environment |= {"VLLM_API_KEY": read_secret(args.api_key_env)}
-    work = None if args.command is None else work_of(args.command)
-    ends = "Ctrl-C stops it" if work is None else f"then runs `{args.command}`, whose end stops it"
-    say(f"{shlex.join(words)}\nready when it says 'Application startup complete'; {ends}")
+    command = None if args.command is None else command_words(args.command)
+    url = own_url(args.host, args.port)
+    ends = "Ctrl-C stops it" if command is None else f"then runs `{args.command}`, whose end stops it"
+    say(f"{shlex.join(words)}\nit takes a minute or more to be ready; {ends}")
     # A PYTHONPATH of ours would put our packages before those of its environment.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    url = health_url(args.host, args.port)
-    keep_running(words, {**inherited, **environment}, url, args.max_restarts, work)
+    run(words, {**inherited, **environment}, url, command)
 
 
-@dataclass(frozen=True)
-class End:
-    """How one run of the server ended: why, as the rest of a sentence, and after how many seconds of being ready."""
-
-    reason: str
-    ready_s: float | None
-
-
-class Work:
-    """A command that runs while the server is ready, from its first time on."""
-
-    def __init__(self, words: Sequence[str]):
-        self.words = list(words)
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the command; do nothing if it was started before."""
-        if self.process is None:
-            self.process = subprocess.Popen(self.words)
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code; None before its end."""
-        return None if self.process is None else self.process.poll()
-
-    def stop(self) -> None:
-        """End the command if it runs."""
-        if self.process is not None:
-            _stop(self.process)
-
-
-def work_of(command: str) -> Work:
-    """Return the work that a command is; ValueError if its first word is no program."""
-    words = shlex.split(command)
-    if shutil.which(words[0]) is None:
-        raise ValueError(f"command is {command!r}, and no program {words[0]} can be run; write it as in a shell")
-    return Work(words)
-
-
-def keep_running(
-    words: Sequence[str], environment: dict[str, str], url: str, max_restarts: int, work: Work | None = None
-) -> None:
-    """Run the server until a signal to this process; start it again when it dies after it was ready.
+def run(words: Sequence[str], environment: dict[str, str], url: str, command: Sequence[str] | None = None) -> None:
+    """Run the server until its end or a signal to this process, or for as long as the command; stop it then.
 
     Args:
         words, environment: of the server.
-        url: that answers 200 while it is well.
-        max_restarts: without `STABLE_S` seconds of being ready between them.
-        work: runs from the first time that the server is ready; its end ends the server.
+        url: at which this machine reaches it.
+        command: starts when the server is ready.
 
     Raises:
-        RuntimeError: it ended before it was ready, or died too often; or the work failed.
+        RuntimeError: the server ended, or the command failed.
     """
-    try:
-        _run_again(words, environment, url, max_restarts, work)
-    finally:
-        if work is not None:
-            work.stop()
-    if work is not None and work.code:
-        raise RuntimeError(f"`{shlex.join(work.words)}` ended with code {work.code}; the server was stopped")
-
-
-def _run_again(
-    words: Sequence[str], environment: dict[str, str], url: str, max_restarts: int, work: Work | None
-) -> None:
-    num_restarts = 0
-    while True:
-        end = run_once(words, environment, url, work)
-        if work is not None and work.code is not None:
+    with stopped_at_end(words, env=environment) as server:
+        while not is_ready(url):
+            _require_running(server)
+            time.sleep(PROBE_S)
+        say(f"ready: use_vllm with vllm_server_base_url {url}")
+        if command is None:
+            server.wait()
+            _require_running(server)
             return
-        if end.ready_s is None:
-            raise RuntimeError(f"vLLM {end.reason} before it was ready; its last lines above say why")
-        num_restarts = 0 if end.ready_s >= STABLE_S else num_restarts
-        if num_restarts >= max_restarts:
-            raise RuntimeError(f"vLLM {end.reason} after {num_restarts} restarts; its last lines above say why")
-        num_restarts += 1
-        say(f"vLLM {end.reason}; starting it again, {num_restarts} of at most {max_restarts} times")
+        with stopped_at_end(command) as work:
+            while work.poll() is None:
+                _require_running(server)
+                time.sleep(PROBE_S)
+    if work.returncode:
+        raise RuntimeError(f"`{shlex.join(command)}` ended with code {work.returncode}; the server was stopped")
 
 
-def run_once(words: Sequence[str], environment: dict[str, str], url: str, work: Work | None = None) -> End:
-    """Run the server until it ends; stop it when it says that its engine is dead, or when the work has ended.
+def _require_running(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is not None:
+        raise RuntimeError(f"vLLM ended with code {server.returncode}; its last lines above say why")
 
-    A signal ends it too.
-    """
-    # Its children inherit the mark: an engine that outlives its server would keep the GPU's memory.
-    mark = f"{MARK}={secrets.token_hex(8)}"
-    process = subprocess.Popen(words, env=environment | dict([mark.split("=")]))
-    ready_at, num_dead = None, 0
+
+@contextlib.contextmanager
+def stopped_at_end(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program in a process group of its own, and end it with the block; a signal meanwhile kills it at once."""
+    process = subprocess.Popen(words, process_group=0, **options)
     try:
-        while True:
-            try:
-                reason = f"ended with code {process.wait(PROBE_S)}"
-                break
-            except subprocess.TimeoutExpired:
-                status = health(url)
-            if status == 200 and ready_at is None:
-                ready_at = time.monotonic()
-                if work is not None:
-                    work.start()
-            if work is not None and work.code is not None:
-                reason = "was stopped"
-                break
-            # A server that is only busy does not answer in time, which is no status.
-            num_dead = num_dead + 1 if status == 503 and ready_at is not None else 0
-            if num_dead >= DEAD_PROBES:
-                reason = "reports that its engine is dead"
-                break
+        yield process
     finally:
-        _stop(process)
-        _kill_marked(mark)
-    return End(reason, None if ready_at is None else time.monotonic() - ready_at)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
         try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        finally:
+            # With all that it has left: an engine that outlives its server would keep the GPU's memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill the processes whose environment has the mark, and wait until they are gone."""
-    deadline = time.monotonic() + STOP_S
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-
-
-def _marked(mark: str) -> list[int]:
-    """Return the processes whose environment has the mark, where the system shows environments (Linux)."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes().split(b"\0"):
-                pids.append(int(path.parent.name))
-    return pids
-
-
-def health(url: str) -> int | None:
-    """Return the status that a URL answers with; None without an answer."""
+def is_ready(url: str) -> bool:
+    """Return whether a server answers that it is ready."""
     try:
-        with urllib.request.urlopen(url, timeout=PROBE_S) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return None
+        return httpx2.get(f"{url}/health", timeout=PROBE_S, trust_env=uses_proxy(url)).is_success
+    except httpx2.HTTPError:
+        return False
 
 
-def health_url(host: str, port: int) -> str:
-    """Return the address of the health check, as seen from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
+def own_url(host: str, port: int) -> str:
+    """Return the address at which this machine will reach a server that listens there; ValueError if it cannot."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"no server can listen at {host} port {port} ({error.strerror}); give another --port or --host, or stop"
+            " what listens there"
+        ) from None
+    known = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+    return f"http://{f'[{known}]' if ':' in known else known}:{port}"
+
+
+def command_words(command: str) -> list[str]:
+    """Return the words of a command; ValueError if the first is no program."""
+    words = shlex.split(command)
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"command is {command!r}, and no program {words[0]} can be run; write it as in a shell")
+    return words
 
 
 def _require_vllm(python: str | None) -> None:

@@ -34,6 +34,7 @@ class CallError(RuntimeError):
         overloaded: the server asks for, or needs, fewer calls at once.
         retry_after_s: wait that the server asks for.
         timed_out: a deadline passed before there was an answer.
+        may_be_paid: False if the server certainly bills nothing: it was not reached, or it rejected the call.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class CallError(RuntimeError):
         overloaded: bool = False,
         retry_after_s: float | None = None,
         timed_out: bool = False,
+        may_be_paid: bool = True,
     ):
         super().__init__(reason)
         self.kind, self.overloaded = kind, overloaded
-        self.retry_after_s, self.timed_out = retry_after_s, timed_out
+        self.retry_after_s, self.timed_out, self.may_be_paid = retry_after_s, timed_out, may_be_paid
 
     @property
     def error_kind(self) -> ErrorKind:
@@ -56,7 +58,11 @@ class CallError(RuntimeError):
 
 
 class EndOfCalls(RuntimeError):
-    """Raised by the `done` of a CallRun: no further call begins, calls in flight end, and then the run raises this."""
+    """Ends a CallRun: no further call begins, calls in flight end, and then the run raises this.
+
+    Raised by its `done`, or by a `call` that has sent nothing. While other calls are in flight, such a call does not
+    end the run; it is made again when one of them has ended.
+    """
 
 
 class ServerUnavailable(RuntimeError):
@@ -219,6 +225,8 @@ class CallRun(Generic[T]):
         self._failing_since: float | None = None
         self._given_up: str | None = None
         self._ended: EndOfCalls | None = None
+        # Most calls in flight, since one had no room beside the others.
+        self._room: float = math.inf
 
     async def answer_all(self, num_items: int) -> None:
         """Call for every index below `num_items`; raises ServerUnavailable when the server is given up."""
@@ -227,7 +235,7 @@ class CallRun(Generic[T]):
             while True:
                 if self._unclear and self._given_up is None:
                     await self._ask_control()
-                while len(in_flight) < int(self.pace.limit) and (item := self._next_item(num_items)):
+                while len(in_flight) < self._limit and (item := self._next_item(num_items)):
                     call = within(self.policy.call_timeout_s, partial(self._call, item.index))
                     in_flight[asyncio.create_task(call)] = (item, _now())
                 has_more = self._given_up is None and (self._waiting or self._num_begun < num_items)
@@ -235,7 +243,7 @@ class CallRun(Generic[T]):
                     break
                 for task in await self._wait(in_flight, num_items):
                     try:
-                        self._take(task, *in_flight.pop(task))
+                        self._take(task, *in_flight.pop(task), num_others=len(in_flight))
                     except EndOfCalls as end:
                         self._ended = self._ended or end
                         self._give_up(str(end))
@@ -250,6 +258,10 @@ class CallRun(Generic[T]):
                 f"{self.server} {self._given_up}; {self.num_answered} of {num_items} were answered. Run the same"
                 " command again to ask the missing ones"
             )
+
+    @property
+    def _limit(self) -> int:
+        return int(min(self.pace.limit, self._room))
 
     def _next_item(self, num_items: int) -> _Item | None:
         now = _now()
@@ -268,7 +280,7 @@ class CallRun(Generic[T]):
 
     async def _wait(self, in_flight: dict[asyncio.Task[T], Any], num_items: int) -> set[asyncio.Task[T]]:
         """Wait until a call ends or another may begin; return the calls that have ended."""
-        may_begin = self._given_up is None and len(in_flight) < int(self.pace.limit)
+        may_begin = self._given_up is None and len(in_flight) < self._limit
         seconds = None
         if may_begin and (self._waiting or self._num_begun < num_items):
             next_one = 0.0 if self._begins_new(num_items) else self._waiting[0].not_before
@@ -284,7 +296,7 @@ class CallRun(Generic[T]):
         began = _now()
         try:
             await within(self.policy.call_timeout_s, self._control)
-        except CallError:
+        except (CallError, EndOfCalls):
             pass
         else:
             self._note_answer()
@@ -298,9 +310,15 @@ class CallRun(Generic[T]):
         self._num_answers += 1
         self._failing_since = None
 
-    def _take(self, task: asyncio.Task[T], item: _Item, began: float) -> None:
+    def _take(self, task: asyncio.Task[T], item: _Item, began: float, num_others: int) -> None:
         try:
             answer = task.result()
+        except EndOfCalls:
+            if not num_others:
+                raise
+            self._room = num_others
+            heapq.heappush(self._waiting, item)
+            return
         except CallError as error:
             if error.overloaded:
                 self.pace.slow_down(began, _now())

@@ -52,9 +52,11 @@ AGAIN = frozenset((408, 409, 425, 429))
 OVERLOADED = frozenset((408, 429, 503, 504, 529))
 # A deadline of the server, or of a proxy in front of it.
 TIMED_OUT = frozenset((408, 504, 522, 524))
+# Besides 4xx: the server has not answered. Another 5xx may come from a proxy whose server has.
+UNPAID = frozenset((500, 503, 529))
 # A wrong key, used-up credit, an unknown path or model: every question would fail in the same way.
 FOR_ALL = {
-    401: "check the key in the variable that api_key_env names",
+    401: "check the key in the variable that api_key_env names (vllm_api_key_env, judge_api_key_env)",
     402: "its account has no credit left",
     404: "check the URL's path and the model's name",
     405: "check the URL's path",
@@ -237,13 +239,17 @@ async def send(
             if response.is_redirect:
                 target = response.request.url.join(response.headers.get("location", ""))
                 target = target.copy_with(userinfo=b"", query=None, fragment=None)
-                raise CallError(f"a redirect to {_one_line(str(target), secret)} instead of an answer")
+                target = _one_line(str(target), secret)
+                raise CallError(f"a redirect to {target} instead of an answer", may_be_paid=False)
             content, problem = await _bounded_body(response)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         if isinstance(error, httpx2.DecodingError):
             raise CallError("an answer that cannot be unpacked") from None
         what = "the connection" if isinstance(error, httpx2.TransportError) else "the call"
-        raise CallError(f"{what} failed ({_one_line(str(error), secret) or type(error).__name__})") from None
+        raise CallError(
+            f"{what} failed ({_one_line(str(error), secret) or type(error).__name__})",
+            may_be_paid=not isinstance(error, httpx2.ConnectError),
+        ) from None
     if problem:
         # Not raised in `_bounded_body`: the error would keep its frame, and so the whole body, in memory.
         raise CallError(problem)
@@ -314,12 +320,19 @@ def failure_of_response(response: httpx2.Response, secret: str | None) -> CallEr
     """Return what a response with an error status means for the call."""
     status = response.status_code
     reason = f"HTTP {status}: {_excerpt(response, secret)}"
+    may_be_paid = status in TIMED_OUT or (status >= 500 and status not in UNPAID)
     if status in FOR_ALL:
-        return CallError(f"{reason}; {FOR_ALL[status]}", "stop")
+        return CallError(f"{reason}; {FOR_ALL[status]}", "stop", may_be_paid=may_be_paid)
     if status in AGAIN or status >= 500:
         after_s = retry_after_s(response.headers, time.time()) if status in (429, 503, 529) else None
-        return CallError(reason, overloaded=status in OVERLOADED, retry_after_s=after_s, timed_out=status in TIMED_OUT)
-    return CallError(reason, "refused")
+        return CallError(
+            reason,
+            overloaded=status in OVERLOADED,
+            retry_after_s=after_s,
+            timed_out=status in TIMED_OUT,
+            may_be_paid=may_be_paid,
+        )
+    return CallError(reason, "refused", may_be_paid=may_be_paid)
 
 
 def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:

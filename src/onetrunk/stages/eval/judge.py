@@ -20,7 +20,7 @@ from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.arguments import EvalArguments
 from onetrunk.stages.judging import ShownLimit
 
-LEDGER = "ledger/verdicts.jsonl"
+LEDGER = "ledger/verdicts.db"
 # For equal texts, about which the judge is not asked.
 SAME = PairLabel(probability=0.5, consistent=True, votes=())
 
@@ -40,7 +40,7 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
     """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`.
 
     Raises:
-        RuntimeError: the judge failed too often, decided no pair, or another process writes to the ledger.
+        RuntimeError: the judge failed too often, decided no pair, or the ledger cannot be used.
     """
     labels, statistics = ask(args, judge, constitution, pairs)
     # A label from some of the questions could change when the others are answered.

@@ -27,7 +27,6 @@ from onetrunk.judges.load import (
     RUBRIC,
     EnsembleJudge,
     JudgeConfig,
-    check_judge,
     load_judge,
     specs_by_judge,
     unique_names,
@@ -39,7 +38,7 @@ from onetrunk.report.runs import read_run
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.judge.metrics import ALL, Judged, agreement, findings, judge_metrics
-from onetrunk.stages.judging import ShownLimit
+from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows
@@ -51,7 +50,7 @@ from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
 
-LEDGER, CARD = "ledger/verdicts.jsonl", "README.md"
+LEDGER, CARD = "ledger/verdicts.db", "README.md"
 ENSEMBLE = EnsembleJudge.name
 # Of all rows, in the terminal.
 SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy", "one_order_accuracy")
@@ -82,18 +81,17 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
     judges = load_members(settings)
     folder = require_output_dir(args.output_dir)
-    costs = Costs(folder, [ensemble_of(judges)], prices)
-    for judge in judges:
-        check_judge(judge)
     try:
         with held_folder(folder), Ledger(folder / LEDGER) as ledger:
+            costs = Costs(folder, [ensemble_of(judges)], prices)
             try:
+                check_judges(judges)
                 measured = [measure(args, judge, constitution, groups, ledger, costs) for judge in judges]
                 if len(judges) > 1:
                     ensemble = measure_ensemble(args, judges, constitution, groups, ledger)
                     measured = [*named_apart(measured), ensemble]
             finally:
-                costs.save()
+                costs.close()
     except (KeyboardInterrupt, Terminated):
         say("all answers are kept; run the same command again to continue", after_bar=True)
         raise

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onetrunk.plan.ranges import OPTIONS, require_ranges
 from onetrunk.stages.options.parser import Parser, UsageError
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
-Arithmetic and simulation: it needs no GPU, no network and no weights, only the config.json of the model."""
+Arithmetic: it needs no GPU, no network and no weights, only the config.json of the model."""
 EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 256) and change the planned recipe.
 Examples: onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB;
 onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2;
@@ -78,9 +78,7 @@ def plan_parser() -> Parser:
     out = parser.add_argument_group("what comes out")
     out.add_argument("--top", type=int, default=8, metavar="N", help="plans in the table")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    text = "folder for launch files, plan.json and a Gantt chart of the best plan"
-    out.add_argument("--write", metavar="FOLDER", help=text)
-    out.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated completion lengths")
+    out.add_argument("--write", metavar="FOLDER", help="folder for the launch files and plan.json of the best plan")
     other = parser.add_argument_group("this machine and finished runs")
     text = "measure this machine (about a minute) and write a hardware file"
     other.add_argument("--calibrate", metavar="FILE", help=text)
@@ -106,17 +104,10 @@ def plan_words(argv: Sequence[str]) -> PlanWords:
     """
     known, rest = plan_parser().parse_known_args(list(argv))
     own = vars(known)
-    for name in ("num_rollouts", "nodes", "top", "label_completions"):
-        if own[name] is not None and own[name] < 1:
-            raise UsageError(f"--{name} is {own[name]}; give 1 or more")
-    for name in ("prompt_tokens", "completion_tokens", "budget"):
-        if own[name] is not None and not (math.isfinite(own[name]) and own[name] > 0):
-            raise UsageError(f"--{name} is {own[name]}; give a number above 0")
-    for name in ("label_prompts", "reward_pairs", "distill_rows"):
-        if own[name] < 0:
-            raise UsageError(f"--{name} is {own[name]}; give 0 or more")
-    if not 0 <= own["length_spread"] <= 3:
-        raise UsageError(f"--length_spread is {own['length_spread']}; give 0 to 3")
+    try:
+        require_ranges(own, OPTIONS, "--")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if any(stages < 2 for stages in own["pipeline_stages"]):
         raise UsageError("--pipeline_stages takes numbers from 2 on; one stage is always tried")
     tasks = [name for name in ("calibrate", "check") if own[name] is not None]

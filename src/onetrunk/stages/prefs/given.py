@@ -16,7 +16,7 @@ from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampler import open_stream
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.types import SampledText
-from onetrunk.utils.disk_map import DiskMap
+from onetrunk.utils.disk_set import DiskSet
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GivenSource:
             self.total = (self.total or 0) + args.part.takes(prompt_key(group.prompt))
 
     def __iter__(self) -> Iterator[GivenItem]:
-        with DiskMap() as seen:
+        with DiskSet() as seen:
             for group in self._groups():
                 if not self.args.part.takes(prompt_key(group.prompt)):
                     continue

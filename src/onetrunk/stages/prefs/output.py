@@ -4,7 +4,7 @@ README.md         the dataset card: how the rows were made, and their statistics
 statistics.json   the same statistics for programs (statistics-00000-of-00004.json for a shard)
 settings.json     everything that decides the rows; a run with other settings is rejected
 data/             the rows: one file, or one per shard
-ledger/           every completion, verdict and rating, kept as soon as it arrives
+ledger/           every completion, verdict and rating, kept as soon as it arrives, and what they cost
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def statistics_path(folder: Path, part: Shard) -> Path:
 
 
 def ledger_path(folder: Path, part: Shard) -> Path:
-    return folder / "ledger" / f"ledger{part.suffix()}.jsonl"
+    return folder / "ledger" / f"ledger{part.suffix()}.db"
 
 
 def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:

@@ -53,7 +53,7 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
     args, asker, costs = flow.args, flow.asker, flow.asker.costs
     asker.judge = judge = HeardJudge(asker.judge)
     asker.ledger = memory = NotedMemory(asker.ledger)
-    before, usd_before = (Usage(), None) if costs is None else (sum_of(costs.totals().values()), costs.usd)
+    before, usd_before = (Usage(), None) if costs is None else (costs.total(), costs.usd)
     began, num_prompts = time.perf_counter(), 0
     rows: list[dict[str, Any]] = []
     for items, product in flow.produced(chunked(islice(iter(source), args.preview), args.prompts_per_chunk)):
@@ -67,7 +67,7 @@ def preview(flow: Previewed, source: PreviewSource) -> None:
     answered = [(principle.text, said(answer)) for _, principle, answer in judge.heard]
     show(text_table(("principle", "verdict"), answered[: args.preview]))
     seconds = time.perf_counter() - began
-    usage = Usage() if costs is None else sum_of(costs.totals().values()).minus(before)
+    usage = Usage() if costs is None else costs.total().minus(before)
     usd = None if usd_before is None else costs.usd - usd_before
     asked = Asked(num_prompts, len(memory.keys), len(judge.heard), usage, usd, seconds)
     show_columns("preview", {"value": estimate(asked, source.total, costs)})
@@ -103,9 +103,6 @@ class NotedMemory:
     def put(self, key: str, value: Any) -> Any:
         return self.memory.put(key, value)
 
-    def replace(self, key: str, value: Any) -> Any:
-        return self.memory.replace(key, value)
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -135,14 +132,6 @@ def said(answer: Verdict | Rating) -> str:
     return "no opinion" if answer.number is None else f"{answer.number:.3f}"
 
 
-def sum_of(usages: Iterable[Usage]) -> Usage:
-    """Return the counters of several judges together."""
-    total = Usage()
-    for usage in usages:
-        total.add(usage)
-    return total
-
-
 def estimate(asked: Asked, total: int | None, costs: Costs | None) -> dict[str, float | int | None]:
     """Return what the preview has used, and what all prompts will take if they are alike.
 
@@ -161,11 +150,10 @@ def estimate(asked: Asked, total: int | None, costs: Costs | None) -> dict[str, 
     }
     answered, seconds, usd = asked.num_new, asked.seconds, asked.usd
     if not answered and costs is not None:
-        usages = costs.totals().values()
+        used, usd, by_judge = costs.total(), costs.usd, costs.as_dict().values()
         # Each member of an ensemble answers every question, at the same time.
-        answered = max((usage.questions for usage in usages), default=0)
-        seconds, usd = max((usage.seconds for usage in usages), default=0.0), costs.usd
-        used = sum_of(usages)
+        answered = max((counters["questions"] for counters in by_judge), default=0)
+        seconds = max((counters["seconds"] for counters in by_judge), default=0.0)
     if total is None or not asked.num_prompts or not answered:
         return values
     num_questions = asked.num_questions * total / asked.num_prompts

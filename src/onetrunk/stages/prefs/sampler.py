@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
-from onetrunk.data.names import BUILDERS
+from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
@@ -38,7 +38,7 @@ from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.types import Prompt
-from onetrunk.utils.disk_map import DiskMap
+from onetrunk.utils.disk_set import DiskSet
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class PromptSource:
         if not args.streaming:
             rows = load_dataset_rows(args)
             self._rows = self._encoded(rows.select_columns(["prompt"]) if "prompt" in rows.column_names else rows)
-            with DiskMap() as seen:
+            with DiskSet() as seen:
                 self._order = list(self._selected(self._rows["prompt"], seen))
 
     @property
@@ -239,7 +239,7 @@ class PromptSource:
 
     def _streamed(self) -> Iterator[PromptItem]:
         stream, start = iter(stream_rows(self.args)), 0
-        with DiskMap() as seen:
+        with DiskSet() as seen:
             while window := list(islice(stream, WINDOW)):
                 try:
                     rows = self._encoded(Dataset.from_list(window))
@@ -269,7 +269,7 @@ class PromptSource:
             )
         return rows
 
-    def _selected(self, prompts: Iterable[Prompt], seen: DiskMap) -> Iterator[tuple[int, str]]:
+    def _selected(self, prompts: Iterable[Prompt], seen: DiskSet) -> Iterator[tuple[int, str]]:
         """Yield index and key of each new prompt of this shard."""
         for index, prompt in enumerate(prompts):
             key = prompt_key(prompt)
@@ -291,8 +291,11 @@ def open_stream(args: PrefsArguments) -> Iterable[dict[str, Any]]:
     """Return an iterable over the rows of `dataset_name`, with our names of the columns; rows are read as needed.
 
     Raises:
-        ValueError: the dataset, split or column does not exist.
+        ValueError, FileNotFoundError: the dataset, split or column does not exist.
     """
+    name = args.dataset_name
+    if looks_like_path(name) and not set(name) & set("*:") and not Path(name).expanduser().exists():
+        raise missing_path(name)
     builder = BUILDERS.get(Path(args.dataset_name).suffix)
     source: dict[str, Any] = {"path": args.dataset_name, "name": args.dataset_config}
     if builder is not None:

@@ -39,11 +39,11 @@ from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
 from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.judges.load import JudgeConfig, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments
-from onetrunk.stages.judging import measured_words
+from onetrunk.stages.judging import check_judges, measured_words
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.given import GivenItem, GivenSource
@@ -59,7 +59,14 @@ from onetrunk.stages.prefs.output import (
 )
 from onetrunk.stages.prefs.preview import preview
 from onetrunk.stages.prefs.ray import RaySampling
-from onetrunk.stages.prefs.sampler import PromptSource, Served, load_sampler, positions_left, sampling_servers
+from onetrunk.stages.prefs.sampler import (
+    PromptSource,
+    Served,
+    load_sampler,
+    open_stream,
+    positions_left,
+    sampling_servers,
+)
 from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.running import Terminated, run_stage, say
@@ -132,13 +139,15 @@ def make(
     given = GivenSource(args) if args.completions == "given" else None
     if given is None and not args.streaming:
         prompt_rows(load_dataset_rows(args))
+    elif given is None:
+        open_stream(args)
     constitution = load_constitution(judge_settings.constitution)
     settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
     claim_folder(folder, settings, args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
-    costs = Costs(folder, [] if judge is None else [judge], prices, args.part.suffix())
+    costs = Costs(folder, [] if judge is None else [judge], prices)
     if judge is not None:
-        check_judge(judge)
+        check_judges([judge])
         measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
         if given is not None:
@@ -148,7 +157,7 @@ def make(
         say("everything sampled and judged is kept; run the same command again to resume", after_bar=True)
         raise
     finally:
-        costs.save()
+        costs.close()
 
 
 def make_given_rows(
@@ -182,11 +191,12 @@ def make_rows(
 ) -> Result | None:
     """Make the rows of a run in its folder, or resume it. The judge is None for revisions.
 
-    `costs` holds the budget; None: no budget. Returns None for a preview.
+    `costs` counts what the judge uses; None: nothing does. Returns None for a preview.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
-        RuntimeError: another process writes there, the judge fails too often, or there are no rows.
+        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or there are no
+            rows.
     """
     stop = StopFlag()
     source = PromptSource(args, model_args)

@@ -1,7 +1,9 @@
 """A discrete-event simulation of a plan: replicas that decode rows of drawn lengths, a queue, a trainer, versions.
 
 The search adds up means; this draws every length, lets each replica run dry on its own, and lets rollouts overlap as
-the schedule allows. It is what the formulas are checked against, and what the Gantt chart shows.
+the schedule allows. It is what the formulas are checked against, and it draws a Gantt chart of the best plan:
+
+    python -m scripts.plan.simulate plan.svg --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import TYPE_CHECKING
 
 from onetrunk.plan.evaluate import ASYNC_STALENESS, Plan
 from onetrunk.plan.job import Job, Lengths
+from onetrunk.plan.search import search
 from onetrunk.plan.timing import SERVER, most_rows_of, period_of, step_parts
+from onetrunk.stages.plan import parse_plan, request_of
 from onetrunk.utils.files import atomic_path
 
 if TYPE_CHECKING:
@@ -232,3 +237,10 @@ def save_gantt(timeline: Timeline, title: str, path: Path) -> None:
     figure = draw_gantt(timeline, title)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:], dpi=110)
+
+
+if __name__ == "__main__":
+    words, values = parse_plan(sys.argv[2:])
+    request = request_of(words.own, values)
+    best = search(request.job, request.pools, request.space, most=1)[0].plan
+    save_gantt(simulate(request.job, best, 6), f"{best.schedule}, {best.iteration_s:.1f} s", Path(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""The error tables of plan/README.md: predictions against published measurements.
+"""The planner's predictions against published measurements.
 
-    python -m onetrunk.plan.errors
+    python -m scripts.plan.errors
 
 Memory is compared point by point, on the half of the points that the constants were not fitted on. Times are compared
 as ratios within a source, and by their order, because other software, batch sizes and lengths are only partly known.
@@ -17,20 +17,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onetrunk.costs import ModelShape, forward_flops, head_flops
+from onetrunk.costs import ModelShape, forward_flops
 from onetrunk.plan.hardware import Device, load_catalog
 from onetrunk.plan.job import Job, Lengths
-from onetrunk.plan.memory import Measured, fit_constants, halves, measured_rows, relative_errors
 from onetrunk.plan.shapes import ModelFacts, read_model
 from onetrunk.plan.timing import LOCAL, SERVER, SampleLayout, generate_time, product_seconds
 from onetrunk.utils.yaml_files import read_yaml
+from scripts.plan.measurements import (
+    Measured,
+    Step,
+    fit_constants,
+    halves,
+    left_out,
+    measured_rows,
+    relative_errors,
+    step_seconds,
+)
 
 PUBLISHED = Path(__file__).parent / "measured" / "published.yaml"
-DEVICES = {
-    "RTX A6000": "A6000-48GB", "H100 80GB HBM3": "H100-80GB", "H200": "H200-141GB", "B200": "B200-180GB",
-}  # fmt: skip
 WITHIN = 0.10
-STEP_WITHIN = 0.30
 # Rows of a forward and of a replica that decode, for runs whose own are not published.
 ROWS, SERVED_ROWS, HYBRID_ROWS = 4, 256, 8
 
@@ -87,32 +92,6 @@ def cross_checked() -> list[tuple[Measured, float]]:
 # --- times ----------------------------------------------------------------------------------------------------------
 
 
-def step_seconds(row: Measured, device: Device) -> float:
-    """Return the predicted seconds of a measured training step."""
-    training, shape = row.training, row.training.shape
-    tokens = training.tokens * row.micro_batches
-    passes = 4.0 if training.is_full else 3.0
-    attention = 4 * tokens * training.tokens / 2 * shape.num_layers * shape.num_heads * shape.head_dim
-    matrix = forward_flops(shape, 1, shape.num_layers) + head_flops(shape, 1)
-    products = product_seconds(
-        shape,
-        device,
-        2.0,
-        matrix_flops=matrix * tokens * passes,
-        attention_flops=attention * 4.5,
-        tokens=training.tokens,
-    )
-    rates = device.rates
-    per_layer = rates.layer_s + (0.0 if training.is_full else rates.adapter_layer_s)
-    return products + row.micro_batches * shape.num_layers * per_layer / device.kernels
-
-
-def compared_steps() -> list[Compared]:
-    """Return the step times of the measured trainings."""
-    devices = load_catalog().devices
-    return [Compared(r.label, step_seconds(r, devices[DEVICES[r.gpu]]), r.step_s) for r in measured_rows()]
-
-
 def _full_job(model: ModelFacts, rows: int, lengths: Lengths) -> Job:
     return Job(model, 2.0, 2.0, lengths, adapted_layers=model.shape.num_layers, rollout_batch_size=rows)
 
@@ -144,8 +123,9 @@ def full_ppo_seconds(
         forwards = max(1.0, tokens / (ROWS * lengths.row))
         # Weights of other GPUs are gathered for every forward and backward.
         wire = 2.0 * part.parameters / (device.link_gb_s if gpus <= 8 else device.network_gb_s) / 1e9
-        score += 2 * (once + forwards * part.num_layers * device.rates.layer_s / 3)
-        update += 4 * once + forwards * max(part.num_layers * device.rates.layer_s, 3 * wire - 4 * once / forwards)
+        launches = part.num_layers * device.rates.layer_s
+        score += 2 * forwards * max(once / forwards, launches / 3)
+        update += forwards * max(4 * once / forwards, launches, 3 * wire)
     return {"generate": generate, "score": score, "update": update}
 
 
@@ -197,18 +177,15 @@ def compared_verl() -> list[Compared]:
 def compared_hf() -> list[Compared]:
     """Return the gain of leaving checkpointing out, and the tokens per second of two servers."""
     device, model = load_catalog().devices["H200-141GB"], read_model("Qwen/Qwen2.5-Math-1.5B")
-    shape, rates = model.shape, device.rates
-    flops = forward_flops(shape, 1, shape.num_layers) * 16384
-    once = product_seconds(shape, device, 2.0, matrix_flops=flops, tokens=16384)
-    launches = shape.num_layers * (rates.layer_s + rates.adapter_layer_s)
-    less = shape.num_layers * (0.75 * rates.layer_s + rates.adapter_layer_s)
+    kept = Step("HF blog", device, model.shape, 7, 2.0, 1, 16384, 1, True, 1.0)
+    packed_s, bare_s = (step_seconds(replace(kept, is_checkpointed=c), device.rates) for c in (True, False))
     lengths = Lengths(200, 600, 2048, 200)
     layout = SampleLayout(device, SERVER, 2, rows=SERVED_ROWS)
     rows = 4096
     seconds = generate_time(replace(_full_job(model, rows, lengths), lora_rank=16), layout).seconds
     packed, bare, throughput = (row[1] for row in published()["hf_async"]["rows"])
     return [
-        Compared("checkpointing over none", (3 * once + launches) / (2 * once + less), packed / bare),
+        Compared("checkpointing over none", packed_s / bare_s, packed / bare),
         Compared("tokens per second", rows * lengths.completion / seconds, throughput),
     ]
 
@@ -220,8 +197,12 @@ def markdown() -> str:
     lines = [f"memory: {within} of {len(checked)} points within {WITHIN:.0%}", ""]
     lines += ["| training | measured GiB | error |", "|---|---|---|"]
     lines += [f"| {row.label} | {row.peak_gib:.2f} | {error:+.1%} |" for row, error in checked]
+    lines += ["", "step times of a program, by rates that were fitted to the others; measured over predicted", ""]
+    lines += ["| program | steps | least | median | most |", "|---|---|---|---|---|"]
+    for program, ratios in left_out().items():
+        numbers = " | ".join(f"{pick(ratios):.2f}" for pick in (min, statistics.median, max))
+        lines.append(f"| {program} | {len(ratios)} | {numbers} |")
     tables = {
-        "steps of prime-rl": compared_steps(),
         "DeepSpeed-Chat": compared_deepspeed_chat(),
         "OpenRLHF README, DSChat": compared_openrlhf()[0],
         "OpenRLHF README, OpenRLHF": compared_openrlhf()[1],

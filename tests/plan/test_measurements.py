@@ -1,0 +1,33 @@
+"""The rates in use are those that published step times give, and the band covers a program left out of the fit."""
+
+import statistics
+
+import pytest
+
+from onetrunk.plan.rates import Rates
+from onetrunk.plan.timing import BAND
+from scripts.plan.measurements import FITTED_RATES, fit_steps, left_out, measured_steps, share_within, step_seconds
+
+
+def test_the_band_covers_nine_of_ten_steps_of_a_program_that_the_rates_were_not_fitted_to():
+    assert len(left_out()) == 6 and sum(map(len, left_out().values())) == len(measured_steps()) == 129
+    assert share_within(*BAND) >= 0.9
+    # It is no wider than it has to be.
+    assert share_within(BAND[0] * 1.15, BAND[1] / 1.15) < 0.9
+
+
+def test_programs_on_transformers_and_peft_are_met_without_having_been_seen():
+    for program in ("PEFT MetaMathQA", "Qwen finetune.py", "fms-hf-tuning", "LitGPT"):
+        assert statistics.median(left_out()[program]) == pytest.approx(1, abs=0.1), program
+
+
+def test_a_step_of_pefts_own_benchmark_takes_an_eighth_of_a_second():
+    steps = [step for step in measured_steps() if step.program == "PEFT MetaMathQA"]
+    for step in steps:
+        assert step_seconds(step, Rates()) == pytest.approx(step.seconds, rel=0.25)
+
+
+def test_the_rates_in_use_are_those_of_all_measured_steps():
+    fitted = fit_steps(measured_steps())
+    for name in FITTED_RATES:
+        assert getattr(Rates(), name) == pytest.approx(getattr(fitted, name), rel=0.02), name
