@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk.models.late_cast import casting_later
-from onetrunk.models.new_scorer import load_with_new_head
+from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.parallel import local_bytes, whole_size
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.reward_model import load_with_new_head
 from onetrunk.models.staged_scorer import keep_scorer_stage
 from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
