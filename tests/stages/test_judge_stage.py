@@ -10,7 +10,7 @@ from datasets import Dataset
 from onetrunk import cli
 from onetrunk.data.groups import Group
 from onetrunk.judges.verdicts import PairLabel
-from onetrunk.stages.judge.metrics import (
+from onetrunk.stages.judge.agreement import (
     Judged,
     agreement,
     cohens_kappa,

@@ -14,8 +14,8 @@ import yaml
 from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_keys import RENAMED
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.judge.stage import parse_judge
+from onetrunk.stages.eval.evaluate import parse_eval
+from onetrunk.stages.judge.measure import parse_judge
 from onetrunk.stages.merge import parse_merge
 from onetrunk.stages.options import helping
 from onetrunk.stages.options.helping import FIRST

@@ -10,7 +10,7 @@ from trl import SFTConfig
 from onetrunk import __version__, cli
 from onetrunk.ppo.alarm_rules import RULES
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.stage import parse_eval
+from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.parsing import StageParser
 from onetrunk.stages.ppo import parse_ppo

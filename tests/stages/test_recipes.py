@@ -4,8 +4,8 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.stage import parse_eval
-from onetrunk.stages.judge.stage import parse_judge
+from onetrunk.stages.eval.evaluate import parse_eval
+from onetrunk.stages.judge.measure import parse_judge
 from onetrunk.stages.merge import parse_merge
 from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
 from onetrunk.stages.plan import parse_plan

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.stage import parse_eval
+from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs

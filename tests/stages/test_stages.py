@@ -14,7 +14,7 @@ import yaml
 from onetrunk import cli
 from onetrunk.models.base import load_tokenizer
 from onetrunk.ppo import evaluation
-from onetrunk.stages.eval import stage as eval_stage
+from onetrunk.stages.eval import evaluate as eval_stage
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT, load_recipe_module

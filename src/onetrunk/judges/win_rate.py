@@ -161,7 +161,7 @@ def win_rate(
     if design is not None:
         intercept, slope = fit_logistic(design, labels, torch.ones(1, len(labels), dtype=torch.float64))[0].tolist()
         fit = LengthFit(intercept, slope, scale)
-    drawn = _resampled_metrics(outcomes, labels, design, _resampled(clusters, num_resamples, seed))
+    drawn = _resampled_metrics(outcomes, labels, design, resampled(clusters, num_resamples, seed))
     estimates = {
         name: _estimate(value, drawn[name], num_prompts, float(values.mean()))
         for name, value, values in (
@@ -247,7 +247,7 @@ def _design(differences: Tensor) -> tuple[Tensor | None, float]:
     return torch.stack([torch.ones_like(differences), term], dim=1), 0.0 if is_constant else scale
 
 
-def _resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tensor]:
+def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tensor]:
     """Yield weights [b, n]: how often the cluster of each pair was drawn, for b of the resamples at a time."""
     count = int(clusters.max()) + 1
     generator = torch.Generator().manual_seed(seed)

@@ -1,15 +1,5 @@
-"""The stage `onetrunk eval`: held-out prompts, scores, and win rates.
+"""The stage `onetrunk eval`: held-out prompts, scores, and win rates."""
 
-Its names are imported when they are used: the settings in `arguments.py` need no trainer.
-"""
-
-from importlib import import_module
-from typing import Any
+from onetrunk.stages.eval.evaluate import main, parse_eval
 
 __all__ = ["main", "parse_eval"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.stage"), name)

@@ -22,12 +22,12 @@ from onetrunk.stages.plain_arguments import WITHOUT_MEANING
 # Verb -> the module with its `parse_VERB`, a partial whose `dataclass_types` are the settings classes.
 MODULES = {
     "sft": "onetrunk.stages.sft",
-    "judge": "onetrunk.stages.judge.stage",
+    "judge": "onetrunk.stages.judge.measure",
     "prefs": "onetrunk.stages.prefs.stage",
     "reward": "onetrunk.stages.reward",
     "distill": "onetrunk.stages.distill",
     "ppo": "onetrunk.stages.ppo",
-    "eval": "onetrunk.stages.eval.stage",
+    "eval": "onetrunk.stages.eval.evaluate",
     "serve": "onetrunk.stages.serve",
     "merge": "onetrunk.stages.merge",
 }

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import combinations
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -22,12 +23,10 @@ from torch import Tensor
 from onetrunk.data.groups import Group
 from onetrunk.judges.base import digest
 from onetrunk.judges.verdicts import TIE, JudgeStatistics, PairLabel, judge_warnings
-from onetrunk.judges.win_rate import CONFIDENCE, fit_logistic
+from onetrunk.judges.win_rate import CONFIDENCE, fit_logistic, resampled
 from onetrunk.reward_models.metrics import expected_calibration_error, pearson, preference_loss, reliability
-from onetrunk.types import Prompt
 
 NAN = float("nan")
-ALL = "all"
 # Resamples of the regression on length and format.
 RESAMPLES = 400
 # Limits of the findings: a calibration error, and how far a preference may be from that of people.
@@ -68,35 +67,6 @@ class Judged:
         return all(label.consistent and label.probability > TIE for label in self.labels)
 
 
-@dataclass(frozen=True)
-class Decided:
-    """A pair with a label.
-
-    Args:
-        probability: the judge's, that the better completion is the better one.
-        label: the people's, above 1/2 up to 1.
-        length: characters of the better completion minus those of the other.
-        marks: the same of marks of Markdown.
-    """
-
-    probability: float
-    label: float
-    length: int
-    marks: int
-
-
-def decided_pairs(judged: Sequence[Judged]) -> list[Decided]:
-    """Return the pairs of the rows that have all their labels and that people do not call equal."""
-    pairs = []
-    for row in judged:
-        texts = row.group.texts
-        lengths, marks = [len(text) for text in texts], [len(MARKDOWN.findall(text)) for text in texts]
-        for (better, other), label in zip(row.group.pairs(), row.labels, strict=True):
-            differences = lengths[better] - lengths[other], marks[better] - marks[other]
-            pairs.append(Decided(label.probability, row.group.probability, *differences))
-    return pairs
-
-
 def judge_metrics(judged: Sequence[Judged], weights: Sequence[float], seed: int = 0) -> dict[str, Any]:
     """Return the metrics of a judge on some rows.
 
@@ -107,37 +77,46 @@ def judge_metrics(judged: Sequence[Judged], weights: Sequence[float], seed: int 
     """
     counted = [row for row in judged if row.group.probability != TIE]
     decided = [row for row in counted if row.is_decided]
-    pairs, num_right = decided_pairs(decided), sum(row.score for row in decided)
-    consistent = sum(row.is_consistently_right for row in decided)
-    statistics = JudgeStatistics()
-    for row in judged:
-        for label in row.labels:
-            statistics.add(label)
-    bins = reliability(*_leads_and_labels(pairs))
     unjudged = sum(any(label.errors for label in row.labels) for row in counted)
-    metrics = {
+    statistics = JudgeStatistics()
+    for label in (label for row in judged for label in row.labels):
+        statistics.add(label)
+    probabilities, people, length, marks = decided_pairs(decided)
+    leads = torch.logit(probabilities, eps=LEAST_PROBABILITY)
+    bins = reliability(leads, people)
+    by_length, by_marks = slopes(probabilities, (length, marks), seed)
+    return {
         "rows": len(judged),
         "equal_for_people": len(judged) - len(counted),
         "decided": len(decided),
         "unjudged": unjudged,
         "abstained": len(counted) - len(decided) - unjudged,
-        "accuracy": _ratio(num_right, len(decided)),
-        "accuracy_interval": list(wilson_interval(num_right, len(decided))),
-        "consistent_accuracy": _ratio(consistent, len(decided)),
-        "consistent_accuracy_interval": list(wilson_interval(consistent, len(decided))),
+        **_share("accuracy", sum(row.score for row in decided), len(decided)),
+        **_share("consistent_accuracy", sum(row.is_consistently_right for row in decided), len(decided)),
         "one_order_accuracy": one_order_accuracy(decided, weights),
-        "ties": sum(pair.probability == TIE for pair in pairs),
-        "pairs": len(pairs),
-        "loss": preference_loss(*_leads_and_labels(pairs)),
+        "ties": int((probabilities == TIE).sum()),
+        "pairs": len(probabilities),
+        "loss": preference_loss(leads, people),
         "calibration_error": expected_calibration_error(bins),
         "reliability": [asdict(b) for b in bins],
         "position": statistics.as_dict(),
+        "length": bias_metrics(probabilities, length) | by_length,
+        "format": bias_metrics(probabilities, marks) | by_marks,
     }
-    metrics["length"] = bias_metrics(pairs, [pair.length for pair in pairs])
-    metrics["format"] = bias_metrics(pairs, [pair.marks for pair in pairs])
-    for name, (slope, interval) in zip(("length", "format"), slopes(pairs, seed), strict=True):
-        metrics[name] |= {"log_odds": slope, "log_odds_interval": interval}
-    return metrics
+
+
+def decided_pairs(decided: Sequence[Judged]) -> Tensor:
+    """Return [4, n]: of each pair P, the people's label, and by how much more characters and marks the better one has.
+
+    The rows have all their labels, and people do not call their completions equal.
+    """
+    pairs = []
+    for row in decided:
+        counts = [(len(text), len(MARKDOWN.findall(text))) for text in row.group.texts]
+        for (better, other), label in zip(row.group.pairs(), row.labels, strict=True):
+            more = (b - o for b, o in zip(counts[better], counts[other], strict=True))
+            pairs.append((label.probability, row.group.probability, *more))
+    return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 4).T.contiguous()
 
 
 def wilson_interval(successes: float, number: int) -> tuple[float, float]:
@@ -157,50 +136,43 @@ def wilson_interval(successes: float, number: int) -> tuple[float, float]:
 def one_order_accuracy(judged: Sequence[Judged], weights: Sequence[float]) -> float:
     """Return the share of answers in one order alone that are right: the accuracy of a judge that is asked once."""
     right = []
-    for row in judged:
-        for label in row.labels:
-            for order in range(2):
-                asked = [(orders[order], w) for (_, orders), w in zip(label.votes, weights, strict=True)]
-                known = [(p, weight) for p, weight in asked if p is not None]
-                if known:
-                    mean = sum(p * weight for p, weight in known) / sum(weight for _, weight in known)
-                    right.append(TIE if mean == TIE else float(mean > TIE))
+    for label in (label for row in judged for label in row.labels):
+        for order in range(2):
+            asked = [(orders[order], w) for (_, orders), w in zip(label.votes, weights, strict=True)]
+            known = [(p, weight) for p, weight in asked if p is not None]
+            if known:
+                mean = sum(p * weight for p, weight in known) / sum(weight for _, weight in known)
+                right.append(TIE if mean == TIE else float(mean > TIE))
     return fmean(right) if right else NAN
 
 
-def bias_metrics(pairs: Sequence[Decided], differences: Sequence[int]) -> dict[str, Any]:
+def bias_metrics(probabilities: Tensor, differences: Tensor) -> dict[str, Any]:
     """Return how a judge treats pairs whose completions differ in something (length, marks of Markdown).
 
     Args:
-        pairs: with a label.
-        differences: of the better completion minus the other, in that thing.
+        probabilities: [n], P of each pair.
+        differences: [n], of the better completion minus the other, in that thing.
 
     Returns:
         `preferred`: share of the pairs that differ in which the judge prefers the completion that has more;
         `preferred_by_people`: the same of the people; `accuracy_more` and `accuracy_less`: accuracy on the pairs whose
         better completion has more, or less, with their intervals; `correlation` of P with the difference.
     """
-    differing = [(p, d) for p, d in zip(pairs, differences, strict=True) if d]
-    more = [pair for pair, d in differing if d > 0]
-    less = [pair for pair, d in differing if d < 0]
-    preferred = sum(map(_right, more)) + len(less) - sum(map(_right, less))
-    values: dict[str, Any] = {
-        "pairs_that_differ": len(differing),
-        "preferred": _ratio(preferred, len(differing)),
-        "preferred_interval": list(wilson_interval(preferred, len(differing))),
-        "preferred_by_people": _ratio(len(more), len(differing)),
+    right = (torch.sign(probabilities - TIE) + 1) / 2
+    more, less = right[differences > 0], right[differences < 0]
+    number = len(more) + len(less)
+    return {
+        "pairs_that_differ": number,
+        **_share("preferred", float(more.sum() + len(less) - less.sum()), number),
+        "preferred_by_people": len(more) / number if number else NAN,
+        **_share("accuracy_more", float(more.sum()), len(more)),
+        **_share("accuracy_less", float(less.sum()), len(less)),
+        "correlation": pearson(probabilities, differences) if len(probabilities) > 1 else NAN,
     }
-    for name, part in (("more", more), ("less", less)):
-        right = sum(map(_right, part))
-        values[f"accuracy_{name}"] = _ratio(right, len(part))
-        values[f"accuracy_{name}_interval"] = list(wilson_interval(right, len(part)))
-    probabilities = torch.tensor([pair.probability for pair in pairs], dtype=torch.float64)
-    values["correlation"] = pearson(probabilities, torch.tensor(differences)) if len(pairs) > 1 else NAN
-    return values
 
 
-def slopes(pairs: Sequence[Decided], seed: int = 0) -> list[tuple[float, list[float]]]:
-    """Return the effect of length, and of format, on the judge at equal length and format otherwise.
+def slopes(probabilities: Tensor, differences: Sequence[Tensor], seed: int = 0) -> list[dict[str, Any]]:
+    """Return the effect of each difference (length, format) on the judge, where the others are equal.
 
     The logistic regression P = sigmoid(a + b tanh(length / s) + c tanh(marks / t)) has the pairs in the order that
     people prefer, so `a` is the judge's agreement with them, and b and c what it adds for a completion that is longer
@@ -209,31 +181,19 @@ def slopes(pairs: Sequence[Decided], seed: int = 0) -> list[tuple[float, list[fl
     Returns:
         b and c, in log odds, each with its interval; NaN where no pair differs.
     """
-    columns, found = [torch.ones(len(pairs), dtype=torch.float64)], []
-    for name in ("length", "marks"):
-        differences = torch.tensor([float(getattr(pair, name)) for pair in pairs], dtype=torch.float64)
-        scale = float(differences.std()) if len(pairs) > 1 else 0.0
-        found.append(scale > 0)
-        columns += [torch.tanh(differences / scale)] if scale > 0 else []
-    features = torch.stack(columns, dim=1)
-    if len(pairs) < 2 or not any(found):
-        return [(NAN, [NAN, NAN])] * 2
-    labels = torch.tensor([pair.probability for pair in pairs], dtype=torch.float64)
-    whole = fit_logistic(features, labels, torch.ones(1, len(pairs), dtype=torch.float64))[0, 1:]
-    drawn = torch.cat([fit_logistic(features, labels, w)[:, 1:] for w in _resampled(len(pairs), seed)])
-    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
-    low, high = torch.quantile(drawn, tails, dim=0)
-    known = iter(zip(whole.tolist(), low.tolist(), high.tolist(), strict=True))
-    entries = [next(known) if is_found else (NAN, NAN, NAN) for is_found in found]
-    return [(slope, [lowest, highest]) for slope, lowest, highest in entries]
-
-
-def orientation(prompt: Prompt, first: str, second: str) -> bool:
-    """Return whether a pair is turned around before judges are compared; derived from its contents.
-
-    In the order that people prefer, all judges would mostly say "first", and agreement by chance would be high.
-    """
-    return int(digest([prompt, first, second])[:8], 16) % 2 == 1
+    number = len(probabilities)
+    scales = [float(column.std()) if number > 1 else 0.0 for column in differences]
+    varied = [index for index, scale in enumerate(scales) if scale > 0]
+    found = torch.full((3, len(scales)), NAN, dtype=torch.float64)
+    if varied:
+        columns = [torch.ones_like(probabilities), *(torch.tanh(differences[i] / scales[i]) for i in varied)]
+        features = torch.stack(columns, dim=1)
+        whole = fit_logistic(features, probabilities, torch.ones(1, number, dtype=torch.float64))[:, 1:]
+        draws = resampled(torch.arange(number), RESAMPLES, seed)
+        drawn = torch.cat([fit_logistic(features, probabilities, weights)[:, 1:] for weights in draws])
+        tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
+        found[:, varied] = torch.cat([whole, torch.quantile(drawn, tails, dim=0)])
+    return [{"log_odds": slope, "log_odds_interval": interval} for slope, *interval in found.T.tolist()]
 
 
 def cohens_kappa(one: Sequence[float], other: Sequence[float]) -> float:
@@ -248,7 +208,7 @@ def cohens_kappa(one: Sequence[float], other: Sequence[float]) -> float:
     named = [[(p > TIE) - (p < TIE) for p in probabilities] for probabilities in (one, other)]
     if not named[0]:
         return NAN
-    observed = fmean(float(a == b) for a, b in zip(*named, strict=True))
+    observed = fmean(a == b for a, b in zip(*named, strict=True))
     shares = [[names.count(value) / len(names) for value in (-1, 0, 1)] for names in named]
     expected = sum(a * b for a, b in zip(*shares, strict=True))
     return (observed - expected) / (1 - expected) if expected < 1 else NAN
@@ -260,25 +220,27 @@ def agreement(judged: dict[str, Sequence[Judged]]) -> dict[str, dict[str, Any]]:
     Args:
         judged: by the judge's name, the same rows for all.
     """
-    opinions: dict[str, list[float | None]] = {name: [] for name in judged}
-    people: list[float | None] = []
+    opinions: dict[str, list[float | None]] = {name: [] for name in [*judged, "people"]}
     for rows in zip(*judged.values(), strict=True):
         group = rows[0].group
         for index, (better, other) in enumerate(group.pairs()):
-            is_turned = orientation(group.prompt, group.texts[better], group.texts[other])
-            people.append(_turned(group.probability, is_turned))
-            for name, row in zip(judged, rows, strict=True):
-                label = row.labels[index]
-                opinions[name].append(None if label.errors else _turned(label.probability, is_turned))
-    named = {**opinions, "people": people}
+            # A half of the pairs, derived from their contents, is turned around. In the order that people prefer, all
+            # judges would mostly say "first", and agreement by chance would be high.
+            is_turned = int(digest([group.prompt, group.texts[better], group.texts[other]])[:8], 16) % 2 == 1
+            labels = [row.labels[index] for row in rows]
+            said = [*(None if label.errors else label.probability for label in labels), group.probability]
+            for name, p in zip(opinions, said, strict=True):
+                opinions[name].append(1 - p if is_turned and p is not None else p)
     result = {}
-    for first, one in enumerate(named):
-        for other in list(named)[first + 1 :]:
-            both = [(a, b) for a, b in zip(named[one], named[other], strict=True) if None not in (a, b)]
-            firsts, seconds = [a for a, _ in both], [b for _, b in both]
-            same = sum((a > TIE) - (a < TIE) == (b > TIE) - (b < TIE) for a, b in both)
-            kappa = cohens_kappa(firsts, seconds)
-            result[f"{one} / {other}"] = {"pairs": len(both), "kappa": kappa, "agreement": _ratio(same, len(both))}
+    for one, other in combinations(opinions, 2):
+        both = [(a, b) for a, b in zip(opinions[one], opinions[other], strict=True) if None not in (a, b)]
+        same = sum((a > TIE) - (a < TIE) == (b > TIE) - (b < TIE) for a, b in both)
+        kappa = cohens_kappa([a for a, _ in both], [b for _, b in both])
+        result[f"{one} / {other}"] = {
+            "pairs": len(both),
+            "kappa": kappa,
+            "agreement": same / len(both) if both else NAN,
+        }
     return result
 
 
@@ -315,30 +277,5 @@ def findings(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _resampled(number: int, seed: int) -> Iterator[Tensor]:
-    """Yield weights [b, number]: how often each pair was drawn, in parts that fit in memory."""
-    generator = torch.Generator().manual_seed(seed)
-    size = max(1, 2**21 // number)
-    for start in range(0, RESAMPLES, size):
-        count = min(size, RESAMPLES - start)
-        drawn = torch.randint(number, (count, number), generator=generator)
-        weights = torch.zeros(count, number, dtype=torch.float64)
-        yield weights.scatter_add_(1, drawn, torch.ones_like(weights))
-
-
-def _leads_and_labels(pairs: Sequence[Decided]) -> tuple[Tensor, Tensor]:
-    probabilities = torch.tensor([pair.probability for pair in pairs], dtype=torch.float64)
-    leads = torch.logit(probabilities, eps=LEAST_PROBABILITY)
-    return leads, torch.tensor([pair.label for pair in pairs], dtype=torch.float64)
-
-
-def _right(pair: Decided) -> float:
-    return TIE if pair.probability == TIE else float(pair.probability > TIE)
-
-
-def _turned(probability: float | None, is_turned: bool) -> float | None:
-    return probability if probability is None or not is_turned else 1 - probability
-
-
-def _ratio(part: float, whole: int) -> float:
-    return part / whole if whole else NAN
+def _share(name: str, part: float, whole: int) -> dict[str, Any]:
+    return {name: part / whole if whole else NAN, f"{name}_interval": list(wilson_interval(part, whole))}

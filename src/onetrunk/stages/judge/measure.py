@@ -17,27 +17,20 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
-from onetrunk.data.groups import Group, labelled_groups
+from onetrunk.data.groups import ALL, Group, labelled_groups
 from onetrunk.feedback.asking import Asker, parts_of
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.load import (
-    RUBRIC,
-    EnsembleJudge,
-    JudgeConfig,
-    load_judge,
-    specs_by_judge,
-    unique_names,
-)
+from onetrunk.judges.load import RUBRIC, EnsembleJudge, JudgeConfig, load_judge, specs_by_judge, unique_names
 from onetrunk.judges.verdicts import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.stages.judge.arguments import JudgeArguments, check_judge_is_named
-from onetrunk.stages.judge.metrics import ALL, Judged, agreement, findings, judge_metrics
+from onetrunk.stages.judge.agreement import Judged, agreement, findings, judge_metrics
+from onetrunk.stages.judge.judge_arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.resuming import say_where
@@ -51,7 +44,6 @@ from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
 
 LEDGER, CARD = "ledger/verdicts.db", "README.md"
-ENSEMBLE = EnsembleJudge.name
 # Of all rows, in the terminal.
 SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy", "one_order_accuracy")
 SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
@@ -64,7 +56,7 @@ class Measured:
     name: str
     identity: dict[str, Any]
     rows: list[Judged]
-    thoughts: dict[int, list[str]]  # By the number of a pair: what the judge wrote before its verdicts, if anything.
+    thoughts: list[list[str]]  # Per pair: what the judge wrote before its verdicts.
 
 
 def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
@@ -79,17 +71,22 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
-    judges = load_members(settings)
+    judges = []
+    for specs in specs_by_judge(settings.judge or [], settings):
+        rubric = settings.rubric if RUBRIC in specs else None
+        judges.append(load_judge(replace(settings, judge=specs, rubric=rubric), resolve_reward))
     folder = require_output_dir(args.output_dir)
     try:
         with held_folder(folder), Ledger(folder / LEDGER) as ledger:
-            costs = Costs(folder, [ensemble_of(judges)], prices)
+            costs = Costs(folder, judges if len(judges) == 1 else [EnsembleJudge(judges)], prices)
             try:
                 check_judges(judges)
                 measured = [measure(args, judge, constitution, groups, ledger, costs) for judge in judges]
                 if len(judges) > 1:
-                    ensemble = measure_ensemble(args, judges, constitution, groups, ledger)
-                    measured = [*named_apart(measured), ensemble]
+                    # Under different names, as an ensemble calls its members.
+                    names = unique_names([m.name for m in measured])
+                    measured = [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
+                    measured.append(measure_ensemble(args, judges, constitution, groups, ledger))
             finally:
                 costs.close()
     except (KeyboardInterrupt, Terminated):
@@ -106,20 +103,6 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     if args.push_to_hub:
         where = push_folder(folder, args, "the metrics are", repo_type="dataset", patterns=[CARD, path.name, PAIRS])
         print(f"judge: pushed the metrics to {where}")
-
-
-def load_members(settings: JudgeConfig) -> list[Judge]:
-    """Return each judge that the settings name, by itself."""
-    judges = []
-    for specs in specs_by_judge(settings.judge or [], settings):
-        rubric = settings.rubric if RUBRIC in specs else None
-        judges.append(load_judge(replace(settings, judge=specs, rubric=rubric), resolve_reward))
-    return judges
-
-
-def ensemble_of(judges: Sequence[Judge]) -> Judge:
-    """Return one judge as it is, several as an ensemble."""
-    return judges[0] if len(judges) == 1 else EnsembleJudge(judges)
 
 
 def measure(
@@ -143,11 +126,7 @@ def measure(
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
         labels = Asker(judge, constitution, ledger, limit, costs=costs, judge_by=args.judge_by).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
-    thoughts = {}
-    for number, pair in enumerate(pairs):
-        written = thoughts_about(judge, pair, constitution, ledger)
-        if written:
-            thoughts[number] = written
+    thoughts = [thoughts_about(judge, pair, constitution, ledger) for pair in pairs]
     return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)
 
 
@@ -187,13 +166,7 @@ def measure_ensemble(
     ensemble = EnsembleJudge([KeptJudge(judge, ledger) for judge in judges])
     label = rate_pairs if args.judge_by == "ratings" else judge_pairs
     labels = [found for part in parts_of(pairs_of(groups)) for found in label(ensemble, part, constitution)]
-    return Measured(ENSEMBLE, ensemble.identity, judged_rows(groups, labels), {})
-
-
-def named_apart(measured: Sequence[Measured]) -> list[Measured]:
-    """Return the measurements under different names, as an ensemble calls its members."""
-    names = unique_names([m.name for m in measured])
-    return [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
+    return Measured(ensemble.name, ensemble.identity, judged_rows(groups, labels), [[] for _ in labels])
 
 
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:
@@ -245,14 +218,14 @@ def pair_lines(measured: Sequence[Measured]) -> list[str]:
     for rows in zip(*(m.rows for m in measured), strict=True):
         group = rows[0].group
         for index, (better, other) in enumerate(group.pairs()):
-            labels = {m.name: row.labels[index] for m, row in zip(measured, rows, strict=True)}
-            said = {name: {"probability": v.probability, "consistent": v.consistent} for name, v in labels.items()}
-            row = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
-            row |= {"subset": group.subset, "people": group.probability, "judges": said}
-            for m in measured:
-                if m.thoughts.get(len(lines)):
-                    said[m.name]["thoughts"] = m.thoughts[len(lines)]
-            lines.append(json.dumps(row, ensure_ascii=False))
+            said = {}
+            for m, row in zip(measured, rows, strict=True):
+                label, thoughts = row.labels[index], m.thoughts[len(lines)]
+                said[m.name] = {"probability": label.probability, "consistent": label.consistent}
+                said[m.name] |= {"thoughts": thoughts} if thoughts else {}
+            texts = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
+            about = {"subset": group.subset, "people": group.probability, "judges": said}
+            lines.append(json.dumps(texts | about, ensure_ascii=False))
     return lines
 
 

@@ -1,0 +1,591 @@
+"""Evaluation on held-out prompts of a model, or of an adapter and what it started from, or against an opponent.
+
+It writes metrics and samples of every side, and with a judge the win rate of the model over its opponent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+from tqdm.auto import tqdm
+from transformers.utils import find_adapter_config_file
+from trl import get_quantization_config
+
+from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.preferences import plain
+from onetrunk.judges.base import Judge, Pair
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.load import JudgeConfig
+from onetrunk.judges.verdicts import PairLabel, judge_warnings
+from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
+from onetrunk.models.adapters import REFERENCE
+from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
+from onetrunk.models.reward_model import is_adapter_name
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.callbacks import RolloutProgress
+from onetrunk.ppo.checks import check_launch
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
+from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
+from onetrunk.report.blocks import fenced
+from onetrunk.report.report import write_report_of
+from onetrunk.rewards.base import Completion, RewardFunction, Scores
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.model import TrunkReward, tokenizer_difference
+from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rollouts.load import load_servers
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
+from onetrunk.stages.judging import ShownLimit, load_judge_parts
+from onetrunk.stages.parsing import parse
+from onetrunk.stages.plots import plot_contest
+from onetrunk.stages.resuming import say_where
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows
+from onetrunk.stages.running import Terminated, run_stage, say
+from onetrunk.stages.tables import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
+from onetrunk.types import Prompt
+from onetrunk.utils.escaping import markdown_text, printable
+from onetrunk.utils.files import atomic_write_text
+from onetrunk.utils.redaction import redact
+
+logger = logging.getLogger(__name__)
+
+LEDGER, REPORT, PAIRS = "ledger/verdicts.db", "report.md", "pairs.jsonl"
+# Pairs that report.md shows.
+NUM_SAMPLES, NUM_LOSSES = 6, 3
+# A win rate at equal length that differs by this much from the plain one is reported.
+NOTABLE_LENGTH_EFFECT = 0.1
+OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side did on the prompts of this process, and what sampled it."""
+
+    metrics: dict[str, float]
+    samples: ScoredRollout
+    sampled_by: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The completions of one side as the reward functions see them, in the order of the prompts; n entries each."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    completion_ids: list[list[int]]
+    stopped: list[bool]  # False for a completion that was cut off at the length limit.
+    columns: dict[str, list[Any]]  # The dataset's other columns.
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the sides are compared."""
+
+    opponent: str | None  # "reference", the name of a model, or None without an opponent.
+    checks: RewardSet | None
+    judge: Judge | None  # None without a judge, and on all processes but the first.
+    constitution: Constitution | None
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A judge's verdicts on n prompts."""
+
+    pairs: list[Pair]  # The policy's completion first.
+    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
+    rates: WinRate  # Over the pairs that have a label.
+    outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
+    metrics: dict[str, Any]  # The entries of metrics.json.
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All results of an evaluation."""
+
+    model: str
+    opponent: str | None  # "reference", a model's name, or None without an opponent.
+    metrics: dict[str, dict[str, float]]  # By role: policy, reference, opponent.
+    pairs: list[Pair]  # The policy's completion first; empty without an opponent.
+    contest: Contest | None  # None without a judge.
+    checks: dict[str, dict[str, float]]  # Role -> check -> share that passes.
+    about: dict[str, Any]  # Further entries of metrics.json.
+
+    def verdict(self, index: int) -> str:
+        """Return the judge's verdict on a pair in words; "" without a judge."""
+        if self.contest is None:
+            return ""
+        probability = self.contest.labels[index].probability
+        return OUTCOMES[self.contest.outcomes[index]] + ("" if probability is None else f" ({probability:.2f})")
+
+
+def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
+    rows = prompt_rows(load_dataset_rows(args))
+    config = args.ppo_config(model_args.init_kwargs())
+    accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
+    # Mistakes in opponent, checks or judge are reported before a large model loads.
+    comparison = plan_comparison(args, judge_settings, model_args, rows.column_names, accelerator.is_main_process)
+    sides, num_prompts = sample_sides(args, config, model_args, rows, accelerator, comparison.opponent)
+    report(args, model_args.model_name_or_path, accelerator, sides, num_prompts, comparison)
+    accelerator.end_training()
+
+
+def plan_comparison(
+    args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments, columns: Sequence[str], is_first: bool
+) -> Comparison:
+    """Check the opponent, the checks (which may need columns of the dataset) and the constitution, then the judge.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: one of them is not valid. Only the first process asks the judge.
+    """
+    opponent, checks = named_opponent(args, model_args, has_judge=bool(settings.judge)), None
+    if args.checks:
+        try:
+            checks = RewardSet(list(args.checks))
+            checks.check_columns(columns)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise type(error)(f"checks: {error}") from error
+    judge, constitution = load_judge_parts(settings, asks=is_first) if settings.judge else (None, None)
+    return Comparison(opponent, checks, judge, constitution)
+
+
+def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: bool) -> str | None:
+    """Return the opponent: "reference", the name of a model, or None without one. Loads no weights.
+
+    Raises:
+        ValueError: a base model has no reference; the opponent is the model itself, or has another tokenizer.
+        RuntimeError: there is no model at the opponent's name.
+    """
+    name, opponent = model_args.model_name_or_path, args.opponent or (REFERENCE if has_judge else None)
+    has_reference = adapter_base(name, model_args.model_revision) is not None
+    if opponent == REFERENCE and not has_reference:
+        value = "is reference" if args.opponent else "is not set"
+        raise ValueError(
+            f"opponent {value}, and {name} is a base model, which has no reference; set opponent to the model or the"
+            " adapter to compare it with"
+        )
+    if opponent in (None, REFERENCE):
+        return opponent
+    if is_same_source(opponent, name):
+        raise ValueError(f"opponent {opponent} is the model itself; name another one, or reference for an adapter")
+    base = base_name(opponent, {})  # Raises if there is no model.
+    tokenizer = policy_tokenizer(name, None, model_args.init_kwargs())
+    other = policy_tokenizer(opponent, None, {})
+    difference = tokenizer_difference(tokenizer, other)
+    if difference is not None:
+        raise ValueError(
+            f"the tokenizer of opponent {opponent} is not that of {name} ({difference}), so that max_completion_length"
+            " would give them unequal room; name an opponent with the same tokenizer"
+        )
+    if tokenizer.chat_template != other.chat_template:
+        logger.warning(
+            "opponent %s has another chat template than %s; each is prompted with its own", Path(opponent).name, name
+        )
+    on_trunk = [spec for spec in args.reward_funcs or [] if names_a_model(spec) and is_adapter_name(spec)]
+    if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
+        raise ValueError(
+            f"reward adapter {on_trunk[0]} is a branch of the model's own trunk, and opponent {opponent} stands on"
+            f" {base}; merge the adapter into its base and give that folder, or name an opponent on the same base"
+        )
+    return opponent
+
+
+def sample_sides(
+    args: EvalArguments,
+    config: PPOConfig,
+    model_args: ModelArguments,
+    rows: Dataset,
+    accelerator: Accelerator,
+    opponent: str | None,
+) -> tuple[dict[str, Side], int]:
+    """Return every side by its role, and the number of prompts.
+
+    The roles are "reference" and "policy" for an adapter, "policy" alone for a base model, and "opponent" if that is
+    another model. On servers every side is published under names of its own and unloaded after it was measured.
+    """
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    progress, sides = RolloutProgress(), {}
+
+    def sample(
+        model: ModelArguments, rewards: Sequence[str | RewardFunction], roles: dict[str, str], on_servers: bool
+    ) -> tuple[int, list[str | RewardFunction]]:
+        """Measure a model in each role of the trunk, under the name of a side; return rewards for another model."""
+        with backend_of(config, tuple(roles.values()), progress, on_servers) as backend:
+            parts = load_parts(config, rewards, model, rows, accelerator, backend)
+            if "policy" in roles.values():
+                restore_reference(parts.model, name, revision)
+            for side, role in roles.items():
+                with progress.phase(side, is_shown=accelerator.is_main_process):
+                    sides[side] = Side(*measure_side(parts, args, accelerator, role), backend.description)
+        # A branch of this trunk is built again from its name.
+        loaded = zip(parts.sampler.rewards.functions, rewards, strict=True)
+        reusable = [spec if isinstance(function, TrunkReward) else function for function, spec in loaded]
+        return len(parts.datasets[0]), reusable
+
+    # A base model has only the role "reference".
+    both = {"reference": "reference", "policy": "policy"}
+    roles = both if is_adapter(name, revision) else {"policy": "reference"}
+    num_prompts, rewards = sample(model_args, args.reward_funcs or [unscored], roles, config.use_vllm)
+    if opponent in (None, REFERENCE):
+        return sides, num_prompts
+    gc.collect()  # Frees the first model, whose modules refer to each other in cycles.
+    base = base_name(name, config.model_init_kwargs)
+    opponent_args = replace(model_args, model_name_or_path=opponent, model_revision="main")
+    config.model_init_kwargs = opponent_args.init_kwargs()
+    on_servers = config.use_vllm and is_same_source(base_name(opponent, config.model_init_kwargs), base)
+    if config.use_vllm and not on_servers:
+        logger.warning("the servers have another base model than opponent %s: it samples in this process", opponent)
+    # The reference of a newly loaded model is that model: the base, or a copy of the adapter.
+    sample(opponent_args, rewards, {"opponent": "reference"}, on_servers)
+    return sides, num_prompts
+
+
+@contextlib.contextmanager
+def backend_of(
+    config: PPOConfig, roles: tuple[str, ...], progress: RolloutProgress, on_servers: bool
+) -> Iterator[LocalBackend | VLLMBackend]:
+    """Yield what samples the roles: the vLLM servers of the config, or this process."""
+    if not on_servers:
+        yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
+        return
+    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
+    with contextlib.closing(servers):
+        yield servers
+
+
+def load_parts(
+    config: PPOConfig,
+    rewards: Sequence[str | RewardFunction],
+    model_args: ModelArguments,
+    rows: Dataset,
+    accelerator: Accelerator,
+    backend: LocalBackend | VLLMBackend,
+) -> SampledModel:
+    """Return model, tokenizer, checked prompts and sampler, as for a PPO run; servers must be able to serve them."""
+    check_launch(config)
+    quantization = get_quantization_config(model_args)
+    inputs = ModelInputs(model_args.model_name_or_path, rewards, quantization_config=quantization)
+    parts = load_sampled_model(inputs, config, [rows], backend)
+    parts.model.to(accelerator.device)
+    if isinstance(backend, VLLMBackend):
+        longest_prompt = longest_prompt_of(parts.datasets[0], config)
+        backend.check_policy(parts.model, longest_prompt + config.max_completion_length)
+    return parts
+
+
+def restore_reference(model: TrunkModel, name: str, revision: str) -> None:
+    """Make the reference what training started from: the adapter saved next to the policy, or else the bare base."""
+    # A trunk loaded from an adapter has that adapter as its reference, as a training that continues from it would.
+    if Path(name).is_dir() and (Path(name) / REFERENCE).is_dir():
+        require_safetensors(str(Path(name) / REFERENCE))
+        model.load_adapter(str(Path(name) / REFERENCE), REFERENCE)
+    elif not Path(name).is_dir() and find_adapter_config_file(name, revision=revision, subfolder=REFERENCE):
+        require_safetensors(name, revision, REFERENCE)
+        model.load_adapter(name, REFERENCE, subfolder=REFERENCE, revision=revision)
+    else:
+        model.has_reference_adapter = False
+
+
+def measure_side(
+    parts: SampledModel, args: EvalArguments, accelerator: Accelerator, role: str
+) -> tuple[dict[str, float], ScoredRollout]:
+    """Return metrics and samples of a role; raise RuntimeError if too many completions have no finite score."""
+    sampler = parts.sampler
+    metrics, samples = evaluate_prompts(parts.model, sampler, parts.datasets[0], accelerator, args, role=role)
+    if not args.reward_funcs:
+        # What `unscored` gave is left out.
+        metrics = {name: v for name, v in metrics.items() if not name.startswith(("score/", "reward/"))}
+        return metrics, replace(samples, scores=Scores(samples.scores.total, {}))
+    unscored_fraction = metrics["reward/unscored_fraction"]
+    if unscored_fraction > args.max_unscored_fraction:
+        raise RuntimeError(
+            f"{unscored_fraction:.0%} of the completions have no finite score, more than max_unscored_fraction"
+            f" {args.max_unscored_fraction:.0%}; look at the reward functions ({', '.join(sampler.rewards.names)}) or"
+            " raise the limit"
+        )
+    return metrics, samples
+
+
+def unscored(completions: list[Completion], **columns: Any) -> list[None]:
+    """Give no score: takes the place of the reward functions if only a judge compares."""
+    return [None] * len(completions)
+
+
+def report(
+    args: EvalArguments,
+    name: str,
+    accelerator: Accelerator,
+    sides: dict[str, Side],
+    num_prompts: int,
+    comparison: Comparison,
+) -> None:
+    """Compare the sides; write metrics.json, report.md and all samples, and print the metrics and some samples.
+
+    Every process must call it; the first one asks the judge and writes.
+    """
+    answers = {role: gather_answers(side.samples, num_prompts, accelerator) for role, side in sides.items()}
+    if not accelerator.is_main_process:
+        return
+    for role, side in sides.items():
+        write_samples(args.output_dir, f"samples-{role}", side.samples, {})
+    checks, judge = comparison.checks, comparison.judge
+    passed = {role: passed_shares(checks, answer) for role, answer in answers.items()} if checks else {}
+    opponent_role = next((role for role in ("opponent", "reference") if role in answers), None)
+    pairs = pairs_of(answers["policy"], answers[opponent_role]) if opponent_role else []
+    try:
+        contest = hold_contest(args, judge, comparison.constitution, pairs) if judge else None
+    except (KeyboardInterrupt, Terminated):
+        say("the verdicts so far are saved; the same command continues from them", after_bar=True)
+        raise
+    samplers = {role: side.sampled_by for role, side in sides.items()}
+    by_role = ", ".join(f"{role}: {sampler}" for role, sampler in samplers.items())
+    about = {
+        "num_prompts": num_prompts,
+        "seed": args.seed,
+        "num_processes": accelerator.num_processes,
+        "sampled_by": by_role if len(set(samplers.values())) > 1 else samplers["policy"],
+    }
+    metrics = {role: side.metrics for role, side in sides.items()}
+    opponent = opponent_role and (comparison.opponent or opponent_role)
+    evaluation = Evaluation(name, opponent, metrics, pairs, contest, passed, about)
+    path = write_evaluation(Path(args.output_dir), evaluation)
+    show_evaluation(evaluation, sides["policy"].samples, args.num_completions_to_print)
+    print(f"eval: wrote {path}, and report.md and the samples next to it")
+    say_where(write_report_of(args.output_dir), "eval")
+
+
+def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> Answers:
+    """Return the completions of one side from all processes; every process must call it.
+
+    `scored` are this process's rows, distributed as in `evaluate_prompts`: after the first `num_prompts` rows of all
+    processes, some repeat to fill the last batch.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    own_ids, own_stopped = map(list, scored.rollout.completion_ids), map(bool, scored.rollout.stopped)
+    columns = scored.batch.columns
+    rows = zip(scored.batch.prompts, scored.completions, own_ids, own_stopped, *columns.values(), strict=True)
+    numbered = gather_object([(rank + i * world, row) for i, row in enumerate(rows)])
+    ordered = [row for _, row in sorted(numbered, key=lambda entry: entry[0])][:num_prompts]
+    prompts, completions, ids, stopped, *values = map(list, zip(*ordered, strict=True))
+    return Answers(prompts, completions, ids, stopped, dict(zip(columns, values, strict=True)))
+
+
+def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
+    """Return the two completions of every prompt, the policy's first; raises ValueError for different prompts."""
+    if policy.prompts != opponent.prompts:
+        raise ValueError(
+            f"the opponent answered {len(opponent.prompts)} prompts and the model {len(policy.prompts)}, not all the"
+            " same: their chat templates make some of them overlong for one alone; raise max_prompt_length, or set"
+            " overlong_prompts to error"
+        )
+    texts = (map(plain, side.completions) for side in (policy, opponent))
+    return list(map(Pair, policy.prompts, *texts, policy.stopped, opponent.stopped))
+
+
+def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
+    """Return for each check the share of completions that pass, of those to which it applies; NaN if there are none.
+
+    Raises:
+        ValueError: a check returned something other than True, False or None.
+    """
+    rows = (answers.prompts, answers.completions, answers.completion_ids, answers.columns)
+    shares = {}
+    for name, values in checks.score(*rows, completion_stopped=answers.stopped).by_function.items():
+        verdicts = values[~values.isnan()]
+        wrong = verdicts[(verdicts != 0) & (verdicts != 1)]
+        if len(wrong):
+            raise ValueError(
+                f"check {name!r} returned {float(wrong[0]):g}; expected True or False, or None where it does not apply"
+                " (a function that returns a score belongs in reward_funcs)"
+            )
+        shares[name] = float(verdicts.double().mean())
+    return shares
+
+
+def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair]) -> Contest:
+    """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`.
+
+    Raises:
+        RuntimeError: the judge failed too often, decided no pair, or the ledger cannot be used.
+    """
+    different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
+    total = 2 * len(different) * len(constitution.principles)
+    bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
+    with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
+        asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
+        asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
+        bar.update(total - bar.n)  # Answers from the ledger.
+    same = PairLabel(probability=0.5, consistent=True, votes=())
+    labels = [asked.get(i, same) for i in range(len(pairs))]
+    # A label from some of the questions could change when the others are answered.
+    decided = [i for i, label in enumerate(labels) if not label.errors and label.probability is not None]
+    if not decided:
+        raise RuntimeError(
+            f"the judge {judge.name} decided none of {len(pairs)} pairs ({asker.statistics.errors} questions without"
+            " an answer, the others abstentions); look at the judge and its constitution"
+        )
+    probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
+    how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": args.tie_margin}
+    prompts = [json.dumps(pairs[i].prompt, sort_keys=True) for i in decided]
+    lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
+    rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed)
+    outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
+    unjudged = sum(label.errors > 0 for label in labels)
+    rate_metrics = rates.as_dict()
+    metrics = {
+        "judge": judge.name,
+        "constitution": f"{constitution.name} ({constitution.version[:12]})",
+        "win_rate": rate_metrics.pop("win_rate"),
+        "interval": rate_metrics.pop("win_rate_interval"),
+        **rate_metrics,
+        "identical": sum(pair.first == pair.second for pair in pairs),
+        "abstained": len(pairs) - len(decided) - unjudged,
+        "unjudged": unjudged,
+        "principles": by_principle(labels),
+        "position": asker.statistics.as_dict(),
+    }
+    return Contest(list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
+
+
+def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
+    """Return the mean probability of the policy's completion under each principle, where both orders were answered."""
+    probabilities: dict[str, list[float]] = {}
+    for principle, orders in (vote for label in labels for vote in label.votes):
+        if None not in orders:
+            probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
+    return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
+    """Write metrics.json, report.md and, with an opponent, pairs.jsonl and plots; return the path of metrics.json."""
+    metrics, contest = evaluation.metrics, evaluation.contest
+    others: dict[str, Any] = {"model": evaluation.model, **evaluation.about}
+    if evaluation.checks:
+        others["checks"] = evaluation.checks
+    if "opponent" in metrics:
+        others |= {"opponent_model": evaluation.opponent, "opponent": metrics["opponent"]}
+    if contest is not None:
+        others["win_rate"] = {"opponent": evaluation.opponent, **contest.metrics}
+    lines = []
+    for i, pair in enumerate(evaluation.pairs):
+        row: dict[str, Any] = {"prompt": pair.prompt, "policy": pair.first, "opponent": pair.second}
+        if contest is not None:
+            row |= {"outcome": OUTCOMES[contest.outcomes[i]], **asdict(contest.labels[i])}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    if lines:
+        atomic_write_text(folder / PAIRS, redact("".join(lines)))
+    plots = plot_contest(folder, contest) if contest is not None else []
+    atomic_write_text(folder / REPORT, redact(report_text(evaluation, plots)))
+    # Last: when metrics.json exists, so do the other files.
+    return write_metrics(folder, metrics["policy"], metrics.get("reference"), **others)
+
+
+def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: int) -> None:
+    """Print metrics, win rate and checks as tables, some samples, and the findings."""
+    metrics, contest = evaluation.metrics, evaluation.contest
+    if "opponent" in metrics:
+        show_columns(evaluation.model, metrics)
+    else:
+        show(metrics_table(evaluation.model, metrics["policy"], metrics.get("reference")))
+    if contest is not None:
+        position = {f"position/{name}": value for name, value in contest.metrics["position"].items()}
+        # Booleans are reported in the findings.
+        numbers = {name: v for name, v in (contest.metrics | position).items() if not isinstance(v, bool)}
+        show_columns(f"{evaluation.model} against {evaluation.opponent}", {"value": numbers})
+    if evaluation.checks:
+        show_columns("share that passes", evaluation.checks)
+    if num_rows > 0 and contest is not None:
+        pairs = enumerate(evaluation.pairs[:num_rows])
+        rows = ((plain(pair.prompt), pair.first, pair.second, evaluation.verdict(i)) for i, pair in pairs)
+        show(text_table(("prompt", "policy", evaluation.opponent, "outcome"), rows))
+    elif num_rows > 0:
+        show(sample_table(samples, "samples", num_rows))
+    for finding in findings(evaluation):
+        print(printable(f"eval: {finding}"))
+
+
+def findings(evaluation: Evaluation) -> list[str]:
+    """Return the win rate in words, and reasons to doubt it."""
+    if evaluation.contest is None:
+        return []
+    metrics, rates = evaluation.contest.metrics, evaluation.contest.rates
+    won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
+    lines = [
+        f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
+        f" prompts by the judge {metrics['judge']}: its mean probability of being the better one; counted,"
+        f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
+        f" {rates.losses} losses"
+    ]
+    if math.isfinite(level.value):
+        lines.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
+        if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
+            difference = rates.mean_length_difference
+            lines.append(
+                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
+                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
+            )
+    if rates.is_extrapolated:
+        lines.append(
+            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
+            " and mostly too high for the shorter side"
+        )
+    lines += judge_warnings(metrics["position"])
+    if metrics["unjudged"]:
+        lines.append(f"{metrics['unjudged']} pairs have no verdict yet; the same command asks for them again")
+    return lines
+
+
+def report_text(evaluation: Evaluation, plots: list[str]) -> str:
+    """Return report.md, with the plots (names of files in its folder)."""
+    contest, opponent = evaluation.contest, evaluation.opponent
+
+    def sample(index: int) -> str:
+        pair, verdict = evaluation.pairs[index], evaluation.verdict(index)
+        texts = (("prompt", plain(pair.prompt)), ("policy", pair.first), (opponent, pair.second))
+        blocks = (f"{markdown_text(name)}:\n\n{fenced(text)}" for name, text in texts)
+        return "\n\n".join([f"### Prompt {index + 1}{verdict and f': {verdict}'}", *blocks])
+
+    title = evaluation.model if opponent is None else f"{evaluation.model} against {opponent}"
+    facts = "; ".join(f"{name}: {value}" for name, value in evaluation.about.items())
+    parts = [f"# {markdown_text(title)}", markdown_text(facts)]
+    parts += [f"- {markdown_text(finding)}" for finding in findings(evaluation)]
+    if contest is not None:
+        metrics = dict(contest.metrics)
+        principles, position = metrics.pop("principles"), metrics.pop("position")
+        metrics |= {f"length_fit/{name}": value for name, value in metrics.pop("length_fit").items()}
+        parts += ["## Win rate", markdown_table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
+        parts += ["### By principle: mean probability that the policy's completion is the better one"]
+        parts += [markdown_table({"probability": principles}), "### The judge", markdown_table({"value": position})]
+    if evaluation.checks:
+        parts += ["## Checks: share that passes", markdown_table(evaluation.checks)]
+    parts += ["## Metrics", markdown_table(evaluation.metrics)]
+    if evaluation.pairs:
+        parts += ["## Side by side", *map(sample, range(min(NUM_SAMPLES, len(evaluation.pairs))))]
+    losses = [i for i, outcome in enumerate(contest.outcomes) if outcome == 0.0] if contest is not None else []
+    if losses:
+        clearest = sorted(losses, key=lambda i: contest.labels[i].probability)[:NUM_LOSSES]
+        parts += ["## The clearest losses", *map(sample, clearest)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+parse_eval = partial(
+    parse, verb="eval", dataclass_types=(EvalArguments, JudgeConfig, ModelArguments), check=check_purpose
+)
+main = partial(run_stage, "eval", parse_eval, run)
