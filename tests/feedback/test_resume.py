@@ -78,7 +78,7 @@ def test_a_completion_lost_from_the_middle_of_a_chunk_comes_back_the_same(inputs
     with contextlib.closing(sqlite3.connect(out / "ledger/ledger.db")) as database, database:
         answers = database.execute("SELECT number, value FROM answers").fetchall()
         values = {number: json.loads(value) for number, value in answers}
-        completions = [number for number, value in values.items() if isinstance(value, str) or "text" in value]
+        completions = [number for number, value in values.items() if "text" in value]
         lost = (completions[4], completions[-1])
         assert database.execute("DELETE FROM answers WHERE number IN (?, ?)", lost).rowcount == 2
     runs.run(inputs, out, CountingJudge(tmp_path / "asked.log"))

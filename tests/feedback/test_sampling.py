@@ -55,16 +55,11 @@ def test_what_the_ledger_holds_is_not_sampled_again(ledger):
     assert sampler(ledger, seed=1).sample(items(again), 2) != texts
 
 
-def test_the_ledger_remembers_which_completions_were_cut_off(tmp_path, ledger):
+def test_the_ledger_remembers_which_completions_were_cut_off(ledger):
     first, again = sampler(ledger), sampler(ledger)
     sampled = [text for row in first.sample(items(first), 6) for text in row]
     assert {text.stopped for text in sampled} == {True, False}
     assert [text for row in again.sample(items(again), 6) for text in row] == sampled and again.num_sampled == 0
-    # What older ledgers hold, a string, is a completion that ended by itself.
-    with Ledger(tmp_path / "old.db") as old:
-        other = sampler(old)
-        old.put(other.key(items(other)[0], 0), "the cat")
-        assert other.kept(items(other)[:1], 1) == [[SampledText("the cat")]]
 
 
 def test_another_policy_or_another_length_is_another_completion(ledger):

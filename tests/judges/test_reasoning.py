@@ -3,7 +3,7 @@
 import pytest
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Pair, Principle, Rating, Single, digest
+from onetrunk.judges.base import Pair, Principle, Rating, Single
 from onetrunk.judges.constitution import Constitution, parse_constitution
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.judges.server import ServerJudge
@@ -49,10 +49,9 @@ def test_several_samples_of_reasoning_are_averaged_and_all_thoughts_kept(tmp_pat
     assert [sample["A"] for sample in details["by_sample"]] == pytest.approx(expected)
 
 
-def test_one_sample_is_the_judge_of_before():
+def test_one_sample_has_no_list_of_thoughts():
     with StubServer("thinker", routes=thinker({"Hm.": 0.8})) as stub:
         judge = ServerJudge(stub.url, "thinker", reasoning_tokens=64, policy=QUICK)
-        assert "reasoning_samples" not in judge.identity
         verdict = judge.compare([Pair("p", "a", "b")], KIND)[0]
     assert verdict.reason == "Hm." and verdict.details == {"method": "logprobs", "label_mass": 1.0}
 
@@ -89,14 +88,6 @@ def test_a_reference_is_shown_as_material_and_is_part_of_the_key():
         assert answer_key(judge, KIND, known) != answer_key(judge, KIND, bare)
     assert known.flipped() == Pair("p", "b", "a", reference="42")
     assert known.singles()[0] == Single("p", "a", reference="42")
-
-
-def test_keys_and_codes_of_earlier_ledgers_are_the_same():
-    # As they were before there were references and marks.
-    assert KIND.key == digest({"text": KIND.text, "tags": []})
-    shown = "Pair(prompt='p', first='a', second='b', first_stopped=True, second_stopped=True)"
-    assert nonce_of(Pair("p", "a", "b"), KIND) == digest([shown, KIND.key])[:12]
-    assert ONE.version == digest([[KIND.text, 1.0, []]])
 
 
 def test_marks_of_a_principle_are_shown_where_completions_are_rated():

@@ -239,6 +239,6 @@ def test_a_server_that_asks_for_fewer_calls_is_at_fault_itself():
     policy = RetryPolicy(max_calls=2, first_delay_s=0.004, max_delay_s=0.02)
     with StubServer(fault="429") as stub:
         judge = ready_judge(stub, policy)
-        stub.fails_on = lambda body: "prompt 1" in str(body["messages"])
+        stub.fails_on = lambda body: "> prompt 1" in str(body["messages"])
         verdicts = judge.compare(pairs(4), KIND)
     assert [v.error_kind for v in verdicts if v.error] == ["server"] and "HTTP 429" in verdicts[1].error

@@ -66,7 +66,7 @@ def test_a_question_that_takes_all_tokens_for_reasoning_is_an_error_that_names_t
         reply = completion(stub.model, None)
         reply["choices"][0]["message"]["reasoning_content"] = "On the one hand,"
         reply["choices"][0]["finish_reason"] = "length"
-        return reply if "prompt 1" in str(body["messages"]) else None
+        return reply if "> prompt 1" in str(body["messages"]) else None
 
     with StubServer(thinks="reasoning_content") as stub:
         judge = judge_of(stub, verdict_tokens=THOUGHT_TOKENS + 1)

@@ -16,8 +16,9 @@ from onetrunk import cli
 from onetrunk.judges.base import Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.models.base import load_tokenizer
+from onetrunk.stages.eval.contest import by_principle, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
-from onetrunk.stages.eval.evaluate import Evaluation, by_principle, findings, hold_contest, report_text
+from onetrunk.stages.eval.evaluate import Evaluation, findings, report_text
 from tests.feedback import runs
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT

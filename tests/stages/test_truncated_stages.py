@@ -40,15 +40,11 @@ def test_a_completion_is_kept_under_the_key_that_it_had_before_there_was_truncat
     assert SamplingParams(**greedy, top_k=3).identity() == greedy
 
 
-def test_a_folder_of_rows_belongs_to_one_truncation_and_older_folders_have_none(tmp_path):
+def test_a_folder_of_rows_belongs_to_one_truncation(tmp_path):
     def settings(**more):
         return PrefsArguments(dataset_name="rows.jsonl", output_dir=str(tmp_path), **more).deciding() | {"model": "m"}
 
     claim_folder(tmp_path, settings(), overwrite=False)
-    written = json.loads((tmp_path / "settings.json").read_text())
-    assert (written["top_p"], written["top_k"]) == (1.0, 0)
-    older = {name: value for name, value in written.items() if name not in ("top_p", "top_k")}
-    (tmp_path / "settings.json").write_text(json.dumps(older))
     claim_folder(tmp_path, settings(), overwrite=False)
     with pytest.raises(ValueError, match="other settings .top_p: 1.0 there, 0.9 here"):
         claim_folder(tmp_path, settings(top_p=0.9), overwrite=False)

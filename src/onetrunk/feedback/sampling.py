@@ -75,7 +75,7 @@ class TextSampler:
         rows = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
         if any(None in row for row in rows):
             return None
-        return [[SampledText(v) if isinstance(v, str) else SampledText(**v) for v in row] for row in rows]
+        return [[SampledText(**value) for value in row] for row in rows]
 
     def draw(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]]:
         """Sample `num_completions` texts for each of some different prompts, without the ledger."""
@@ -91,11 +91,11 @@ class TextSampler:
         return [texts[start : start + num_completions] for start in range(0, len(texts), num_completions)]
 
     def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> None:
-        """Put sampled texts into the ledger: as a string, or as a dict if the completion was cut off."""
+        """Put sampled texts into the ledger."""
         with self.ledger.writing():
             for item, texts in zip(items, completions, strict=True):
                 for index, sampled in enumerate(texts):
-                    self.ledger.put(self.key(item, index), sampled.text if sampled.stopped else asdict(sampled))
+                    self.ledger.put(self.key(item, index), asdict(sampled))
 
     def key(self, item: PromptItem, index: int) -> str:
         """Return the ledger key of a completion of this prompt."""

@@ -41,8 +41,7 @@ class Principle:
     @property
     def key(self) -> str:
         """Hash for ledger keys. It leaves out the weight, so that a new weight does not pay for new answers."""
-        marks = {"marks": [list(mark) for mark in self.marks]} if self.marks else {}
-        return digest({"text": self.text, "tags": list(self.tags), **marks})
+        return digest([self.text, self.tags, self.marks])
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,8 @@ class Constitution:
 
     @property
     def version(self) -> str:
-        """Hash of everything a label depends on: texts, weights and tags in their order, not the name."""
-        # Marks only where there are some, so that the versions of earlier constitutions stay.
-        marks = [[list(map(list, p.marks))] if p.marks else [] for p in self.principles]
-        return digest([[p.text, p.weight, list(p.tags), *m] for p, m in zip(self.principles, marks, strict=True)])
+        """Hash of everything a label depends on: the principles in their order, not the name."""
+        return digest(list(map(vars, self.principles)))
 
 
 # For judges that are measured without a constitution: what the preferences of people are mostly about.

@@ -115,11 +115,9 @@ class CausalJudge(Judge):
             "template": digest([pairwise_ids, rating_ids, REASON_FIRST, VERDICT_NOW])[:16],
             "reasoning_tokens": reasoning_tokens,
             "min_label_mass": min_label_mass,
+            "reasoning_samples": reasoning_samples,
             "max_length": self.max_length,
         }
-        if reasoning_samples > 1:
-            # Only if there are several, so that ledgers of earlier versions stay valid.
-            self.identity["reasoning_samples"] = reasoning_samples
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         """Answer too long questions first, then the others from long to short."""

@@ -153,13 +153,10 @@ class ServerJudge(Judge):
             "method": method,
             "samples": samples,
             "reasoning_tokens": reasoning_tokens,
+            "reasoning_samples": reasoning_samples,
+            "extra_body": self.chat.extra_body,
             "template": _template_digest(),
         }
-        # Only if they are set, so that ledgers of earlier versions stay valid.
-        if extra_body:
-            self.identity["extra_body"] = extra_body
-        if reasoning_samples > 1:
-            self.identity["reasoning_samples"] = reasoning_samples
         self._knows_tokenizer = tokenizer is not None
         self.marks: ShownMarks = ShownMarks() if tokenizer is None else Marks(tokenizer)
         if tokenizer is not None:

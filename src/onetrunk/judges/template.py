@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.judges.base import Pair, Principle, Rating, Single, Verdict, digest
 from onetrunk.types import Message, Prompt
@@ -101,20 +101,6 @@ LONGEST_MARK = 48
 WORD_AND_SIGN = re.compile(r"\w\W|\W\w")
 
 
-class OldPair(NamedTuple):
-    """A pair as it is written in the code of its question."""
-
-    prompt: Prompt
-    first: str
-    second: str
-    first_stopped: bool
-    second_stopped: bool
-
-    def __repr__(self) -> str:
-        names = ("prompt", "first", "second", "first_stopped", "second_stopped")
-        return f"Pair({', '.join(f'{name}={value!r}' for name, value in zip(names, self, strict=True))})"
-
-
 @dataclass(frozen=True)
 class Opinion:
     """What a judge that reads thinks of a question; `shares`: per label its probability among them, None: it abstains.
@@ -172,13 +158,7 @@ def nonce_of(item: Pair | Single, principle: Principle) -> str:
 
     An author who wanted to write the code would have to find a text that contains a piece of its own hash.
     """
-    if isinstance(item, Pair):
-        # As it was before there were references, so that the questions of kept answers stay the same.
-        question: Any = OldPair(item.prompt, item.first, item.second, item.first_stopped, item.second_stopped)
-    else:
-        question = (item.prompt, item.text)
-    known = [] if item.reference is None else [item.reference]
-    return digest([repr(question), principle.key, *known])[:12]
+    return digest([vars(item), principle.key])[:12]
 
 
 def with_reasons_asked(messages: Sequence[Message]) -> list[Message]:

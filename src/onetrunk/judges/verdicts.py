@@ -144,7 +144,7 @@ def _different_singles(pairs: Sequence[Pair]) -> list[Single]:
 
 
 def _single_key(single: Single) -> str:
-    return digest([single.prompt, single.text, single.stopped, single.reference])
+    return digest(vars(single))
 
 
 def _other(probability: float | None) -> float | None:
@@ -271,19 +271,7 @@ def rating_label(ratings: Sequence[Rating], constitution: Constitution) -> Ratin
 
 def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
     """Return the key of an answer: everything that it depends on. A pair is in the order shown."""
-    if isinstance(item, Pair):
-        shown: dict[str, Any] = {"prompt": item.prompt, "first": item.first, "second": item.second}
-        if not (item.first_stopped and item.second_stopped):
-            shown["stopped"] = [item.first_stopped, item.second_stopped]
-        if item.reference is not None:
-            shown["reference"] = item.reference
-        return digest({"verdict": shown, "principle": principle.key, "judge": judge.identity})
-    about: dict[str, Any] = {"prompt": item.prompt, "completion": item.text, "principle": principle.key}
-    if not item.stopped:
-        about["stopped"] = False
-    if item.reference is not None:
-        about["reference"] = item.reference
-    return digest({"rating": about, "judge": judge.identity})
+    return digest({"question": vars(item), "principle": principle.key, "judge": judge.identity})
 
 
 def kept_answer(memory: Memory, key: str, kind: type[Answer]) -> Answer | None:

@@ -13,7 +13,7 @@ from onetrunk.utils.files import atomic_path
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from onetrunk.stages.eval.evaluate import Contest
+    from onetrunk.stages.eval.contest import Contest
 
 logger = logging.getLogger(__name__)
 

@@ -16,22 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import JudgeConfig
-from onetrunk.judges.verdicts import PairLabel, judge_warnings
-from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
+from onetrunk.judges.verdicts import judge_warnings
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
@@ -52,8 +47,9 @@ from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.eval.contest import Contest, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
-from onetrunk.stages.judging import ShownLimit, load_judge_parts
+from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_contest
 from onetrunk.stages.resuming import say_where
@@ -67,7 +63,7 @@ from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-LEDGER, REPORT, PAIRS = "ledger/verdicts.db", "report.md", "pairs.jsonl"
+REPORT, PAIRS = "report.md", "pairs.jsonl"
 # Pairs that report.md shows.
 NUM_SAMPLES, NUM_LOSSES = 6, 3
 # A win rate at equal length that differs by this much from the plain one is reported.
@@ -103,17 +99,6 @@ class Comparison:
     checks: RewardSet | None
     judge: Judge | None  # None without a judge, and on all processes but the first.
     constitution: Constitution | None
-
-
-@dataclass(frozen=True)
-class Contest:
-    """A judge's verdicts on n prompts."""
-
-    pairs: list[Pair]  # The policy's completion first.
-    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
-    rates: WinRate  # Over the pairs that have a label.
-    outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
-    metrics: dict[str, Any]  # The entries of metrics.json.
 
 
 @dataclass(frozen=True)
@@ -231,6 +216,9 @@ def sample_sides(
             parts = load_parts(config, rewards, model, rows, accelerator, backend)
             if "policy" in roles.values():
                 restore_reference(parts.model, name, revision)
+            if isinstance(backend, VLLMBackend):
+                longest_prompt = longest_prompt_of(parts.datasets[0], config)
+                backend.check_policy(parts.model, longest_prompt + config.max_completion_length)
             for side, role in roles.items():
                 with progress.phase(side, is_shown=accelerator.is_main_process):
                     sides[side] = Side(*measure_side(parts, args, accelerator, role), backend.description)
@@ -278,15 +266,12 @@ def load_parts(
     accelerator: Accelerator,
     backend: LocalBackend | VLLMBackend,
 ) -> SampledModel:
-    """Return model, tokenizer, checked prompts and sampler, as for a PPO run; servers must be able to serve them."""
+    """Return model, tokenizer, checked prompts and sampler, as for a PPO run."""
     check_launch(config)
     quantization = get_quantization_config(model_args)
     inputs = ModelInputs(model_args.model_name_or_path, rewards, quantization_config=quantization)
     parts = load_sampled_model(inputs, config, [rows], backend)
     parts.model.to(accelerator.device)
-    if isinstance(backend, VLLMBackend):
-        longest_prompt = longest_prompt_of(parts.datasets[0], config)
-        backend.check_policy(parts.model, longest_prompt + config.max_completion_length)
     return parts
 
 
@@ -417,60 +402,6 @@ def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
             )
         shares[name] = float(verdicts.double().mean())
     return shares
-
-
-def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair]) -> Contest:
-    """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`.
-
-    Raises:
-        RuntimeError: the judge failed too often, decided no pair, or the ledger cannot be used.
-    """
-    different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
-    total = 2 * len(different) * len(constitution.principles)
-    bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
-    with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
-        asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
-        asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
-        bar.update(total - bar.n)  # Answers from the ledger.
-    same = PairLabel(probability=0.5, consistent=True, votes=())
-    labels = [asked.get(i, same) for i in range(len(pairs))]
-    # A label from some of the questions could change when the others are answered.
-    decided = [i for i, label in enumerate(labels) if not label.errors and label.probability is not None]
-    if not decided:
-        raise RuntimeError(
-            f"the judge {judge.name} decided none of {len(pairs)} pairs ({asker.statistics.errors} questions without"
-            " an answer, the others abstentions); look at the judge and its constitution"
-        )
-    probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
-    how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": args.tie_margin}
-    prompts = [json.dumps(pairs[i].prompt, sort_keys=True) for i in decided]
-    lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
-    rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed)
-    outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
-    unjudged = sum(label.errors > 0 for label in labels)
-    rate_metrics = rates.as_dict()
-    metrics = {
-        "judge": judge.name,
-        "constitution": f"{constitution.name} ({constitution.version[:12]})",
-        "win_rate": rate_metrics.pop("win_rate"),
-        "interval": rate_metrics.pop("win_rate_interval"),
-        **rate_metrics,
-        "identical": sum(pair.first == pair.second for pair in pairs),
-        "abstained": len(pairs) - len(decided) - unjudged,
-        "unjudged": unjudged,
-        "principles": by_principle(labels),
-        "position": asker.statistics.as_dict(),
-    }
-    return Contest(list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
-
-
-def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
-    """Return the mean probability of the policy's completion under each principle, where both orders were answered."""
-    probabilities: dict[str, list[float]] = {}
-    for principle, orders in (vote for label in labels for vote in label.votes):
-        if None not in orders:
-            probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
-    return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:

@@ -39,16 +39,6 @@ RATED = (
     " better over its pairs. `completion_stopped` is false for a completion that was cut off."
 )
 LENGTH_WARNING = 0.65
-# Settings that earlier versions did not have, and what they did.
-EARLIER = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "tie_margin": 0.0,
-    "completions": "sampled",
-    "output_rows": "pairs",
-    "people_weight": 0.0,
-    "judge_by": "pairs",
-}
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
     " the better one: the mean over principles{orders}. `votes` is what each principle said,"
@@ -94,7 +84,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
     """
     path, settings = folder / SETTINGS, json.loads(json.dumps(redact_all(settings)))
     if path.is_file() and not overwrite:
-        there = EARLIER | read_json(path)
+        there = read_json(path)
         changed = [name for name in settings if there.get(name) != settings[name]]
         if changed:
             pairs = [(name, as_json(there.get(name)), as_json(settings[name])) for name in changed]
@@ -109,7 +99,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
             " overwrite_output_dir to true to write there anyway"
         )
     if "model" in settings:
-        if overwrite and path.is_file() and EARLIER | read_json(path) != settings:
+        if overwrite and path.is_file() and read_json(path) != settings:
             # A file of the old settings under another name would be read together with the new ones.
             patterns = [f"data/{name}*" for name in NAMES.values()] + ["statistics*.json", CARD]
             for old in [old for pattern in patterns for old in folder.glob(pattern)]:
