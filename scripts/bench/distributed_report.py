@@ -204,7 +204,7 @@ process has the whole base until it is sharded.
 """,
     "scaling": """\
 Seconds of an iteration with as many rows on each process (weak scaling), each pinned to a core of its own. The
-efficiency is the seconds of one process over those of two in the same round; medians, the ratio of the fastest
+efficiency is the time of one process over the time of two in the same round; medians, the ratio of the fastest
 iterations, and the range over the rounds. Two runs that do not communicate show what the cores lose to each other.
 """,
 }
