@@ -6,17 +6,27 @@ page. Names in it begin with the plot's own name, because all plots share one pa
 
 from __future__ import annotations
 
+import base64
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
+from onetrunk.report.blocks import Block, Figure
 from onetrunk.report.runs import Run
+from onetrunk.utils.escaping import address_of
+from onetrunk.utils.files import atomic_write_bytes
 
 if TYPE_CHECKING:
+    from matplotlib import figure as mpl
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+# Name of the PNG file, title, note, and what draws it.
+Drawing = tuple[str, str, str, Callable[[], "mpl.Figure"]]
 
 # Inches; a page at phone width shows a plot at about half of it.
 SIZE = (6.0, 3.6)
@@ -32,104 +42,92 @@ FEW_POINTS = 40
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric in a plot."""
-
-    metric: str
-    label: str
-    has_marks: bool = False
-
-
-@dataclass(frozen=True)
 class Plot:
     """A plot of metrics over optimizer steps, or of one metric against another."""
 
     name: str
     title: str
     ylabel: str
-    curves: tuple[Curve, ...]
+    # Label by metric.
+    curves: Mapping[str, str]
     note: str = ""
     against: str | None = None
     zero: bool = False
 
 
-def curves(*named: tuple[str, str]) -> tuple[Curve, ...]:
-    return tuple(Curve(metric, label, metric.startswith("eval_")) for metric, label in named)
-
-
 HELD_OUT = "held-out prompts"
 TRAINING = "training rollouts"
+
+
+def both(metric: str) -> dict[str, str]:
+    return {metric: TRAINING, f"eval_{metric}": HELD_OUT}
+
+
 # In the order of the page. A plot without data is left out.
 PLOTS = (
-    Plot("score", "Score", "mean score", curves(("score/mean", TRAINING), ("eval_score/mean", HELD_OUT)),
+    Plot("score", "Score", "mean score", both("score/mean"),
          "Raw scores of completions. The first held-out point, at step 0, is the model before training."),
-    Plot("kl", "KL to the reference", "nats per completion", curves(("kl/ref", TRAINING), ("eval_kl/ref", HELD_OUT)),
+    Plot("kl", "KL to the reference", "nats per completion", both("kl/ref"),
          "How far the policy has moved from where it started.", zero=True),
-    Plot("score_against_kl", "Score against KL", "mean score",
-         curves(("score/mean", TRAINING), ("eval_score/mean", HELD_OUT)),
+    Plot("score_against_kl", "Score against KL", "mean score", both("score/mean"),
          "What each nat of distance buys. A curve that bends down is a reward that is being hacked.",
          against="kl/ref"),
-    Plot("length", "Completion length", "tokens",
-         curves(("completion/length", TRAINING), ("eval_completion/length", HELD_OUT)),
+    Plot("length", "Completion length", "tokens", both("completion/length"),
          "A sudden change means that the reward pays for length, or for saying nothing.", zero=True),
-    Plot("stopped", "Completions that end by themselves", "share",
-         curves(("completion/stopped_fraction", TRAINING), ("eval_completion/stopped_fraction", HELD_OUT))),
-    Plot("entropy", "Entropy of the policy", "nats per token", curves(("policy/entropy", "policy")),
+    Plot("stopped", "Completions that end by themselves", "share", both("completion/stopped_fraction")),
+    Plot("entropy", "Entropy of the policy", "nats per token", {"policy/entropy": "policy"},
          "Falls slowly; near 0 the policy answers every prompt alike.", zero=True),
     Plot("clip_fraction", "Tokens whose gradient is clipped", "share",
-         curves(("policy/clip_fraction", "policy"), ("value/clip_fraction", "value"))),
+         {"policy/clip_fraction": "policy", "value/clip_fraction": "value"}),
     Plot("explained_variance", "Explained variance of the value head", "share",
-         curves(("value/explained_variance", "value head")), "1 is perfect; 0 is what a constant reaches."),
+         {"value/explained_variance": "value head"}, "1 is perfect; 0 is what a constant reaches."),
     Plot("judge", "Monitor: reward and judge", "score",
-         curves(("judge/proxy_score", "reward"), ("judge/score", "judge that PPO does not see"))),
-    Plot("judge_gap", "Judge gap", "standard deviations", curves(("judge/gap", "reward minus judge")),
+         {"judge/proxy_score": "reward", "judge/score": "judge that PPO does not see"}),
+    Plot("judge_gap", "Judge gap", "standard deviations", {"judge/gap": "reward minus judge"},
          "Both have the unit of a score before training. A gap that grows is reward hacking."),
     Plot("time", "Seconds per phase", "seconds between logs",
-         curves(("time/generate_s", "generate"), ("time/score_s", "score"), ("time/update_s", "update"),
-                ("time/judge_s", "monitor")), zero=True),
+         {"time/generate_s": "generate", "time/score_s": "score", "time/update_s": "update",
+          "time/judge_s": "monitor"}, zero=True),
     Plot("throughput", "Throughput", "completion tokens per second",
-         curves(("throughput/completion_tokens_per_s", "all phases")), zero=True),
-    Plot("memory", "Peak memory", "GiB", curves(("memory/peak_gib", "first process")), zero=True),
-    Plot("loss", "Loss", "loss", curves(("loss", "training"), ("eval_loss", "held-out rows"))),
+         {"throughput/completion_tokens_per_s": "all phases"}, zero=True),
+    Plot("memory", "Peak memory", "GiB", {"memory/peak_gib": "first process"}, zero=True),
+    Plot("loss", "Loss", "loss", {"loss": "training", "eval_loss": "held-out rows"}),
     Plot("accuracy", "Accuracy", "share",
-         curves(("accuracy", "training"), ("eval_accuracy", "held-out rows"),
-                ("mean_token_accuracy", "training, tokens"), ("eval_mean_token_accuracy", "held-out rows, tokens"))),
-    Plot("learning_rate", "Learning rate", "learning rate", curves(("learning_rate", "optimizer")), zero=True),
-    Plot("grad_norm", "Norm of the gradient", "norm before clipping", curves(("grad_norm", "gradient")), zero=True),
+         {"accuracy": "training", "eval_accuracy": "held-out rows", "mean_token_accuracy": "training, tokens",
+          "eval_mean_token_accuracy": "held-out rows, tokens"}),
+    Plot("learning_rate", "Learning rate", "learning rate", {"learning_rate": "optimizer"}, zero=True),
+    Plot("grad_norm", "Norm of the gradient", "norm before clipping", {"grad_norm": "gradient"}, zero=True),
 )  # fmt: skip
 
 
 def plots_of(runs: Sequence[Run]) -> list[Plot]:
     """Return the plots for which at least one of some runs has data."""
     plots = list(PLOTS)
-    parts = dict.fromkeys(name for run in runs for name in run.metrics_like("score/"))
-    components = [name for name in parts if name not in ("score/mean", "score/std")]
+    parts = {name: name.removeprefix("score/") for run in runs for name in run.metrics_like("score/")}
+    components = {name: label for name, label in parts.items() if label not in ("mean", "std")}
     if len(components) > 1:
-        named = curves(*((name, name.removeprefix("score/")) for name in components))
-        plots.insert(3, Plot("components", "Reward components", "mean score", named))
-    return [plot for plot in plots if any(_points(run, plot, curve)[0] for run in runs for curve in plot.curves)]
+        plots.insert(3, Plot("components", "Reward components", "mean score", components))
+    return [plot for plot in plots if any(_points(run, plot, metric)[0] for run in runs for metric in plot.curves)]
 
 
-def draw(plot: Plot, runs: Sequence[Run]) -> Figure:
+def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
     """Return a plot of one run, or of several in one colour each."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Canvas
 
-    figure = Figure(figsize=SIZE)
+    figure = Canvas(figsize=SIZE)
     # A fixed place: finding one takes half of the time of a plot.
     axes = figure.add_axes((0.12, 0.14, 0.86, 0.82))
-    number = 0
     for index, run in enumerate(runs):
-        for position, curve in enumerate(plot.curves):
-            xs, ys = _points(run, plot, curve)
+        for position, (metric, name) in enumerate(plot.curves.items()):
+            xs, ys = _points(run, plot, metric)
             if not xs:
                 continue
             is_alone = len(runs) == 1
-            label = curve.label if is_alone else f"{run.name}: {curve.label}" if len(plot.curves) > 1 else run.name
+            label = name if is_alone else f"{run.name}: {name}" if len(plot.curves) > 1 else run.name
             color = COLORS[(position if is_alone else index) % len(COLORS)]
             style = "-" if is_alone else STYLES[position % len(STYLES)]
-            marker = "o" if curve.has_marks or len(xs) <= FEW_POINTS else None
+            marker = "o" if metric.startswith("eval_") or len(xs) <= FEW_POINTS else None
             axes.plot(xs, ys, style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label)
-            number += 1
     if plot.against is None:
         for run in runs:
             _mark_alarms(axes, run)
@@ -140,12 +138,32 @@ def draw(plot: Plot, runs: Sequence[Run]) -> Figure:
     if plot.zero:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_ylabel(plot.ylabel)
-    if number > 1:
+    if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(frameon=False, labelcolor=INK)
     return figure
 
 
-def svg_of(figure: Figure, name: str, title: str) -> str:
+def figures_block(title: str, target: Path, drawings: Iterable[Drawing], pictures: Sequence[Path] = ()) -> Block:
+    """Return drawings, each of which is also written as a PNG file, and pictures that a stage has drawn.
+
+    Without matplotlib there is one sentence instead.
+    """
+    figures = []
+    try:
+        for name, caption, note, draw_it in drawings:
+            figure = on_ink(draw_it)
+            atomic_write_bytes(target / f"{name}.png", png_of(figure))
+            figures.append(Figure(caption, f"{name}.png", Markup(svg_of(figure, name, caption)), note))
+    except ImportError:
+        return Block(text="No plots: matplotlib cannot be imported; pip install matplotlib.")
+    for path in pictures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        element = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(path.stem, data)
+        figures.append(Figure(path.stem, address_of(path, target), element))
+    return Block(title, figures=figures)
+
+
+def svg_of(figure: mpl.Figure, name: str, title: str) -> str:
     """Return a figure as an SVG element for the inside of a page."""
     text = _saved(figure, "svg", metadata={"Date": None, "Creator": None}).decode()
     text = text[text.index("<svg") :]
@@ -154,13 +172,11 @@ def svg_of(figure: Figure, name: str, title: str) -> str:
     # All plots share the page: names are unique.
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", text)
-    text = re.sub(
-        r"(<svg[^>]*?) (?:width|height)=\"[^\"]*\"", r"\1", re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", text)
-    )
+    text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # The page decides the size.
     return text.replace("<svg", f'<svg role="img" aria-label="{title}" data-plot="{name}"', 1)
 
 
-def png_of(figure: Figure) -> bytes:
+def png_of(figure: mpl.Figure) -> bytes:
     """Return a figure as a PNG file on white."""
     return _saved(figure, "png", dpi=110, facecolor="white")
 
@@ -180,7 +196,7 @@ def on_ink(draw_it: Callable[[], Any]) -> Any:
         return draw_it()
 
 
-def _saved(figure: Figure, kind: str, **settings: Any) -> bytes:
+def _saved(figure: mpl.Figure, kind: str, **settings: Any) -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()
@@ -191,11 +207,11 @@ def _saved(figure: Figure, kind: str, **settings: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _points(run: Run, plot: Plot, curve: Curve) -> tuple[list[float], list[float]]:
-    xs, ys = run.series(curve.metric)
+def _points(run: Run, plot: Plot, metric: str) -> tuple[list[float], list[float]]:
+    xs, ys = run.series(metric)
     if plot.against is None:
         return xs, ys
-    prefix = "eval_" if curve.metric.startswith("eval_") else ""
+    prefix = "eval_" if metric.startswith("eval_") else ""
     steps, values = run.series(prefix + plot.against)
     distance = dict(zip(steps, values, strict=True))
     both = [(distance[x], y) for x, y in zip(xs, ys, strict=True) if x in distance]
