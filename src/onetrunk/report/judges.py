@@ -85,9 +85,8 @@ def first_block(results: dict[str, Any]) -> Block:
     judges: Judges = results["judges"]
     metrics = {name: dict(flat(entry["all"])) for name, entry in judges.items()}
     rows = [[count.replace("_", " "), *(str(m.get(count)) for m in metrics.values())] for count in COUNTS]
-    rows += [
-        [title, *(share(m.get(key), m.get(interval)) for m in metrics.values())] for title, key, interval in FACTS
-    ]
+    for title, key in FACTS:
+        rows.append([title, *(share(m.get(key), m.get(f"{key}_interval")) for m in metrics.values())])
     found = [(name, text) for name, entry in judges.items() for text in entry.get("findings", ())]
     return Block(
         text=f"Pairs of {results.get('dataset')}, judged by the constitution {results.get('constitution')}.",
