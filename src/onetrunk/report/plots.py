@@ -1,4 +1,4 @@
-"""The plots of a report. Each is drawn once per use: as SVG inside the page, and as PNG next to it.
+"""The plots of a report. Each is drawn once, and saved as SVG inside the page and as PNG next to it.
 
 In the SVG, axes and text have the colour of the page's text (`currentColor`), so one drawing suits a light and a dark
 page. Names in it begin with the plot's own name, because all plots share one page.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -23,7 +23,6 @@ from onetrunk.utils.files import atomic_write_bytes
 
 if TYPE_CHECKING:
     from matplotlib import figure as mpl
-    from matplotlib.axes import Axes
 
 # Name of the PNG file, title, note, and what draws it.
 Drawing = tuple[str, str, str, Callable[[], "mpl.Figure"]]
@@ -117,26 +116,25 @@ def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
     figure = Canvas(figsize=SIZE)
     # A fixed place: finding one takes half of the time of a plot.
     axes = figure.add_axes((0.12, 0.14, 0.86, 0.82))
+    is_alone = len(runs) == 1
     for index, run in enumerate(runs):
         for position, (metric, name) in enumerate(plot.curves.items()):
             xs, ys = _points(run, plot, metric)
-            if not xs:
-                continue
-            is_alone = len(runs) == 1
             label = name if is_alone else f"{run.name}: {name}" if len(plot.curves) > 1 else run.name
             color = COLORS[(position if is_alone else index) % len(COLORS)]
             style = "-" if is_alone else STYLES[position % len(STYLES)]
             marker = "o" if metric.startswith("eval_") or len(xs) <= FEW_POINTS else None
-            axes.plot(xs, ys, style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label)
+            if xs:
+                axes.plot(xs, ys, style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label)
     if plot.against is None:
-        for run in runs:
-            _mark_alarms(axes, run)
-        axes.set_xlabel("optimizer step")
+        for alarm in (alarm for run in runs for alarm in run.alarms()):
+            axes.axvline(alarm.step, color=ALARM, linestyle=":", linewidth=1.2)
+            place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
+            axes.annotate(alarm.name, (alarm.step, 1), color=ALARM, fontsize=7.5, **place)
         axes.set_xlim(left=0)
-    else:
-        axes.set_xlabel("KL to the reference, nats per completion")
     if plot.zero:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xlabel("KL to the reference, nats per completion" if plot.against else "optimizer step")
     axes.set_ylabel(plot.ylabel)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(frameon=False, labelcolor=INK)
@@ -151,9 +149,9 @@ def figures_block(title: str, target: Path, drawings: Iterable[Drawing], picture
     figures = []
     try:
         for name, caption, note, draw_it in drawings:
-            figure = on_ink(draw_it)
-            atomic_write_bytes(target / f"{name}.png", png_of(figure))
-            figures.append(Figure(caption, f"{name}.png", Markup(svg_of(figure, name, caption)), note))
+            png, svg = drawn(draw_it, name, caption)
+            atomic_write_bytes(target / f"{name}.png", png)
+            figures.append(Figure(caption, f"{name}.png", svg, note))
     except ImportError:
         return Block(text="No plots: matplotlib cannot be imported; pip install matplotlib.")
     for path in pictures:
@@ -163,48 +161,31 @@ def figures_block(title: str, target: Path, drawings: Iterable[Drawing], picture
     return Block(title, figures=figures)
 
 
-def svg_of(figure: mpl.Figure, name: str, title: str) -> str:
-    """Return a figure as an SVG element for the inside of a page."""
-    text = _saved(figure, "svg", metadata={"Date": None, "Creator": None}).decode()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+def drawn(draw_it: Callable[[], mpl.Figure], name: str, title: str) -> tuple[bytes, Markup]:
+    """Return what a function draws as a PNG file on white, and as an SVG element for the inside of a page."""
+    import matplotlib
+
+    inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    settings = dict.fromkeys(inked, INK) | {"axes.grid": True, "grid.color": GRID, "grid.alpha": 0.25}
+    settings |= {"grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5}
+    # A name with two dollar signs would be read as mathematics.
+    settings |= {"text.parse_math": False}
+    # Text stays text, which a reader can search and select. With a salt the names in the file do not change.
+    settings |= {"svg.fonttype": "none", "svg.hashsalt": "onetrunk"}
+    png, svg = io.BytesIO(), io.StringIO()
+    with matplotlib.rc_context(settings):
+        figure = draw_it()
+        figure.savefig(png, format="png", dpi=110, facecolor="white")
+        figure.savefig(svg, format="svg", facecolor="none")
+    text = svg.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
     # All plots share the page: names are unique.
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", text)
     text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # The page decides the size.
-    return text.replace("<svg", f'<svg role="img" aria-label="{title}" data-plot="{name}"', 1)
-
-
-def png_of(figure: mpl.Figure) -> bytes:
-    """Return a figure as a PNG file on white."""
-    return _saved(figure, "png", dpi=110, facecolor="white")
-
-
-def on_ink(draw_it: Callable[[], Any]) -> Any:
-    """Return what a function draws, with axes and text in INK and without a background."""
-    import matplotlib
-
-    settings = {
-        name: INK for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    }
-    # A name with two dollar signs would be read as mathematics.
-    settings |= {"text.parse_math": False}
-    settings |= {"axes.grid": True, "grid.color": GRID, "grid.alpha": 0.25, "grid.linewidth": 0.6}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5}
-    with matplotlib.rc_context(settings):
-        return draw_it()
-
-
-def _saved(figure: mpl.Figure, kind: str, **settings: Any) -> bytes:
-    import matplotlib
-
-    buffer = io.BytesIO()
-    # Text stays text, which a reader can search and select. With a salt the names in the file do not change.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "onetrunk"}):
-        settings.setdefault("facecolor", "none")
-        figure.savefig(buffer, format=kind, **settings)
-    return buffer.getvalue()
+    named = Markup('<svg role="img" aria-label="{}" data-plot="{}"').format(title, name)
+    return png.getvalue(), Markup(text.replace("<svg", named, 1))
 
 
 def _points(run: Run, plot: Plot, metric: str) -> tuple[list[float], list[float]]:
@@ -216,12 +197,3 @@ def _points(run: Run, plot: Plot, metric: str) -> tuple[list[float], list[float]
     distance = dict(zip(steps, values, strict=True))
     both = [(distance[x], y) for x, y in zip(xs, ys, strict=True) if x in distance]
     return [x for x, _ in both], [y for _, y in both]
-
-
-def _mark_alarms(axes: Axes, run: Run) -> None:
-    for alarm in run.alarms():
-        axes.axvline(alarm.step, color=ALARM, linestyle=":", linewidth=1.2)
-        axes.annotate(
-            alarm.name, (alarm.step, 1), xycoords=("data", "axes fraction"), color=ALARM, fontsize=7.5, rotation=90,
-            ha="right", va="top",
-        )  # fmt: skip
