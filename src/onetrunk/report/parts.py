@@ -76,9 +76,8 @@ def win_rates(rate: dict[str, Any], title: str = "Win rate") -> Block:
             low, high = (share(end) or "?" for end in interval)
             rows.append([name.replace("_", " "), f"{rate[name]:.1%}", f"{low} to {high}"])
     rows.append(["wins, ties, losses", " / ".join(str(rate.get(k, "?")) for k in ("wins", "ties", "losses")), ""])
-    return Block(
-        title, columns=[f"against {rate.get('opponent', 'the opponent')}", "value", "95% interval"], rows=rows
-    )
+    against = f"against {rate.get('opponent', 'the opponent')}"
+    return Block(title, columns=[against, "value", "95% interval"], rows=rows)
 
 
 def sample_blocks(run: Run) -> list[Block]:
