@@ -91,8 +91,8 @@ def accelerator() -> Iterator[Finding]:
         bf16 = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16: set fp16"
         yield Finding("ok", f"gpu {index}", f"{about.name}, {about.total_memory / GIB:.0f} GiB, {bf16}; {build}")
     if not torch.cuda.is_available():
-        has_driver = "is" if shutil.which("nvidia-smi") else "is not"
-        yield Finding("note", "gpu", f"{build} sees no GPU; the NVIDIA driver {has_driver} installed")
+        driver = "is" if shutil.which("nvidia-smi") else "is not"
+        yield Finding("note", "gpu", f"{build} sees no GPU; an NVIDIA driver {driver} installed")
 
 
 def extras() -> Iterator[Finding]:
@@ -121,4 +121,4 @@ def hub_login() -> Finding:
 
     if get_token():
         return Finding("ok", "hub", "a token is stored")
-    return Finding("note", "hub", "not logged in, as private and gated models and pushing need: hf auth login")
+    return Finding("note", "hub", "not logged in, which private models, gated models and pushing need: hf auth login")
