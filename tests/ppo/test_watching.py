@@ -59,7 +59,7 @@ def test_one_process_has_no_rank_metrics(tmp_path):
 
 
 def test_the_heartbeat_names_the_phase_the_rollout_and_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("onetrunk.checkpoints.heartbeats.CHANGE_S", 0.0)
+    monkeypatch.setattr("onetrunk.checkpoints.heartbeats.INTERVAL_S", 0.0)
     seen = []
 
     def reward(prompts, completions, completion_ids, **kwargs):
