@@ -30,7 +30,7 @@ TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
 OVERLONG = ("error", "drop", "truncate")
 # What the monitor does at an alarm.
 MONITOR_ACTIONS = ("warn", "stop")
-LOG_FORMATS = ("auto", "bar", "lines", "json")
+LOG_FORMATS = ("auto", "bar", "lines")
 SCHEDULES = ("sync", "one_step", "async")
 ROLLOUT_BACKENDS = ("local", "pipelined")
 PIPELINE_SETTINGS = (
@@ -264,7 +264,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     log_format: str = option(
         "auto",
         "How progress is shown: 'bar'; 'lines' (one per rollout, with score, KL, length, tokens per second, seconds);"
-        " 'json' (every log as a line of JSON on stdout); 'auto': a bar in a terminal, lines elsewhere.",
+        " 'auto': a bar in a terminal, lines elsewhere.",
     )
     log_trl_names: bool = option(
         False, "Log the metrics that TRL's GRPOTrainer has under its names too: reward, completions/mean_length, ..."
