@@ -50,7 +50,7 @@ FREE_SETTINGS = frozenset(
     " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"
     " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
-    " trust_remote_code straggler_factor trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
+    " trust_remote_code trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
     " write_report vllm_server_timeout vllm_request_timeout vllm_api_key_env vllm_gpu_memory_utilization"
     " vllm_max_model_length vllm_enable_sleep_mode"
     " pipeline_training pipeline_stages pipeline_split pipeline_batches".split()
