@@ -24,7 +24,7 @@ def main() -> None:
 
     hooked_store.register()
     mirror = Mirror(f"hooked://{mirror_dir}", keep=2, warn=print, waits_s=())
-    mirror.claim("run-a", settings="settings-a")
+    mirror.claim("run-a", is_resuming=False, overwrite=False)
     hooked_store.HookedFileSystem.hook = staticmethod(die)
     for folder in checkpoint_folders(output_dir):
         mirror.push(folder)
