@@ -181,7 +181,7 @@ def test_rows_and_measurements_are_pushed_as_a_dataset_with_its_card(hub, tmp_pa
 
 @pytest.mark.parametrize("verb", MADE)
 def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys, verb):
-    hub.refusals["/api/repos/create"] = 401
+    hub.refusals["/api/"] = 401
     words = [verb, *PAIRS, *MADE[verb][1], *PUSH, *new(tmp_path)]
     assert cli.main([*words, "--judge", "./nowhere"]) == 1
     assert "someone/out cannot be pushed to: HTTP 401, the token is not valid" in last_line(capsys)
