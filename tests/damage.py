@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 TEMPLATE = "chat_template.jinja"
-# Deeper than any parser goes.
-DEEP_ARRAY = "[" * 100_000 + "]" * 100_000
-DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
 def truncated(name: str, share: float = 0.5) -> Damage:
@@ -60,11 +56,6 @@ def tensors_changed(name: str, change: Callable[[dict[str, torch.Tensor]], None]
         save_file(tensors, folder / name, metadata={"format": "pt"})
 
     return damage
-
-
-def header(name: str, text: bytes, size: int | None = None) -> Damage:
-    """Replace a safetensors file by a header that says its length is `size`."""
-    return written(name, struct.pack("<Q", len(text) if size is None else size) + text)
 
 
 def removed(name: str) -> Damage:

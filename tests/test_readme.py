@@ -20,9 +20,9 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import ModelConfig
 
-from onetrunk.models.build import build_trunk
+from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.parallel import launch_layout
-from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
+from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig

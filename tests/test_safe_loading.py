@@ -15,10 +15,14 @@ from onetrunk.judges.local import load_causal_judge
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.models.base import load_base, load_tokenizer
 from onetrunk.models.build import build_trunk
-from onetrunk.models.new_scorer import load_reward_tokenizer, load_with_new_head
-from onetrunk.models.score_adapter import load_adapter_scorer, read_score_adapter
-from onetrunk.models.scorer import load_scorer
-from onetrunk.models.sources import load_config, pinned_source
+from onetrunk.models.loading import load_config, pinned_source
+from onetrunk.models.reward_model import (
+    load_adapter_scorer,
+    load_reward_tokenizer,
+    load_scorer,
+    load_with_new_head,
+    read_score_adapter,
+)
 from onetrunk.stages.eval.stage import restore_reference
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.run.pipeline import load_pipeline

@@ -16,7 +16,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from onetrunk.data.files import load_rows
-from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.models.build import BaseShape, make_base
 from onetrunk.utils.files import require_output_dir
 
 SHAPE = BaseShape(vocab_size=2048, hidden_size=160, num_layers=4, num_heads=5, max_positions=640)

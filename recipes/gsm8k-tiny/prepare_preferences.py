@@ -20,7 +20,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from onetrunk.data.files import load_rows
-from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.models.build import BaseShape, make_base
 from onetrunk.utils.files import require_output_dir
 
 Row = dict[str, str]

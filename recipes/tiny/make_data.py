@@ -19,7 +19,7 @@ import random
 import sys
 from pathlib import Path
 
-from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.models.build import BaseShape, make_base
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 
 OUTPUT_DIR = "runs/tiny"

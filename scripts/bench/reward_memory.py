@@ -37,7 +37,7 @@ def write_inputs(folder: Path, num_rows: int) -> None:
     """Write the pairs, and a model with its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    from onetrunk.models.new_scorer import train_tokenizer
+    from onetrunk.models.build import train_tokenizer
 
     drawn = random.Random(0)
 

@@ -31,7 +31,7 @@ from onetrunk import cli
 from onetrunk.checkpoints.trainer import ResumableSFTTrainer
 from onetrunk.judges.base import Principle, Rating
 from onetrunk.judges.constitution import Constitution
-from onetrunk.models.new_scorer import scorer_from_config
+from onetrunk.models.build import scorer_from_config
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer

@@ -15,7 +15,7 @@ from onetrunk.judges.reward_model import RewardModelJudge
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import question_messages
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.parsing import parse
 from tests.judges.test_rubric import SHORT, short
@@ -147,9 +147,9 @@ def test_a_mistake_is_one_error_message(settings, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("spec, error", [("./absent", RuntimeError), ("reward:./absent", FileNotFoundError)])
-def test_a_folder_that_is_missing_is_one_error_message(spec, error):
-    with pytest.raises(error, match="absent") as caught:
+@pytest.mark.parametrize("spec", ["./absent", "reward:./absent"])
+def test_a_folder_that_is_missing_is_one_error_message(spec):
+    with pytest.raises(RuntimeError, match="absent") as caught:
         load_judge(JudgeConfig(judge=[spec], judge_device="cpu"))
     assert "\n" not in str(caught.value)
 

@@ -11,7 +11,7 @@ from onetrunk.judges.constitution import parse_constitution
 from onetrunk.judges.local import CausalJudge, Reader, label_shares, load_causal_judge
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, question_messages
 from onetrunk.judges.verdicts import judge_pairs
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PRINCIPLE = Principle("Which completion is kinder?")

@@ -1,7 +1,7 @@
 """The report on a causal judge of one's own, on a tiny one."""
 
 from onetrunk.judges.local import CausalJudge
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
 from tests.judges.model_report import HEAD, PLAIN, report
 from tests.judges.trained_judge import CHATML, MARKS

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.reward_model import RewardModelJudge, load_reward_judge
-from onetrunk.models.scorer import ScoreScale
+from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -108,7 +108,7 @@ def test_a_score_that_is_not_finite_is_an_abstention(folder):
 
 
 def test_what_is_no_reward_model_is_one_error_message(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(RuntimeError, match="absent' cannot be loaded: there is no such folder"):
         load_reward_judge(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="newly initialised"):
         load_reward_judge(str(folder / "base"))

@@ -8,7 +8,7 @@ from onetrunk.judges.base import Judge, Pair, Principle
 from onetrunk.judges.load import JudgeConfig, load_judge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import LABELS, RATINGS, Marks
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import StubServer, candidates, completion, first_probability
 

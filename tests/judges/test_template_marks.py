@@ -11,7 +11,7 @@ from transformers import AddedToken
 from onetrunk.judges.base import Pair
 from onetrunk.judges.local import Reader
 from onetrunk.judges.template import MAX_CHARACTERS, PLACES, Marks, ShownMarks, nonce_of, question_messages, sanitized
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
 from tests.judges.trained_judge import CHATML, MARKS
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from onetrunk.judges.base import Pair, Principle, Verdict
 from onetrunk.judges.local import CausalJudge, label_shares, last_logits
 from onetrunk.judges.template import LABELS
-from onetrunk.models.new_scorer import train_tokenizer
+from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import BAD, PRINCIPLE, Ask, defended_messages, naive_messages
 
 CHATML = (

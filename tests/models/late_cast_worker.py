@@ -17,8 +17,8 @@ from peft import get_peft_model
 
 from onetrunk.models.base import load_base
 from onetrunk.models.late_cast import casting_later
+from onetrunk.models.loading import tensors_digest
 from onetrunk.models.parallel import Layout, local_bytes
-from onetrunk.models.sources import tensors_digest
 from onetrunk.models.tensor_parallel import distribute_frozen
 from tests.models.branches import lora
 from tests.places import CPU, join_group

@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from onetrunk.models.score_adapter import ScoreAdapter, attach_score_adapter, read_score_adapter
+from onetrunk.models.build import attach_score_adapter
+from onetrunk.models.reward_model import ScoreAdapter, read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.types import Pack
 from tests.models.branches import a_trunk

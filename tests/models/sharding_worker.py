@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
+from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.parallel import (
     Layout,
     gathered,
@@ -23,7 +24,6 @@ from onetrunk.models.parallel import (
     replicas_of_what_trains,
     shard_frozen,
 )
-from onetrunk.models.sources import base_fingerprint, base_marks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend

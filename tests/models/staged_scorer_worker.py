@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk.models.late_cast import casting_later
-from onetrunk.models.new_scorer import load_with_new_head
+from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.parallel import local_bytes, whole_size
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.reward_model import load_with_new_head
 from onetrunk.models.staged_scorer import keep_scorer_stage
 from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
@@ -84,9 +84,8 @@ def loss_of(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
     """Return the share of a part of a batch in its Bradley-Terry loss."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     chosen, rejected = logits.squeeze(-1).chunk(2)
-    return bradley_terry_loss(chosen, rejected, batch["probability"]) * (
-        len(chosen) / PairCollator.denominators(batch)[0]
-    )
+    loss = bradley_terry_loss(chosen, rejected, batch["probability"])
+    return loss * len(chosen) / PairCollator.denominators(batch)[0]
 
 
 def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from onetrunk.models import training_stage
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.build import build_trunk
 from onetrunk.models.late_cast import casting_later
+from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.parallel import local_bytes
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.sources import base_fingerprint, base_marks
 from onetrunk.models.staged import keep_stage, pack_outputs
 from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel

@@ -16,9 +16,10 @@ from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from onetrunk.models.build import attach_score_adapter
+from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.parallel import Layout, is_divided, local_bytes
-from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
-from onetrunk.models.sources import base_fingerprint, base_marks
+from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.types import to_device

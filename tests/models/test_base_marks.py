@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk.judges.local import load_causal_judge
-from onetrunk.models.build import build_trunk
-from onetrunk.models.score_adapter import attach_score_adapter, load_adapter_scorer, read_score_adapter
-from onetrunk.models.sources import BASE_FILE, base_marks, check_base_marks, write_base_marks
+from onetrunk.models.build import attach_score_adapter, build_trunk
+from onetrunk.models.loading import BASE_FILE, base_marks, check_base_marks, write_base_marks
+from onetrunk.models.reward_model import load_adapter_scorer, read_score_adapter
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 

@@ -5,7 +5,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.loading import base_fingerprint
 from tests.models.branches import lora
 from tests.tiny import FAMILIES, tiny_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onetrunk.models.base import load_base, load_tokenizer, stop_token_ids
-from onetrunk.models.new_scorer import BaseShape, make_base, train_tokenizer
+from onetrunk.models.build import BaseShape, make_base, train_tokenizer
 
 TEXTS = ["the lamp in the kitchen", "the chair in the garden"] * 20
 TEMPLATE = "{% for m in messages %}{{ '<|user|>' + m['content'] + eos_token }}{% endfor %}"

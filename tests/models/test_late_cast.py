@@ -13,9 +13,9 @@ from transformers import core_model_loading
 from onetrunk.models.base import load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.late_cast import READER, LateCast, cast_now, casting_later
-from onetrunk.models.new_scorer import load_with_new_head
+from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.parallel import cast_when_sharded, launch_layout
-from onetrunk.models.sources import base_fingerprint, base_marks
+from onetrunk.models.reward_model import load_with_new_head
 from tests.models import late_cast_worker
 from tests.models.branches import lora
 from tests.tiny import tiny_model

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from onetrunk.models.base import backbone, load_base
-from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
+from onetrunk.models.build import attach_score_adapter
+from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack

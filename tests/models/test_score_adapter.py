@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
 from onetrunk.models.base import decoder_layers
-from onetrunk.models.build import build_trunk
-from onetrunk.models.score_adapter import attach_score_adapter, is_adapter_name, lowest_layer, read_score_adapter
-from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.build import attach_score_adapter, build_trunk, lowest_layer
+from onetrunk.models.loading import base_fingerprint
+from onetrunk.models.reward_model import is_adapter_name, read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, lora, move, same, step_gradients, weights_of

@@ -1,4 +1,4 @@
-"""Tests of `onetrunk.models.scorer`: what is refused at loading, and scores that padding does not change."""
+"""Tests of `onetrunk.models.reward_model`: what is refused at loading, and scores that padding does not change."""
 
 import json
 
@@ -12,7 +12,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from onetrunk.models.scorer import _batches, encode_texts, load_scorer, score_token_ids
+from onetrunk.models.reward_model import _batches, encode_texts, load_scorer, score_token_ids
 from tests.tiny import tiny_tokenizer
 
 TEXTS = ["the cat runs fast", "dog", "a big red bird sings in the old tree", "no <eos>", "the cat runs fast"]
@@ -116,7 +116,7 @@ def test_what_is_no_scalar_reward_model_is_refused(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="adapter is an adapter; merge it"):
         load_scorer(tmp_path / "adapter")
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+    with pytest.raises(RuntimeError, match="nowhere' cannot be loaded: there is no such folder"):
         load_scorer(tmp_path / "nowhere")
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from onetrunk import cli
-from onetrunk.models.new_scorer import BaseShape, make_base
+from onetrunk.models.build import BaseShape, make_base
 from tests.stages.recipes import ROOT, load_recipe_module
 from tests.tiny import CHAT_TEMPLATE
 

@@ -9,8 +9,7 @@ from peft import LoraConfig
 from transformers import BertConfig, BertForSequenceClassification
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.models.new_scorer import load_with_new_head
-from onetrunk.models.scorer import READS_END
+from onetrunk.models.reward_model import READS_END, load_with_new_head
 from onetrunk.reward_models.distill import (
     DistillationCollator,
     RewardDistillationConfig,

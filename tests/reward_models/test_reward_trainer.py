@@ -11,10 +11,14 @@ from peft import LoraConfig
 
 from onetrunk.checkpoints.settings import rows_digest
 from onetrunk.data.files import load_rows
-from onetrunk.models.build import build_trunk
-from onetrunk.models.new_scorer import load_with_new_head
-from onetrunk.models.score_adapter import attach_score_adapter, load_adapter_scorer, read_score_adapter
-from onetrunk.models.scorer import encode_rows, reads_end_token
+from onetrunk.models.build import attach_score_adapter, build_trunk
+from onetrunk.models.reward_model import (
+    encode_rows,
+    load_adapter_scorer,
+    load_with_new_head,
+    read_score_adapter,
+    reads_end_token,
+)
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
@@ -183,7 +187,7 @@ def test_saved_and_loaded_it_scores_the_same(base, tmp_path, adapted):
     trainer.save_model()
     inner = trainer.model.get_base_model() if adapted else trainer.model
     before = ModelReward(inner.eval(), tiny_tokenizer())(prompts=PROMPTS, completions=GOOD)
-    loaded = load_adapter_scorer(str(tmp_path)) if adapted else str(tmp_path)
+    loaded = load_adapter_scorer(str(tmp_path))[0] if adapted else str(tmp_path)
     after = ModelReward(loaded, str(tmp_path))
     assert reads_end_token(after.model)
     assert after(prompts=PROMPTS, completions=GOOD) == before
@@ -195,7 +199,7 @@ def test_the_adapter_on_the_trunk_scores_as_the_same_adapter_on_a_separate_model
     trainer.train()
     trainer.save_model()
     tokenizer = tiny_tokenizer()
-    separate = ModelReward(load_adapter_scorer(str(tmp_path)), str(tmp_path))(prompts=PROMPTS, completions=GOOD)
+    separate = ModelReward(*load_adapter_scorer(str(tmp_path)))(prompts=PROMPTS, completions=GOOD)
     trunk = build_trunk(str(base), None)
     attach_score_adapter(trunk, trunk_reward(str(tmp_path), str(base), tokenizer).adapter)
     prompt_ids = tokenizer(PROMPTS)["input_ids"]

@@ -9,8 +9,7 @@ import torch
 from onetrunk.judges.base import Principle
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.models.score_adapter import read_score_adapter
-from onetrunk.models.scorer import ScoreScale
+from onetrunk.models.reward_model import ScoreScale, read_score_adapter
 from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.ensemble import load_reward

@@ -16,7 +16,7 @@ from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import EnsembleJudge
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.judges.verdicts import answer_key, kept_ratings
-from onetrunk.models.scorer import ScoreScale, encode_rows
+from onetrunk.models.reward_model import ScoreScale, encode_rows
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet

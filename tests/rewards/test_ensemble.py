@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onetrunk.models.scorer import SCALE_FILE, ScoreScale, read_score_scale
+from onetrunk.models.reward_model import SCALE_FILE, ScoreScale, read_score_scale
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import ModelInputs, resolve_rewards
 from onetrunk.rewards import EnsembleReward, ModelReward

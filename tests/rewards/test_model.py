@@ -7,7 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from onetrunk.models.scorer import encode_texts, score_token_ids
+from onetrunk.models.reward_model import encode_texts, score_token_ids
 from onetrunk.rewards import ModelReward, RewardSet
 from tests.tiny import tiny_tokenizer
 

@@ -118,7 +118,7 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
     local = ModelReward(tmp_path)
 
     def serve(body):
-        from onetrunk.models.scorer import score_token_ids
+        from onetrunk.models.reward_model import score_token_ids
 
         return 200, {"data": [{"probs": [s]} for s in score_token_ids(local.model, body["input"], 4).tolist()]}
 

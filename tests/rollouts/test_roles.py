@@ -9,7 +9,8 @@ from transformers import BitsAndBytesConfig
 
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.base import load_base
-from onetrunk.models.score_adapter import attach_score_adapter, read_score_adapter
+from onetrunk.models.build import attach_score_adapter
+from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import lora, move

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.models.scorer import read_score_scale
+from onetrunk.models.reward_model import read_score_scale
 from onetrunk.rewards import EnsembleReward, ModelReward
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.stages import plots as preference_plots
@@ -274,7 +274,10 @@ def test_empty_held_out_rows_are_refused(there, capsys):
     ("options", "sentence"),
     [
         (["--teacher", "base"], "lacks score.weight, which would be newly initialised and score at random"),
-        (["--teacher", "nowhere/at/all"], "nowhere/at/all does not exist"),
+        (
+            ["--teacher", "nowhere/at/all"],
+            "'nowhere/at/all' cannot be loaded: there is no such folder",
+        ),
         (["--student_tokenizer", "train.jsonl"], "the tokenizer 'train.jsonl' cannot be loaded: it is a file"),
         (["--student_config", '{"model_type": "no"}', "--student_vocab_size", "300"], "makes no model: "),
         (["--student_config", '{"hidden_size": 8}', "--student_vocab_size", "300"], "has no model_type"),

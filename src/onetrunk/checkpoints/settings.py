@@ -24,8 +24,8 @@ from datasets import Dataset
 from peft import PeftModel
 
 from onetrunk.data.sharded import ShardedRows
+from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.parallel import training_stages
-from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.utils.files import read_json
 

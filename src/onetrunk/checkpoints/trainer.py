@@ -84,6 +84,7 @@ from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.divided_head import keep_head_divided
+from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.models.parallel import (
     group_size,
     is_divided,
@@ -93,7 +94,6 @@ from onetrunk.models.parallel import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.models.sources import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.models.tensor_parallel import DataParallel, GroupAccelerator, distribute_frozen
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder

@@ -1,7 +1,4 @@
-"""Applies chat templates, and turns whatever they raise into one error that names the tokenizer.
-
-A template that never ends is found when its tokenizer is loaded (`models/trials.py`).
-"""
+"""Applies chat templates, and turns whatever they raise into one error that names the tokenizer."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = N
 
     Raises:
         ValueError: no judge, a spec that means none, or a missing setting.
-        FileNotFoundError, RuntimeError: a model that cannot be loaded.
+        RuntimeError: a model that cannot be loaded.
     """
     specs = settings.judge or []
     if not specs:

@@ -35,9 +35,8 @@ from onetrunk.judges.template import (
     with_reasons_given,
 )
 from onetrunk.models.base import load_base, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.loading import put_adapter_on, reading
-from onetrunk.models.scorer import length_limit
-from onetrunk.models.sources import adapter_base, base_fingerprint, base_of, check_base_marks
+from onetrunk.models.loading import adapter_base, base_fingerprint, base_of, put_adapter_on, reading
+from onetrunk.models.reward_model import length_limit
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import Message
@@ -255,9 +254,8 @@ def load_causal_judge(
         with base_of(name):
             model = load_base(base, dtype=dtype)
         adapted = put_adapter_on(model, name)
-        check_base_marks(adapted.get_base_model(), name)
         # Not every type of adapter can be merged.
-        with peft_calls(), reading("adapter", name, f"adapter_config.json in {name}"):
+        with peft_calls(), reading("adapter", name, "adapter_config.json"):
             model = adapted.merge_and_unload()
     model.requires_grad_(False)
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})

@@ -1,6 +1,6 @@
 """A reward model as a judge: P(first better) = sigmoid(score of first - score of second), as it was trained.
 
-It cannot read a principle, so it gives the same answer under each. Loading and scoring are in `models/scorer.py`.
+It cannot read a principle, so it gives the same answer under each. `models/reward_model.py` loads and scores.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, digest, logistic, model_name
-from onetrunk.models.loading import read_tokenizer
-from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
-from onetrunk.models.scorer import (
+from onetrunk.models.loading import base_fingerprint, read_tokenizer
+from onetrunk.models.reward_model import (
     ScoreScale,
-    adapter_tokenizer,
     check_scorer,
     encode_rows,
+    is_adapter_name,
     length_limit,
+    load_adapter_scorer,
     load_scorer,
     read_score_scale,
     reads_end_token,
     score_token_ids,
 )
-from onetrunk.models.sources import base_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -121,19 +120,14 @@ def load_reward_judge(
     `name` is the folder or Hub name of a sequence-classification model with one label, or of an adapter of one.
 
     Raises:
-        FileNotFoundError, RuntimeError: nothing loadable there.
+        RuntimeError: nothing loadable there.
         ValueError: a model or an adapter without a trained score head, or with several labels.
     """
     path = Path(name).expanduser()
     source = str(path) if path.exists() else name
     if is_adapter_name(name):
-        model = load_adapter_scorer(name, device=device)
+        model, tokenizer = load_adapter_scorer(name, device=device)
         _forget_replaced_head(model)
-        tokenizer = adapter_tokenizer(name)
-        if tokenizer is None:
-            tokenizer = read_tokenizer(read_score_adapter(name).base)
-        else:
-            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     else:
         model = load_scorer(name, device=device)
         tokenizer = read_tokenizer(source, "tokenizer of the reward model")

@@ -27,8 +27,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from onetrunk.models.loading import check_finite, load_weights, read_config, read_tokenizer
-from onetrunk.models.sources import pinned_source
+from onetrunk.models.loading import check_finite, load_weights, pinned_source, read_config, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ def load_base(
         AutoModelForCausalLM,
         "model",
         name_or_path,
-        config,
         dtype="auto" if dtype is None else dtype,
         attn_implementation=attn_implementation,
         quantization_config=quantization_config,

@@ -1,9 +1,12 @@
-"""Build a TrunkModel from a name, a model, a PEFT model, or the folder of an adapter."""
+"""Build a TrunkModel from a name, a model, a PEFT model, or the folder of an adapter; or models out of nothing."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -11,30 +14,56 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from onetrunk.models.adapters import (
     ADAPTER_FILE,
     POLICY,
+    REWARD,
     VALUE,
     VALUE_HEAD_FILE,
+    adapter_parameters,
     check_adapter_config,
     check_adapter_fits,
     check_targets,
+    layer_index,
+    list_name,
     parse_adapter_layers,
     read_adapter,
     set_adapter_weights,
 )
-from onetrunk.models.base import decoder_layers, load_base
-from onetrunk.models.loading import empty_model, put_adapter_on, read_adapter_weights, read_config
-from onetrunk.models.scorer import load_scorer
-from onetrunk.models.sources import adapter_base, base_of, check_base_marks, is_adapter, pinned_source
+from onetrunk.models.base import decoder_layers, load_base, output_head
+from onetrunk.models.loading import (
+    adapter_base,
+    adding_adapter,
+    base_of,
+    check_base_marks,
+    expand,
+    is_adapter,
+    pinned_source,
+    put_adapter_on,
+    read_adapter_weights,
+    read_config,
+)
+from onetrunk.models.reward_model import ScoreAdapter, ScoreBranch, load_scorer
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.utils.files import require_output_dir
 
 logger = logging.getLogger(__name__)
 
-# An empty model of more layers takes seconds to build, and a config that says so is more likely damaged.
-MOST_LAYERS_BUILT = 512
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+NUM_BYTES = 256
 
 
 def default_peft_config() -> LoraConfig:
@@ -122,11 +151,12 @@ def check_targets_by_name(
     if trust_remote_code:
         return
     base = read_config("model", name, **pinned_source(revision, False))
-    if getattr(base.get_text_config(decoder=True), "num_hidden_layers", 0) > MOST_LAYERS_BUILT:
-        return
-    model = empty_model(AutoModelForCausalLM, base)
-    if model is not None:
-        check_targets(config, model)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(base, trust_remote_code=False)
+    except Exception:
+        return  # `from_pretrained` makes the model in the same way, and its error is translated.
+    check_targets(config, model)
 
 
 def check_model_type(model: Any) -> None:
@@ -134,6 +164,42 @@ def check_model_type(model: Any) -> None:
     if not isinstance(model, (str, PathLike, PreTrainedModel, PeftModel)):
         kind = "None" if model is None else f"of type {type(model).__name__}"
         raise TypeError(f"model is {kind}; give a name or path, a transformers decoder, or a PeftModel")
+
+
+def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
+    """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes."""
+    check_base_marks(trunk.get_base_model(), expand(adapter.name))
+    flags = [(p, p.requires_grad) for p in trunk.parameters()]
+    if REWARD in trunk.peft_config:
+        trunk.delete_adapter(REWARD)
+    with adding_adapter(adapter.config, trunk.get_base_model(), adapter.name):
+        trunk.add_adapter(REWARD, copy.deepcopy(adapter.config))
+    set_adapter_weights(trunk, adapter.weights, REWARD, adapter.name)
+    for parameter in adapter_parameters(trunk, REWARD).values():
+        parameter.requires_grad_(False)
+    for parameter, requires_grad in flags:
+        parameter.requires_grad_(requires_grad)
+    base = trunk.get_base_model()
+    hidden_size = base.config.get_text_config().hidden_size
+    device = output_head(base).weight.device
+    trunk.reward_branch = ScoreBranch(adapter, hidden_size, device, _obstacle(trunk))
+
+
+def _obstacle(trunk: PeftModel) -> str | None:
+    first_layer = lowest_layer(trunk, REWARD)
+    if not trunk.cut:
+        return "layer 0 trains, so there is no cut"
+    if first_layer < trunk.cut:
+        return f"it changes layer {first_layer} and the cut is at {trunk.cut}"
+    if lowest_layer(trunk, POLICY) < trunk.cut:
+        return "the policy continues an adapter that is active below the cut, where this one is not"
+    return None
+
+
+def lowest_layer(trunk: PeftModel, adapter: str) -> int:
+    """Return the lowest decoder layer that an adapter changes; 0 for weights outside the layers."""
+    layers = list_name(trunk, decoder_layers(trunk.get_base_model()))
+    return min((layer_index(name, layers) or 0 for name in adapter_parameters(trunk, adapter)), default=0)
 
 
 def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None) -> None:
@@ -185,19 +251,156 @@ def _check_settings(model: TrunkModel, peft_config: PeftConfig | None, value_hea
 def _load(
     name: str, peft_config: PeftConfig | None, quantization_config: Any, kwargs: dict[str, Any]
 ) -> PreTrainedModel | PeftModel:
-    revision = kwargs.get("revision")
-    if not is_adapter(name, revision):
+    if not is_adapter(name, kwargs.get("revision")):
         return load_base(name, quantization_config=quantization_config, **kwargs)
     if peft_config is not None:
         raise ValueError(f"{name} is an adapter and peft_config asks for a new one; leave peft_config out")
+    return load_adapted(name, quantization_config=quantization_config, **kwargs)
+
+
+def load_adapted(name: str, revision: str | None = None, **kwargs: Any) -> PeftModel:
+    """Return the base of the adapter at `name` with the adapter on it; `kwargs` are for `load_base`.
+
+    Raises:
+        ValueError: the adapter does not fit the base, or was trained on another one.
+        RuntimeError: a file is missing or damaged.
+    """
     base_name = adapter_base(name, revision)
     with base_of(name):
-        base_kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
-        base = load_base(base_name, quantization_config=quantization_config, **base_kwargs)
+        base = load_base(base_name, **kwargs)
     # PEFT would list every tensor that does not fit; `check_adapter_fits` raises one error instead.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
         model = put_adapter_on(base, name, revision, ignore_mismatched_sizes=True)
     check_adapter_fits(model, read_adapter_weights(name, revision), POLICY, name)
-    check_base_marks(model.get_base_model(), name, revision)
     return model
+
+
+# --- models out of nothing: for students, and for recipes and tests that must not download anything ---
+
+
+@dataclass(frozen=True)
+class BaseShape:
+    """The size of a base model.
+
+    Args:
+        vocab_size: most tokens: 256 bytes, the special tokens, and the merges learned from the texts.
+        hidden_size: width; an even multiple of num_heads.
+        num_layers: decoder layers.
+        num_heads: attention heads.
+        max_positions: most tokens of a prompt with its completion.
+    """
+
+    vocab_size: int = 512
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    max_positions: int = 128
+
+
+def make_base(
+    texts: Iterable[str],
+    output_dir: str | Path,
+    *,
+    shape: BaseShape | None = None,
+    chat_template: str | None = None,
+    special_tokens: Sequence[str] = (),
+    seed: int = 0,
+) -> Path:
+    """Write a tokenizer trained on `texts` and a Llama with random weights into a folder, and return the folder.
+
+    Args:
+        chat_template: Jinja text, saved with the tokenizer.
+        special_tokens: further tokens that are never split, such as those of the chat template.
+        seed: of the weights; the global random state stays unchanged.
+    """
+    shape = shape or BaseShape()
+    folder = require_output_dir(output_dir)
+    tokenizer = train_tokenizer(texts, shape.vocab_size, special_tokens)
+    tokenizer.chat_template = chat_template
+    tokenizer.model_max_length = shape.max_positions
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=4 * shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=True,
+        # Keeps the logits of a narrow, untrained model near unit variance.
+        initializer_range=shape.hidden_size**-0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerBase:
+    """Return a byte-level BPE tokenizer: every text can be encoded, and decodes to itself."""
+    special = [PAD_TOKEN, END_TOKEN, *special_tokens]
+    if vocab_size <= NUM_BYTES + len(special):
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: {NUM_BYTES} bytes and {len(special)} special tokens come first;"
+            f" set it to {NUM_BYTES + len(special) + 1} or more"
+        )
+    texts = list(texts)
+    if not any(texts):
+        raise ValueError("no texts to train a tokenizer on; give some that look like the data")
+    backend = Tokenizer(models.BPE())
+    # Digits one by one: a small model learns to calculate only on the digits themselves.
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        additional_special_tokens=list(special_tokens),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def scorer_from_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a reward model with random weights, drawn from torch's global random state: seed it first.
+
+    Args:
+        settings: `model_type` (llama, bert, ...) and fields of its config.
+        tokenizer: sets the vocabulary and the special tokens.
+
+    Raises:
+        ValueError: a missing or unknown model_type, or fields that its config rejects.
+    """
+    fields = dict(settings)
+    model_type = fields.pop("model_type", None)
+    if not model_type:
+        raise ValueError(
+            f"student_config has no model_type, only {', '.join(map(str, fields)) or 'nothing'}; write for instance"
+            " {model_type: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4}"
+        )
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
+    try:
+        config = AutoConfig.for_model(
+            model_type, **{"vocab_size": len(tokenizer), **tokens, "num_labels": 1, **fields}
+        )
+        return AutoModelForSequenceClassification.from_config(config)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"student_config {dict(settings)} makes no model: {reason}; repair it") from error

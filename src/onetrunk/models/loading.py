@@ -1,8 +1,8 @@
-"""Load models, tokenizers and adapters that others wrote.
+"""Load models, tokenizers and adapters that others wrote, and recognise a model again.
 
-Every `from_pretrained` of onetrunk is called here. A file that is damaged, or that asks for more memory than its
-weights explain, becomes one LoadError that names the file. transformers, PEFT and safetensors still do the reading:
-this module checks file headers and JSON before they do, and translates what they raise.
+Every `from_pretrained` of onetrunk is called here. Weights are safetensors, code of a repository runs only at a pinned
+commit, and what a library raises becomes one LoadError that names the file to blame. A crafted file may still hang or
+exhaust the memory, as it does in plain transformers.
 
 In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer". `name`
 is a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.
@@ -11,48 +11,58 @@ is a folder or a name on the Hub, `revision` a branch, tag or commit there, `sou
 from __future__ import annotations
 
 import contextlib
-import copy
+import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
-from safetensors import SafetensorError, safe_open
+from peft import PeftConfig, PeftModel, load_peft_weights
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers.utils import cached_file, find_adapter_config_file, has_file
 
-from onetrunk.models.trials import check_chat_template, check_patterns
-from onetrunk.utils.files import require_relative
+from onetrunk.models.adapters import require_lora
+from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.quiet import peft_calls
 
-# What a folder must hold, by the first word of `kind`; anything else is a model.
-FILES = {"tokenizer": "tokenizer.json", "adapter": "adapter_config.json and adapter_model.safetensors"}
-MODEL_FILES = "config.json and *.safetensors"
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-TEMPLATE_FILE = "chat_template.jinja"
-CONFIGS = ("config.json", "adapter_config.json")
-# The JSON files that a tokenizer reads, in the order in which they are blamed.
-TOKENIZER_JSON = "config.json tokenizer_config.json tokenizer.json special_tokens_map.json added_tokens.json".split()
+CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+# By the first word of `kind` (anything else is a model): what a folder must hold, and the files that can be to blame.
+FILES = {
+    "tokenizer": (
+        "tokenizer.json",
+        f"{CONFIG} {TOKENIZER_SETTINGS} tokenizer.json special_tokens_map.json added_tokens.json chat_template.jinja",
+    ),
+    "adapter": (f"{ADAPTER_CONFIG} and {SAFETENSORS_WEIGHTS_NAME}", f"{ADAPTER_CONFIG} {SAFETENSORS_WEIGHTS_NAME}"),
+    "model": (f"{CONFIG} and *.safetensors", f"{CONFIG} model.safetensors.index.json model*.safetensors"),
+}
 LONGEST_REASON = 300
-JSON_TYPES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-
-# Far above any model: a config beyond these is damaged or hostile.
-MOST_LAYERS = 10_000
-MOST_LABELS = 1_000_000
-MOST_ADAPTER_CONFIG_BYTES = 10_000_000
-LAYER_COUNT = re.compile(r"(num|n|encoder|decoder)_(\w+_)?(layers?|blocks)|depth")
-# A model may hold this many times the numbers of its weight files, plus this many: heads and buffers are new.
-MOST_TIMES, MOST_NEW = 2, 2**27
 CHECKED_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# An adapter may repeat the layers of its base (layer_replication), but not so often.
+MOST_COPIES = 10
+
+BASE_FILE = "base_model.json"
+MARKS_PER_WEIGHT = 4
+# A few numbers may be damaged by quantisation tools, or be outside the range of float16.
+LEAST_EQUAL = 0.95
+# Heads belong to an adapter, or to another kind of model on the same decoder.
+HEADS = ("lm_head", "score", "value_head", "modules_to_save", "original_module", "lora_")
+MARKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KEPT_IDENTITY = "onetrunk_identity"
+FINGERPRINT_SAMPLES = 64
+# Fields of a config that describe a load or padding, not the function that the model computes.
+PASSING = frozenset(
+    "_name_or_path name_or_path transformers_version architectures dtype torch_dtype use_cache quantization_config"
+    " pad_token_id bos_token_id eos_token_id _attn_implementation attn_implementation return_dict".split()
+)
 
 
 # --- errors ---
@@ -62,69 +72,97 @@ class LoadError(RuntimeError):
     """A name that leads nowhere, or a file that cannot be used; the message names it and says what to do."""
 
 
-def not_loadable(kind: str, name: str, reason: str | Exception) -> LoadError:
-    """Return the error for a name that leads to no `kind`; `reason` is a clause, or the loader's error."""
-    if isinstance(reason, Exception):
-        reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0].rstrip(".")
-        if not Path(name).exists():
-            reason = f"there is no folder {name} in {Path.cwd()}, and the Hub says: {reason}"
-    files = FILES.get(kind.split()[0], MODEL_FILES)
+@contextlib.contextmanager
+def reading(kind: str, name: str, file: str, revision: str | None = None) -> Iterator[None]:
+    """Translate what a library raises inside the block into a LoadError.
+
+    It names the file at `name` that cannot be opened. If all can, it names `file`, unless the error comes from the
+    file system or the network.
+    """
+    try:
+        yield
+    except (LoadError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        folder = _folder(name, revision)
+        for pattern in _files(kind)[1].split() if folder else ():
+            for path in sorted(folder.glob(pattern)):
+                check_file(kind, name, path)
+        if isinstance(error, OSError):
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            if not Path(name).exists():
+                reason = f"there is no folder {name} in {Path.cwd()}, and the Hub says: {reason}"
+            raise not_loadable(kind, name, reason) from error
+        if kind.startswith("tokenizer") and folder and not (folder / "tokenizer.json").is_file():
+            raise not_loadable(kind, name, "the folder holds no tokenizer that transformers can read") from error
+        raise damaged(kind, name, folder / file if folder else file, error) from error
+
+
+def check_file(kind: str, name: str, path: Path) -> None:
+    """Raise a LoadError if a file cannot be opened as what its name says it is."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.name == "tokenizer.json":
+            Tokenizer.from_file(str(path))
+        elif path.suffix == ".jinja":
+            path.read_text(encoding="utf-8")
+        elif not isinstance(json.loads(path.read_bytes()), dict):
+            raise ValueError("it holds no JSON object")
+    except Exception as error:
+        raise damaged(kind, name, path, error) from error
+
+
+def not_loadable(kind: str, name: str, reason: str) -> LoadError:
+    """Return the error for a name that leads to no `kind`; `reason` is a clause."""
     return LoadError(
-        f"the {kind} {name!r} cannot be loaded: {reason}. Give a folder that holds {files}, or a name on the Hub; for"
-        " a private one set HF_TOKEN, and without a network load it once beforehand"
+        f"the {kind} {name!r} cannot be loaded: {reason}. Give a folder that holds {_files(kind)[0]}, or a name on the"
+        " Hub; for a private one set HF_TOKEN, and without a network load it once beforehand"
     )
 
 
-def damaged(kind: str, name: str, path: str | Path, reason: str | BaseException) -> LoadError:
+def damaged(kind: str, name: str, path: str | Path, reason: str | Exception) -> LoadError:
     """Return the error for one unusable file; `reason` continues the file's name, or is the loader's error."""
-    if isinstance(reason, BaseException):
-        reason = f"cannot be used ({_reason(reason)})"
+    if isinstance(reason, Exception):
+        text = " ".join(str(reason).split())[:LONGEST_REASON].rstrip(".")
+        reason = f"cannot be used ({text if ' ' in text else f'{type(reason).__name__}: {text}'})"
     return LoadError(
         f"the {kind} {name!r} cannot be loaded: {path} {reason}. Download or copy the file again, or repair it"
     )
 
 
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
-    is_readable = isinstance(error, (ValueError, RuntimeError, HFValidationError)) or " " in text
-    return text.rstrip(".") if is_readable and text else f"{type(error).__name__}: {text}".rstrip(".: ")
+def _files(kind: str) -> tuple[str, str]:
+    return FILES.get(kind.split()[0], FILES["model"])
 
 
-@contextlib.contextmanager
-def reading(kind: str, name: str, path: str | Path) -> Iterator[None]:
-    """Translate what a library or a check raises inside the block into a LoadError.
+def _folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder with the files of `name`, in the Hub's cache if need be; None if nothing has been loaded."""
+    paths = (source_file(name, file, revision) for file in (*CONFIGS, TOKENIZER_SETTINGS))
+    return Path(name) if Path(name).is_dir() else next((path.parent for path in paths if path), None)
 
-    It blames the file `path` for every error that comes neither from the file system nor from the network.
+
+# --- names ---
+
+
+def pinned_source(revision: str | None, trust_remote_code: bool | None) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained` that say which code and weights to load.
+
+    They always include `trust_remote_code`: without it transformers asks at the terminal, and a "y" would run code
+    that nobody has read.
+
+    Raises:
+        ValueError: remote code without a full commit hash as the revision.
     """
-    try:
-        yield
-    except OSError as error:
-        raise not_loadable(kind, name, error) from error
-    except (LoadError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except BaseException as error:
-        # A Rust library that panics raises a BaseException of this name.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise damaged(kind, name, path, error) from error
-
-
-# --- files ---
-
-
-def check_source(name: str, kind: str = "model") -> None:
-    """Reject a name that cannot lead to a model or tokenizer, before the Hub is asked."""
-    path = Path(name)
-    if path.is_file():
-        raise not_loadable(kind, name, "it is a file")
-    if not path.is_dir() and not can_be_on_hub(name):
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise not_loadable(kind, name, f"there is no such folder{where}")
-    if path.is_dir() and not kind.startswith("tokenizer") and not any((path / config).is_file() for config in CONFIGS):
-        inside = sorted(config.parent.name for pattern in CONFIGS for config in path.glob(f"*/{pattern}"))
-        hint = f", but its folder {inside[-1]} does: name that" if inside else ""
-        raise not_loadable(kind, name, f"the folder holds neither {' nor '.join(CONFIGS)}{hint}")
+    if not trust_remote_code:
+        return {"revision": revision or "main", "trust_remote_code": False}
+    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        raise ValueError(
+            f"trust_remote_code runs the repository's code, and revision is {revision!r}; set revision (on the command"
+            " line model_revision) to the full 40-digit commit hash that you have read"
+        )
+    # Code that a config borrows from another repository is pinned too: it does not exist there at this commit.
+    return {"revision": revision, "code_revision": revision, "trust_remote_code": True}
 
 
 def expand(name: str | Path) -> str:
@@ -142,6 +180,27 @@ def can_be_on_hub(name: str) -> bool:
     return True
 
 
+def is_same_source(one: str, other: str) -> bool:
+    """Return whether two names lead to the same model: the same text, or paths of the same folder."""
+    if one and other and Path(one).is_dir() and Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    return bool(one) and one == other
+
+
+def check_source(name: str, kind: str = "model") -> None:
+    """Reject a name that cannot lead to a model or tokenizer, before the Hub is asked."""
+    path = Path(name)
+    if path.is_file():
+        raise not_loadable(kind, name, "it is a file")
+    if not path.is_dir() and not can_be_on_hub(name):
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise not_loadable(kind, name, f"there is no such folder{where}")
+    if path.is_dir() and not kind.startswith("tokenizer") and not any((path / config).is_file() for config in CONFIGS):
+        inside = sorted(config.parent.name for pattern in CONFIGS for config in path.glob(f"*/{pattern}"))
+        hint = f", but its folder {inside[-1]} does: name that" if inside else ""
+        raise not_loadable(kind, name, f"the folder holds neither {' nor '.join(CONFIGS)}{hint}")
+
+
 def source_file(name: str, file: str, revision: str | None = None) -> Path | None:
     """Return the local path of a file; None if it is missing, or its repository cannot be read."""
     if Path(name).is_dir():
@@ -155,167 +214,126 @@ def source_file(name: str, file: str, revision: str | None = None) -> Path | Non
     return None if path is None else Path(path)
 
 
-def _shown(name: str, file: str) -> str:
-    return str(Path(name) / file) if Path(name).is_dir() else f"{file} in {name}"
+def is_adapter(name: str, revision: str | None = None) -> bool:
+    """Return whether `name` leads to an adapter rather than a model; RuntimeError for a path that leads to neither."""
+    check_source(name)
+    return find_adapter_config_file(name, revision=revision) is not None
 
 
-def read_object(
-    kind: str, name: str, path: Path, check: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """Return the JSON object in a file; raise a LoadError that names the file if it holds something else.
+def adapter_base(name: str, revision: str | None = None) -> str | None:
+    """Return the name of the base model of the adapter at `name`; None if `name` is a model.
 
-    Args:
-        check: called with each object in the file, however deep, the inner ones first; returns it.
+    Raises:
+        RuntimeError: `name`, or the base that its config names, leads nowhere.
+        ValueError: its config names no base, its weights are pickled, or it is not a LoRA adapter.
     """
+    if not is_adapter(name, revision):
+        return None
+    require_safetensors(name, revision)
+    config = read_adapter_config(name, revision)
+    require_lora(config, f"the adapter {name}")
+    base = config.base_model_name_or_path
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"the adapter {name!r} does not say what its base model is; set base_model_name_or_path in its"
+            " adapter_config.json"
+        )
+    with base_of(name):
+        if is_adapter(base):
+            raise RuntimeError(f"{base!r} is an adapter itself; name the model that it was trained on")
+    return base
+
+
+def require_safetensors(name: str, revision: str | None = None, folder: str = "") -> None:
+    """Reject an adapter whose weights are pickled (`adapter_model.bin`): PEFT would pass them to `torch.load`.
+
+    Every adapter is checked here before it is loaded. `folder` is the subfolder that holds it, if any.
+
+    Raises:
+        ValueError: it has no adapter_model.safetensors.
+    """
+    files = [f"{folder}/{file}" if folder else file for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)]
+    if has_file(name, files[0], revision=revision):
+        return
+    pickled = f"its weights are pickled ({files[1]}), and " if has_file(name, files[1], revision=revision) else ""
+    raise ValueError(
+        f"the adapter {name!r} has no {files[0]}: {pickled}onetrunk reads no other format; load the adapter with PEFT"
+        " where you trust it, and save it again (save_pretrained)"
+    )
+
+
+@contextlib.contextmanager
+def base_of(adapter: str) -> Iterator[None]:
+    """Add to errors of the block that the base model's name comes from an adapter's config."""
     try:
-        value = json.loads(path.read_bytes(), object_hook=check)
-    except ValueError as error:
-        raise damaged(kind, name, path, f"is not JSON ({_reason(error)})") from error
-    except RecursionError as error:
-        raise damaged(kind, name, path, "is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise damaged(kind, name, path, f"holds a JSON {JSON_TYPES[type(value)]}, expected an object")
-    return value
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the adapter {adapter!r} names its base model in adapter_config.json (base_model_name_or_path; a path"
+            f" there is relative to the working folder): {error}"
+        ) from error
 
 
-def read_shapes(kind: str, name: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a safetensors file, from its header."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = f"is damaged or only partly downloaded: it has {path.stat().st_size} bytes and is no whole"
-        raise damaged(kind, name, path, f"{reason} safetensors file ({_reason(error)})") from error
-
-
-# --- models ---
+# --- models and tokenizers ---
 
 
 def read_config(kind: str, name: str, **source: Any) -> PreTrainedConfig:
     """Return the config of a model, as AutoConfig makes it."""
     source = {"trust_remote_code": False, **source}
     check_source(name, kind)
-    check_config_file(kind, name, source.get("revision"))
-    path = _shown(name, "config.json")
-    with reading(kind, name, path):
-        config = AutoConfig.from_pretrained(name, **source)
-        text = config.get_text_config()
-        if not isinstance(text, PreTrainedConfig):
-            raise ValueError(f"text_config is {text!r}, expected an object")
-        for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
-            value = getattr(text, key, None)
-            if value is not None and not (isinstance(value, int) and value > 0):
-                raise ValueError(f"it says {key} {value!r}, expected a number above 0")
-    return config
+    with reading(kind, name, CONFIG, source.get("revision")):
+        return AutoConfig.from_pretrained(name, **source)
 
 
-def check_config_file(kind: str, name: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the content of config.json, empty if there is none.
-
-    transformers builds lists as long as the numbers of layers and labels, so these are bounded before it reads them.
-    """
-    path = source_file(name, "config.json", revision)
-
-    def check(fields: dict[str, Any]) -> dict[str, Any]:
-        for key, number in fields.items():
-            most = MOST_LABELS if key == "num_labels" else MOST_LAYERS if LAYER_COUNT.fullmatch(key) else math.inf
-            if isinstance(number, (int, float)) and number > most:
-                raise damaged(kind, name, path, f"says {key} {number:.6g}, and at most {most} are supported")
-        return fields
-
-    return {} if path is None else read_object(kind, name, path, check)
+def load_config(name: str, revision: str | None = None, trust_remote_code: bool | None = None) -> PreTrainedConfig:
+    """Return the text config of the model at `name`, or of the base of the adapter at `name`."""
+    base = adapter_base(name, revision)
+    if base is None:
+        return read_config("model", name, **pinned_source(revision, trust_remote_code)).get_text_config()
+    with base_of(name):
+        return read_config("model", base, **pinned_source(None, None)).get_text_config()
 
 
 def load_weights(
-    auto_class: Any, kind: str, name: str, config: PreTrainedConfig, *, trust_remote_code: bool, **kwargs: Any
+    auto_class: Any, kind: str, name: str, *, trust_remote_code: bool, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model with transformers' loading report; every weight is finite.
 
     Args:
-        auto_class: of transformers, with `from_pretrained`.
-        config: from `read_config`.
+        auto_class: of transformers, with `from_pretrained`; `read_config` has read the config.
         **kwargs: for `from_pretrained`.
     """
     revision = kwargs.get("revision")
-    shapes = check_weight_files(kind, name, revision)
-    _check_generation_config(kind, name, revision)
-    path = _shown(name, "config.json")
-    if shapes and not trust_remote_code:
-        _check_size(auto_class, kind, name, config, shapes)
+    generation = source_file(name, "generation_config.json", revision)
+    if generation is not None:
+        # transformers would silently use its own end tokens instead of those of a damaged file.
+        check_file(kind, name, generation)
     kwargs |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with reading(kind, name, path):
+    with reading(kind, name, CONFIG, revision):
         model, report = auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
     mismatched = report["mismatched_keys"]
     if mismatched:
         tensor, stored, expected = min(mismatched, key=lambda entry: str(entry[0]))
         reason = f"does not belong to the weights next to it: {len(mismatched)} tensors have another shape"
         example = f"the first is {tensor}, {list(stored)} in the file and {list(expected)} by the config"
-        raise damaged(kind, name, path, f"{reason}, {example}")
+        raise damaged(kind, name, source_file(name, CONFIG, revision) or CONFIG, f"{reason}, {example}")
     check_finite(model, kind, name)
     return model, report
 
 
-def check_weight_files(kind: str, name: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a model's safetensors files; empty if there are no such files."""
-    single = source_file(name, WEIGHTS_FILE, revision)
-    if single is not None:
-        return read_shapes(kind, name, single)
-    index = source_file(name, INDEX_FILE, revision)
-    if index is None:
-        return {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    with reading(kind, name, index):
-        files = read_object(kind, name, index).get("weight_map")
-        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError("it has no weight_map from tensors to files")
-        for file in sorted(set(files.values())):
-            require_relative(file, name, "a file in its weight_map")
-            path = source_file(name, file, revision)
-            if path is None:
-                raise ValueError(f"it names {file}, which is not there: the download is not complete")
-            shapes |= read_shapes(kind, name, path)
-    return shapes
-
-
-def _check_generation_config(kind: str, name: str, revision: str | None) -> None:
-    # transformers would silently use its own end tokens instead of those of a damaged file.
-    path = source_file(name, "generation_config.json", revision)
-    end = None if path is None else read_object(kind, name, path).get("eos_token_id")
-    ids = end if isinstance(end, list) else [] if end is None else [end]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise damaged(kind, name, path, f"says eos_token_id {end!r}, expected a token id or a list of them")
-
-
-def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the model of a config without memory for weights; None if it cannot be made.
-
-    `from_pretrained` makes the model in the same way, and its error is translated.
-    """
+def read_tokenizer(name: str, kind: str = "tokenizer", **source: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer at `name`, unchanged."""
+    source = {"trust_remote_code": False, **source}
+    check_source(name, kind)
     try:
-        with torch.device("meta"), peft_calls():
-            return auto_class.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception:
-        return None
-
-
-def _check_size(
-    auto_class: Any, kind: str, name: str, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Reject a config of a much larger model than its weights: the missing tensors would be made in memory."""
-    path = _shown(name, "config.json")
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
-    if layers > len(shapes):
-        raise damaged(kind, name, path, f"says {layers} layers, and the weights next to it are {len(shapes)} tensors")
-    empty = empty_model(auto_class, config)
-    if empty is None:
-        return
-    size = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
-    stored = sum(map(math.prod, shapes.values()))
-    # One stored number of a quantised weight may hold several.
-    per_number = 1 if getattr(config, "quantization_config", None) is None else 8
-    if size > MOST_TIMES * per_number * stored + MOST_NEW:
-        reason = f"describes a model of {size:.3g} numbers, and the weights next to it hold {stored:.3g}"
-        raise damaged(kind, name, path, reason)
+        with reading(kind, name, TOKENIZER_SETTINGS, source.get("revision")):
+            tokenizer = AutoTokenizer.from_pretrained(name, **source)
+            tokenizer("a", verbose=False)
+    except LoadError:
+        if source_file(name, CONFIG, source.get("revision")):
+            read_config(kind, name, **source)  # AutoTokenizer reads it too: the error names it if it is to blame.
+        raise
+    return tokenizer
 
 
 @torch.no_grad()
@@ -346,103 +364,20 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() & high.isfinite())
 
 
-# --- tokenizers ---
-
-
-def read_tokenizer(name: str, kind: str = "tokenizer", **source: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at `name`, unchanged; its chat template, if it has one, has run once."""
-    source = {"trust_remote_code": False, **source}
-    revision = source.get("revision")
-    check_source(name, kind)
-    check_config_file(kind, name, revision)
-    settings = _shown(name, "tokenizer_config.json")
-    try:
-        with reading(kind, name, settings):
-            tokenizer = AutoTokenizer.from_pretrained(name, **source)
-            tokenizer("a", verbose=False)
-    except LoadError:
-        _check_tokenizer_files(kind, name, revision)
-        raise
-    with reading(kind, name, source_file(name, TEMPLATE_FILE, revision) or settings):
-        check_chat_template(tokenizer)
-    return tokenizer
-
-
-def _check_tokenizer_files(kind: str, name: str, revision: str | None) -> None:
-    """Raise the error that names the damaged file of a tokenizer, if a single file is to blame."""
-    paths = {file: source_file(name, file, revision) for file in (*TOKENIZER_JSON, TEMPLATE_FILE)}
-    for file in TOKENIZER_JSON:
-        if paths[file] is not None:
-            read_object(kind, name, paths[file])
-    if paths["config.json"] is not None:
-        read_config("model", name, revision=revision)
-    template, tokenizer = paths[TEMPLATE_FILE], paths["tokenizer.json"]
-    if template is not None:
-        try:
-            template.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise damaged(kind, name, template, f"is not UTF-8 text ({error.reason})") from error
-    if tokenizer is not None:
-        with reading(kind, name, tokenizer):
-            Tokenizer.from_file(str(tokenizer))
-    elif Path(name).is_dir():
-        raise not_loadable(kind, name, "the folder holds no tokenizer that transformers can read")
-
-
 # --- adapters ---
 
 
 def read_adapter_config(name: str, revision: str | None = None) -> PeftConfig:
-    """Return the PEFT config of an adapter, once it has been compared with the shapes of the adapter's weights."""
-    path = source_file(name, "adapter_config.json", revision)
-    if path is None:
-        raise not_loadable("adapter", name, "there is no adapter_config.json")
-    weights = source_file(name, ADAPTER_WEIGHTS_FILE, revision)
-    with reading("adapter", name, path):
-        if (size := path.stat().st_size) > MOST_ADAPTER_CONFIG_BYTES:
-            raise ValueError(f"it has {size} bytes, at most {MOST_ADAPTER_CONFIG_BYTES}")
-        peft_type = read_object("adapter", name, path).get("peft_type")
-        if peft_type not in [known.value for known in PeftType]:
-            raise ValueError(f"it says peft_type {peft_type!r}, which PEFT does not know")
-        config = PeftConfig.from_pretrained(name, revision=revision)
-        _check_adapter_fields(config)
-        if weights is not None:
-            _check_ranks(config, read_shapes("adapter", name, weights))
-    return config
-
-
-def _check_adapter_fields(config: PeftConfig) -> None:
-    base = config.base_model_name_or_path
-    if base is not None and not isinstance(base, str):
-        raise ValueError(f"it says base_model_name_or_path {base!r}, expected a name or path")
-    copies = sum(len(range(*pair)) for pair in getattr(config, "layer_replication", None) or [])
-    if copies > MOST_LAYERS:
-        raise ValueError(f"it makes {copies} layers (layer_replication), at most {MOST_LAYERS}")
-    scales = [getattr(config, "lora_alpha", 1), *(getattr(config, "alpha_pattern", None) or {}).values()]
-    if not all(scale is None or math.isfinite(scale) for scale in scales):
-        raise ValueError(f"it scales its update by {scales} (lora_alpha), expected finite numbers")
-
-
-def _check_ranks(config: PeftConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Reject a rank beyond the adapter's weights: PEFT makes its matrices in memory before it compares."""
-    pattern = getattr(config, "rank_pattern", None) or {}
-    if not isinstance(pattern, dict):
-        raise ValueError(f"it says rank_pattern {pattern!r}, expected an object")
-    ranks = {key: getattr(config, key, None) for key in ("r", "num_virtual_tokens")} | pattern
-    rows = [shape[0] for key, shape in shapes.items() if re.search(r"lora_(embedding_)?A\b", key) and shape]
-    # With a pattern, `r` may be the rank of no module.
-    most = max(rows) if rows and not pattern else max((size for shape in shapes.values() for size in shape), default=0)
-    for key, rank in ranks.items():
-        if rank is not None and (type(rank) is not int or not 0 < rank <= max(most, 1)):
-            raise ValueError(f"it says {key} {rank!r}, and the weights next to it are of rank {most} at most")
+    """Return the PEFT config of an adapter."""
+    if source_file(name, ADAPTER_CONFIG, revision) is None:
+        raise not_loadable("adapter", name, f"there is no {ADAPTER_CONFIG}")
+    with reading("adapter", name, ADAPTER_CONFIG, revision):
+        return PeftConfig.from_pretrained(name, revision=revision)
 
 
 def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Tensor]:
-    """Return the tensors of an adapter on the CPU, under PEFT's names; all are finite.
-
-    `read_adapter_config` comes first: it says whether the file is whole.
-    """
-    with reading("adapter", name, _shown(name, ADAPTER_WEIGHTS_FILE)):
+    """Return the tensors of an adapter on the CPU, under PEFT's names; all are finite."""
+    with reading("adapter", name, SAFETENSORS_WEIGHTS_NAME, revision):
         weights = load_peft_weights(name, device="cpu", revision=revision)
         bad = [key for key, tensor in weights.items() if not is_finite(tensor)]
         if bad:
@@ -451,16 +386,135 @@ def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Te
 
 
 def put_adapter_on(base: PreTrainedModel, name: str, revision: str | None = None, **kwargs: Any) -> PeftModel:
-    """Return `base` with the adapter at `name` on it."""
+    """Return `base` with the adapter at `name` on it.
+
+    Raises:
+        ValueError: the adapter was trained on another base.
+    """
     config = read_adapter_config(name, revision)
     read_adapter_weights(name, revision)
+    check_base_marks(base, name, revision)
     with adding_adapter(config, base, name):
         return PeftModel.from_pretrained(base, name, revision=revision, **kwargs)
 
 
 @contextlib.contextmanager
-def adding_adapter(config: PeftConfig, base: nn.Module, name: str) -> Iterator[None]:
-    """Put an adapter on `base` inside the block, once its patterns of module names have been tried."""
-    with peft_calls(), reading("adapter", name, _shown(name, "adapter_config.json")):
-        check_patterns(config, [key for key, _ in base.named_modules()])
+def adding_adapter(config: PeftConfig, base: PreTrainedModel, name: str) -> Iterator[None]:
+    """Put an adapter on `base` inside the block."""
+    with peft_calls(), reading("adapter", name, ADAPTER_CONFIG):
+        layers = base.config.get_text_config().num_hidden_layers
+        copies = sum(end - start for start, end in getattr(config, "layer_replication", None) or [])
+        if copies > MOST_COPIES * layers:
+            raise ValueError(f"it makes {copies} layers (layer_replication), and the base has {layers}")
         yield
+
+
+# --- base marks ---
+
+
+def keep_identity(base: PreTrainedModel) -> None:
+    """Compute the marks and the fingerprint of a base now; once it is sharded no process has all of its weights."""
+    vars(base)[KEPT_IDENTITY] = (base_marks(base), base_fingerprint(base))
+
+
+@torch.no_grad()
+def base_marks(base: PreTrainedModel) -> dict[str, Any]:
+    """Return the name of a base model and samples of its weights, as JSON data; adapters in its layers are ignored."""
+    if KEPT_IDENTITY in vars(base):
+        return vars(base)[KEPT_IDENTITY][0]
+    names, parts = [], []
+    for name, parameter in base.named_parameters():
+        if parameter.dtype not in MARKED_DTYPES or is_packed(parameter) or any(head in name for head in HEADS):
+            continue
+        flat = parameter.data.reshape(-1)
+        # Spread, because the first numbers of all rows may be equal.
+        places = [(2 * i + 1) * flat.numel() // (2 * MARKS_PER_WEIGHT) for i in range(MARKS_PER_WEIGHT)]
+        names.append(name.replace(".base_layer.", "."))
+        parts.append(flat[places].to(torch.bfloat16))
+    # One transfer for all weights.
+    rows = torch.stack(parts).view(torch.int16).cpu().tolist() if parts else []
+    is_half = any(p.dtype == torch.float16 for p in base.parameters())
+    weights = dict(zip(names, rows, strict=True))
+    return {"name": base.config.name_or_path, "is_float16": is_half, "weights": weights}
+
+
+def write_base_marks(base: PreTrainedModel, folder: str | Path) -> None:
+    """Write the `base_marks` of a base into the folder of an adapter that was trained on it."""
+    atomic_write_json(Path(folder) / BASE_FILE, base_marks(base))
+
+
+def check_base_marks(base: PreTrainedModel, source: str, revision: str | None = None) -> None:
+    """Reject an adapter on a base that it was not trained on; an adapter without marks passes.
+
+    Args:
+        base: the model that will carry the adapter, with or without adapters.
+        source: folder or Hub name of the adapter.
+
+    Raises:
+        ValueError: the weights differ (names both bases), or the file of marks is damaged.
+    """
+    path = source_file(source, BASE_FILE, revision)
+    if path is None:
+        return
+    current = base_marks(base)
+    try:
+        saved = json.loads(path.read_bytes())
+        name, weights = saved["name"], saved["weights"]
+        shared = weights.keys() & current["weights"].keys()
+        pairs = [pair for key in shared for pair in zip(weights[key], current["weights"][key], strict=True)]
+        # A number from float16 may be the neighbour of the one that float32 rounds to.
+        most = int(bool(saved.get("is_float16")) != current["is_float16"])
+        equal = sum(abs(a - b) <= most for a, b in pairs)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{source}/{BASE_FILE} is damaged ({error}); restore it, or delete it") from error
+    if pairs and equal < LEAST_EQUAL * len(pairs):
+        raise ValueError(
+            f"the adapter {source} was trained on {name or 'another base model'}, and this base,"
+            f" {current['name'] or 'made in memory'}, has other weights ({len(pairs) - equal} of {len(pairs)} samples"
+            " differ); load it on the base that it was trained on"
+        )
+
+
+# --- fingerprints ---
+
+
+def base_fingerprint(base: PreTrainedModel) -> str:
+    """Return one line that identifies a base model; adapters in its layers are ignored."""
+    if KEPT_IDENTITY in vars(base):
+        return vars(base)[KEPT_IDENTITY][1]
+    return _fingerprint(base, without=".lora_")
+
+
+def scorer_fingerprint(model: PreTrainedModel) -> str:
+    """Return one line that identifies a reward model with its adapters; a head that an adapter replaces is ignored."""
+    return _fingerprint(model, without=".original_module.")
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of named tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def _fingerprint(base: PreTrainedModel, without: str) -> str:
+    # Only what differs from the defaults of the class: a later version of transformers may add fields.
+    config = {k: v for k, v in base.config.to_diff_dict().items() if k not in PASSING}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    parts: list[Tensor] = []
+    for name, parameter in base.named_parameters():
+        if without in name:
+            continue
+        # PEFT moves a layer that it adapts to `base_layer`.
+        digest.update(f"{name.replace('.base_layer.', '.')} {parameter.dtype} {list(parameter.shape)}".encode())
+        flat = parameter.data.reshape(-1)
+        # A copy: a view would keep the whole weight where it is cast when it is read (late_cast.py).
+        parts.append(flat[:: max(1, -(-flat.numel() // FINGERPRINT_SAMPLES))].clone())
+    for dtype in sorted({part.dtype for part in parts}, key=str):
+        # One transfer per dtype: one per weight would wait for the GPU each time.
+        joined = torch.cat([part for part in parts if part.dtype == dtype]).cpu().contiguous()
+        digest.update(joined.view(torch.uint8).numpy().tobytes())
+    return f"{base.config.model_type}, sha256 {digest.hexdigest()[:16]}"

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.base import decoder_layers
 from onetrunk.models.late_cast import cast_now, casting_later
-from onetrunk.models.sources import base_fingerprint, keep_identity
+from onetrunk.models.loading import base_fingerprint, keep_identity
 from onetrunk.utils.options import reject_deepspeed
 
 USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))

@@ -22,7 +22,7 @@ from onetrunk.costs import SCORED_AT_ONCE
 from onetrunk.models.base import active_dropout, computes, decoder_layers, probe_inputs
 from onetrunk.models.cut import only_between
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.scorer import score_layer
+from onetrunk.models.reward_model import score_layer
 from onetrunk.models.training_stage import Stage, StagePlace, base_obstacle, divide_layers
 
 # input_ids and attention_mask [b, T] of a microbatch.

@@ -37,6 +37,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from onetrunk.models.adapters import find_tuner_layers
 from onetrunk.models.base import active_dropout
 from onetrunk.models.late_cast import cast_now
+from onetrunk.models.loading import keep_identity
 from onetrunk.models.parallel import (
     Layout,
     group_size,
@@ -46,7 +47,6 @@ from onetrunk.models.parallel import (
     require_one_base,
     shard_frozen,
 )
-from onetrunk.models.sources import keep_identity
 from onetrunk.ops.vocab_parallel import VocabShard
 
 T = TypeVar("T")

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.base import backbone, decoder_layers
 from onetrunk.models.late_cast import cast_now
+from onetrunk.models.loading import keep_identity
 from onetrunk.models.parallel import keep_whole_size, local_bytes, mark_divided, require_one_base
 from onetrunk.models.pipeline import LayerSplit, naming_lost_stage
-from onetrunk.models.sources import keep_identity
 from onetrunk.models.tensor_parallel import process_mesh
 
 STAGED = "onetrunk_staged"

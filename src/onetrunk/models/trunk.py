@@ -50,8 +50,8 @@ from onetrunk.models.base import (
     verify_head,
 )
 from onetrunk.models.cut import only_above, only_below, only_between, verify_cut
-from onetrunk.models.score_adapter import ScoreBranch
-from onetrunk.models.sources import write_base_marks
+from onetrunk.models.loading import write_base_marks
+from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
 from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle, token_grid

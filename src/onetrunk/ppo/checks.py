@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.models.base import check_attention, check_decoder, load_base
 from onetrunk.models.build import check_model_type, check_new_adapter
+from onetrunk.models.loading import load_config
 from onetrunk.models.parallel import check_stage_launch, check_stage_layout, launch_layout, train_in_stages
-from onetrunk.models.sources import load_config
 from onetrunk.models.tensor_parallel import num_data_processes
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import REFUSED_OPTIMIZERS

@@ -27,8 +27,8 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.judges.base import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
+from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.parallel import gathered, reshard
-from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.staged import pack_outputs, staged
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel

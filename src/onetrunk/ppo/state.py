@@ -24,8 +24,8 @@ from onetrunk.checkpoints.settings import (
 )
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
+from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.parallel import training_stages
-from onetrunk.models.sources import base_fingerprint
 from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController

@@ -20,7 +20,7 @@ from onetrunk.data.preferences import PAIR, SIDES, STOPPED, stopped_column, vali
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.base import digest
-from onetrunk.models.sources import base_fingerprint
+from onetrunk.models.loading import base_fingerprint
 from onetrunk.rewards.base import Completion
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.model import ModelReward

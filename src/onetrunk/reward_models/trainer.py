@@ -36,7 +36,7 @@ from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.parallel import check_stage_launch, check_stage_layout, train_in_stages
 from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.scorer import READS_END, length_limit
+from onetrunk.models.reward_model import READS_END, length_limit
 from onetrunk.models.staged_scorer import StagedScorer, keep_scorer_stage
 from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
@@ -206,7 +206,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
 
     Args:
         model: a sequence-classification model with one label, or a PeftModel of one; for a language model's folder or
-            name see `models.scorer.load_with_new_head`.
+            name see `models.reward_model.load_with_new_head`.
         args: settings.
         train_dataset: preference rows; ShardedRows are read while training.
         eval_dataset: held-out rows, or several such datasets by name.
@@ -402,7 +402,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if self.args.center_rewards_coefficient:
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
         self.note_pairs(scores.detach(), chosen.detach(), rejected.detach(), inputs.get("probability"))
-        loss = loss * (len(chosen) / self.collator.denominators(inputs)[0])
+        loss = loss * len(chosen) / self.collator.denominators(inputs)[0]
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from onetrunk.judges.base import digest
 from onetrunk.judges.rubric import source_identity
-from onetrunk.models.score_adapter import ScoreAdapter
-from onetrunk.models.sources import scorer_fingerprint, tensors_digest
+from onetrunk.models.loading import scorer_fingerprint, tensors_digest
+from onetrunk.models.reward_model import ScoreAdapter
 from onetrunk.rewards.base import without_partials
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.judge import COLUMN, JudgeReward, PairwiseReward

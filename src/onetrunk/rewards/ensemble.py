@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onetrunk.models.score_adapter import is_adapter_name, load_adapter_scorer, read_score_adapter
-from onetrunk.models.scorer import SCALE_FILE, ScoreScale, adapter_tokenizer, read_score_scale
+from onetrunk.models.reward_model import (
+    SCALE_FILE,
+    ScoreScale,
+    is_adapter_name,
+    load_adapter_scorer,
+    read_score_scale,
+)
 from onetrunk.rewards.base import Completion
 from onetrunk.rewards.model import ModelReward
 from onetrunk.types import Prompt
@@ -128,9 +133,5 @@ def load_reward(name: str | Path, *, device: torch.device | str | None = None, b
     name = str(name)
     if not is_adapter_name(name):
         return ModelReward(name, device=device, batch_size=batch_size)
-    model, tokenizer = load_adapter_scorer(name, device=device), adapter_tokenizer(name)
-    if tokenizer is None:
-        tokenizer = read_score_adapter(name).base
-    else:
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model, tokenizer = load_adapter_scorer(name, device=device)
     return ModelReward(model, tokenizer, name=Path(name).name, batch_size=batch_size)

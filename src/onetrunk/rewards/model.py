@@ -1,6 +1,6 @@
 """A reward model as a reward function: a model of its own (`ModelReward`), or an adapter on the trunk (`TrunkReward`).
 
-How prompt and completion become token ids, and token ids become scores, is in `models/scorer.py`.
+How prompt and completion become token ids, and token ids become scores, is in `models/reward_model.py`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.models.loading import read_tokenizer
-from onetrunk.models.score_adapter import ScoreAdapter, read_score_adapter
-from onetrunk.models.scorer import (
+from onetrunk.models.loading import is_same_source, load_config, read_tokenizer
+from onetrunk.models.reward_model import (
+    ScoreAdapter,
     adapter_tokenizer,
     check_scorer,
     encode_rows,
     length_limit,
     load_scorer,
+    read_score_adapter,
     reads_end_token,
     score_token_ids,
     scorer_source,
 )
-from onetrunk.models.sources import is_same_source, load_config
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
 

@@ -25,9 +25,8 @@ from urllib.parse import parse_qsl
 import httpx2
 
 from onetrunk.judges.chat import is_same_model
-from onetrunk.models.loading import read_tokenizer
-from onetrunk.models.scorer import encode_rows, length_limit, reads_end_token
-from onetrunk.models.sources import load_config
+from onetrunk.models.loading import load_config, read_tokenizer
+from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
 from onetrunk.rewards.base import Completion
 from onetrunk.types import Prompt
 from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async

@@ -13,7 +13,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.models.sources import is_adapter
+from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.stages.plain_arguments import check_model, check_seeds, require_output_dir_is_set
 from onetrunk.utils.options import option

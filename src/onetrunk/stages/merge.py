@@ -7,22 +7,24 @@ config and a card.
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
-from peft import PeftModel
-from transformers import PreTrainedModel
 
 from onetrunk.checkpoints.folders import begin_staging
 from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
 from onetrunk.checkpoints.manifest import MANIFEST
 from onetrunk.checkpoints.writing import install
-from onetrunk.models.adapters import POLICY, check_adapter_fits
-from onetrunk.models.base import check_decoder, load_base
-from onetrunk.models.loading import can_be_on_hub, put_adapter_on, read_adapter_config, read_adapter_weights
-from onetrunk.models.sources import adapter_base, base_of, check_base_marks, load_config
+from onetrunk.models.base import check_decoder
+from onetrunk.models.build import load_adapted
+from onetrunk.models.loading import (
+    adapter_base,
+    base_of,
+    can_be_on_hub,
+    load_config,
+    read_adapter_config,
+)
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import MergeArguments
@@ -82,24 +84,6 @@ def check(args: MergeArguments) -> str:
     return base
 
 
-def merged_model(adapter: str, revision: str | None, base: str, dtype: str) -> PreTrainedModel:
-    """Return the base with the adapter added to its weights, in `dtype`.
-
-    Raises:
-        ValueError: the adapter does not fit the base, or was trained on another one.
-        RuntimeError: a file is damaged.
-    """
-    with base_of(adapter):
-        model = load_base(base, dtype=None if dtype == "auto" else dtype)
-    # PEFT would list every tensor that does not fit; `check_adapter_fits` raises one error instead.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")
-        peft_model: PeftModel = put_adapter_on(model, adapter, revision, ignore_mismatched_sizes=True)
-    check_adapter_fits(peft_model, read_adapter_weights(adapter, revision), POLICY, adapter)
-    check_base_marks(peft_model.get_base_model(), adapter, revision)
-    return peft_model.merge_and_unload(safe_merge=True)
-
-
 def write_card(folder: Path, args: MergeArguments, base: str) -> None:
     """Write the model card of a merged model; it has no path of this machine."""
     on_hub = not Path(base).exists() and can_be_on_hub(base)
@@ -127,7 +111,8 @@ def merge(args: MergeArguments) -> None:
     with held_folder(output):
         source = {"revision": args.revision} if args.revision else {}
         tokenizer = policy_tokenizer(args.adapter, None, source)
-        model = merged_model(args.adapter, args.revision, base, args.dtype)
+        adapted = load_adapted(args.adapter, args.revision, dtype=None if args.dtype == "auto" else args.dtype)
+        model = adapted.merge_and_unload(safe_merge=True)
         staged = begin_staging(output) / "model"
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)

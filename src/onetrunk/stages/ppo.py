@@ -19,7 +19,7 @@ from trl import get_quantization_config
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.load import JudgeConfig
-from onetrunk.models.sources import is_adapter
+from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import HackingMonitor

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx2
 
-from onetrunk.models.sources import adapter_base, load_config
+from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.parsing import parse

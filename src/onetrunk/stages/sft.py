@@ -16,8 +16,8 @@ from onetrunk.data.prompts import without_written_bos
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.base import load_base, load_tokenizer
 from onetrunk.models.build import check_targets_by_name
+from onetrunk.models.loading import load_config
 from onetrunk.models.parallel import cast_when_sharded
-from onetrunk.models.sources import load_config
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments
 from onetrunk.stages.parsing import parse

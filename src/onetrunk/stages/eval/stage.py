@@ -25,8 +25,8 @@ from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import REFERENCE
-from onetrunk.models.score_adapter import is_adapter_name
-from onetrunk.models.sources import adapter_base, is_adapter, is_same_source, require_safetensors
+from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
+from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.callbacks import RolloutProgress
 from onetrunk.ppo.checks import check_launch

@@ -28,7 +28,7 @@ from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
 from onetrunk.feedback.shards import prompt_key
 from onetrunk.models.base import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
-from onetrunk.models.sources import base_fingerprint, is_adapter, load_config
+from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.load import load_servers

@@ -19,7 +19,7 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import described, left_by_a_run
 from onetrunk.data.names import BUILDERS
-from onetrunk.models.scorer import SCALE_FILE
+from onetrunk.models.reward_model import SCALE_FILE
 from onetrunk.stages.resuming import last_finished_checkpoint, result_problems
 from onetrunk.stages.run.pipeline import Pipeline, Stage, texts_in
 from onetrunk.stages.tables import as_json, shortened

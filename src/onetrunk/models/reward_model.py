@@ -1,4 +1,8 @@
-"""A separate reward model: load it, turn prompts and completions into its rows, score them, scale the scores.
+"""Reward models: load one, turn prompts and completions into its rows, score them, scale the scores.
+
+A reward model is a sequence-classification model, or an adapter of one: LoRA weights and a score head (TRL's
+RewardTrainer with a peft_config saves one). On the trunk an adapter is a frozen branch, which needs no second base
+model; `load_adapter_scorer` loads it with a base of its own.
 
 Rows must be read as the reward model was trained: with or without special tokens (a chat template writes its own), and
 with or without an end token. `onetrunk/rewards/model.py` decides which rows are scored.
@@ -6,24 +10,52 @@ with or without an end token. `onetrunk/rewards/model.py` decides which rows are
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file, has_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from onetrunk.data.chat_template import apply_chat_template
 from onetrunk.data.prompts import without_second_bos
-from onetrunk.models.loading import check_source, expand, load_weights, read_config, read_tokenizer
-from onetrunk.types import Conversation, Message, Prompt
+from onetrunk.models.adapters import ValueHead, check_adapter_config, require_lora
+from onetrunk.models.base import repair_padding
+from onetrunk.models.loading import (
+    adapter_base,
+    check_source,
+    expand,
+    load_weights,
+    pinned_source,
+    put_adapter_on,
+    read_adapter_config,
+    read_adapter_weights,
+    read_config,
+    read_tokenizer,
+    source_file,
+)
+from onetrunk.types import Completion, Conversation, Message, Pack, Prompt
 from onetrunk.utils.files import atomic_write_json, read_json
 
-Completion = str | list[Message]
-
+# Modules of transformers that report weights which are missing, left over, or on one device.
+REPORTING = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
+# The modules that PEFT trains whole in a sequence-classification model; a decoder has only `score`.
+HEAD_MODULES = {"score", "classifier"}
+_HEAD_KEYS = ("base_model.model.score.weight", "base_model.model.score.bias")
+# Values of init_lora_weights that leave the base model unchanged.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 # Tokenizers without a limit report a number beyond any text.
 NO_LIMIT = 10**9
 # Key of config.json: True where the model was trained on rows that end with the end token.
@@ -36,7 +68,7 @@ SCALE_FILE = "score_scale.json"
 SMALLEST_STD = 1e-8
 
 
-# --- load ---
+# --- a model of its own ---
 
 
 def load_scorer(
@@ -53,18 +85,12 @@ def load_scorer(
         dtype: None for the checkpoint's own.
 
     Raises:
-        FileNotFoundError, RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or
-            weights missing from the checkpoint.
+        RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or weights missing
+            from the checkpoint.
     """
     name = scorer_source(path)
-    config = read_config("reward model", name, revision=revision)
-    settings = {"revision": revision, "trust_remote_code": False} | ({} if dtype is None else {"dtype": dtype})
-    if "ForSequenceClassification" not in "".join(config.architectures or []):
-        settings["num_labels"] = 1  # Its head is missing; load it to name the missing weights.
-    else:
-        check_scorer(config, name)
-    model, loading = load_weights(AutoModelForSequenceClassification, "reward model", name, config, **settings)
-    missing_keys = sorted(map(str, loading["missing_keys"]))
+    source = {"revision": revision, "trust_remote_code": False}
+    model, missing_keys = _load("reward model", name, source, {} if dtype is None else {"dtype": dtype})
     if missing_keys:
         raise ValueError(
             f"reward model {name}: its checkpoint lacks {', '.join(missing_keys)}, which would be newly initialised"
@@ -78,13 +104,10 @@ def scorer_source(path: str | Path) -> str:
     """Return the folder or Hub name of a reward model, without reading any of its files.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
-        RuntimeError: a file, or a folder without a model.
+        RuntimeError: a path that does not exist, a file, or a folder without a model.
         ValueError: an adapter.
     """
     name = expand(path)
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"reward model {name} does not exist; give an existing folder or a name on the Hub")
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
     check_source(name, "reward model")
@@ -117,11 +140,215 @@ def score_layer(model: nn.Module) -> nn.Linear:
     return layers[-1]
 
 
+def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
+    """Load a model to train as a reward model; a language model gets a new score head, a reward model keeps its head.
+
+    A new head is drawn from torch's global random state: seed it first. `settings` are for `from_pretrained`.
+
+    Raises:
+        RuntimeError: nothing loadable there.
+        ValueError: several labels, weights below the head missing from the checkpoint, or remote code without a
+            pinned commit.
+    """
+    source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
+    settings.pop("code_revision", None)
+    with quiet_load():
+        model, missing_keys = _load("model", name, source, settings)
+    layer = score_layer(model)
+    head = next(n for n, module in model.named_modules() if module is layer).split(".")[0]
+    # BERT's relatives also lack a pooler, which trains with the head.
+    missing_keys = [key for key in missing_keys if not key.startswith(head) and ".pooler." not in key]
+    if missing_keys:
+        raise ValueError(
+            f"the checkpoint of {name} lacks {len(missing_keys)} weights below the head, the first is"
+            f" {missing_keys[0]}, which would be newly initialised; give a model that has them"
+        )
+    return model
+
+
+def _load(kind: str, name: str, source: dict[str, Any], settings: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
+    """Return a sequence-classification model with one label, and the weights that its checkpoint lacks."""
+    config = read_config(kind, name, **source)
+    if "ForSequenceClassification" in "".join(config.architectures or []):
+        check_scorer(config, name)
+    model, loading = load_weights(AutoModelForSequenceClassification, kind, name, num_labels=1, **source, **settings)
+    return model, sorted(map(str, loading["missing_keys"]))
+
+
+@contextlib.contextmanager
+def quiet_load() -> Iterator[None]:
+    """Silence transformers' report on missing weights inside the block: the caller checks them itself."""
+    levels = {name: logging.getLogger(f"transformers.{name}").level for name in REPORTING}
+    for name in levels:
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(f"transformers.{name}").setLevel(level)
+
+
+def load_reward_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a reward model; if it has no padding token, it pads with its end token."""
+    tokenizer = read_tokenizer(name, **pinned_source(revision, trust_remote_code))
+    return tokenizer if tokenizer.pad_token_id is not None else repair_padding(tokenizer)
+
+
+# --- an adapter ---
+
+
+@dataclass(frozen=True)
+class ScoreAdapter:
+    """A reward adapter that was read but is not on a trunk yet.
+
+    Args:
+        name: folder or Hub name.
+        base: name of the base model that it was trained on.
+        config: of its LoRA.
+        weights: under PEFT's names.
+        head: "weight" [1, H], and "bias" [1] if it has one.
+        pad_token_id: the score is read at the last token that differs from it; None: at the last token.
+    """
+
+    name: str
+    base: str
+    config: LoraConfig
+    weights: dict[str, Tensor]
+    head: dict[str, Tensor]
+    pad_token_id: int | None = None
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether `name` leads to an adapter; False also if it leads nowhere."""
+    return source_file(expand(name), "adapter_config.json") is not None
+
+
+def read_score_adapter(name: str) -> ScoreAdapter:
+    """Read the reward adapter at `name`, a folder or a name on the Hub, without its pad token.
+
+    Raises:
+        ValueError: not LoRA, a variant that the trunk can't carry, no score head, or one with several labels.
+        RuntimeError: its base model is missing.
+    """
+    source = expand(name)
+    base, config = adapter_base(source), _checked_config(name, read_adapter_config(source))
+    weights = read_adapter_weights(source)
+    head = {key.rsplit(".", 1)[-1]: weights.pop(key) for key in _HEAD_KEYS if key in weights}
+    if "weight" not in head:
+        raise ValueError(
+            f"reward adapter {name} has no score head (a tensor {_HEAD_KEYS[0]}); train it as a sequence-"
+            "classification adapter (PEFT's task_type SEQ_CLS), which saves its head"
+        )
+    if len(head["weight"]) != 1:
+        raise ValueError(f"reward adapter {name} has {len(head['weight'])} labels; expected 1, a score")
+    others = sorted(k for k in weights if ".lora_" not in k or ".lora_embedding" in k)
+    if others:
+        raise ValueError(
+            f"reward adapter {name} has {len(others)} tensors besides LoRA on the layers and its head, the first is"
+            f" {others[0]}; the trunk stays frozen: merge the adapter into its base model and give that folder"
+        )
+    return ScoreAdapter(name, base, config, weights, head)
+
+
+def load_adapter_scorer(
+    name: str, *, device: torch.device | str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a reward adapter on a base model of its own, for scoring (in eval mode, frozen), with its tokenizer.
+
+    Its rows end with the end token, as the completions that the trunk scores do. Raises as `read_score_adapter`.
+
+    Args:
+        device: None leaves it on the CPU.
+    """
+    adapter, source = read_score_adapter(name), expand(name)
+    base = load_with_new_head(adapter.base)
+    # The model that PEFT wraps: its layers carry the adapter, and its head is that of the adapter.
+    model = put_adapter_on(base, source).get_base_model()
+    model.config.update({READS_END: True, "name_or_path": source})
+    model.requires_grad_(False)
+    tokenizer = adapter_tokenizer(name)
+    if tokenizer is None:
+        tokenizer = read_tokenizer(adapter.base)
+    else:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return (model if device is None else model.to(device)).eval(), tokenizer
+
+
+def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
+    if config.task_type != "SEQ_CLS":
+        raise ValueError(
+            f"reward adapter {name} has the task_type {config.task_type}, so no score head; give one with SEQ_CLS,"
+            " which a sequence-classification model with an adapter saves"
+        )
+    require_lora(config, f"reward adapter {name}")
+    config = copy.deepcopy(config)
+    if set(getattr(config, "modules_to_save", None) or ()) <= HEAD_MODULES:
+        config.modules_to_save = None
+    if getattr(config, "init_lora_weights", None) in _PLAIN_STARTS:
+        config.init_lora_weights = True
+    try:
+        check_adapter_config(config)
+    except ValueError as error:
+        raise ValueError(f"reward adapter {name} can't be a branch of the trunk: {error}") from error
+    config.task_type, config.inference_mode, config.lora_dropout = "CAUSAL_LM", False, 0.0
+    return config
+
+
 def adapter_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer saved with a reward adapter, or None."""
     source = expand(name)
-    has_tokenizer = has_file(source, "tokenizer_config.json")
+    has_tokenizer = source_file(source, "tokenizer_config.json") is not None
     return read_tokenizer(source, "tokenizer of the reward adapter") if has_tokenizer else None
+
+
+# --- a branch of the trunk ---
+
+
+class ScoreBranch(nn.Module):
+    """The head of the reward adapter, in float32, and the positions that it reads.
+
+    Args:
+        adapter: the adapter.
+        hidden_size: width of the trunk.
+        device: of the trunk's last layer.
+        obstacle: why it cannot start from the states at the cut, a clause; None: it starts from them.
+    """
+
+    def __init__(self, adapter: ScoreAdapter, hidden_size: int, device: torch.device, obstacle: str | None):
+        super().__init__()
+        self.name, self.pad_token_id, self.obstacle = adapter.name, adapter.pad_token_id, obstacle
+        self.head = ValueHead(hidden_size, device=device)
+        if adapter.head["weight"].shape != self.head.linear.weight.shape:
+            raise ValueError(
+                f"reward adapter {adapter.name} has a head of {list(adapter.head['weight'].shape)}, and this trunk is"
+                f" {hidden_size} wide: it was trained on another base model"
+            )
+        with torch.no_grad():
+            for key, tensor in adapter.head.items():
+                getattr(self.head.linear, key).copy_(tensor)
+        self.requires_grad_(False)
+
+    @property
+    def from_states(self) -> bool:
+        """Whether it starts from the states at the cut; otherwise it runs every layer."""
+        return self.obstacle is None
+
+    def last_tokens(self, pack: Pack) -> Tensor:
+        """Return the column [R] of each row at which the score is read.
+
+        Source: transformers' GenericForSequenceClassification: the last token that is not the pad token, even if the
+        pad token is the end token.
+        """
+        counts = pack.attention_mask.bool()
+        if self.pad_token_id is not None:
+            counts = counts & (pack.input_ids != self.pad_token_id)
+        return (torch.arange(counts.shape[1], device=counts.device) * counts).argmax(dim=1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the scores [R], float32, of the rows' states [R, H] at `last_tokens` under this adapter."""
+        return self.head(states)
 
 
 # --- rows ---
@@ -358,10 +585,9 @@ class ScoreScale:
 
 def read_score_scale(name: str) -> ScoreScale | None:
     """Return the scale saved with the reward model at `name`, a folder or a Hub name, or None."""
-    source = expand(name)
-    if not has_file(source, SCALE_FILE):
+    path = source_file(expand(name), SCALE_FILE)
+    if path is None:
         return None
-    path = cached_file(source, SCALE_FILE)
     data = read_json(path)
     try:
         return ScoreScale(float(data["mean"]), float(data["std"]))
