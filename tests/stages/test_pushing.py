@@ -100,7 +100,7 @@ def test_offline_and_a_name_that_is_none_are_said(hub, tmp_path, capsys, monkeyp
     assert "is no name of a repository" in last_line(capsys)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "HF_HUB_OFFLINE is set; leave one of them out" in last_line(capsys)
+    assert "HF_HUB_OFFLINE is set; leave it out to push" in last_line(capsys)
 
 
 def test_a_hub_that_is_not_there_is_said(hub, tmp_path, capsys, monkeypatch):

@@ -119,7 +119,7 @@ def hub_fault(error: BaseException) -> str:
     if isinstance(error, LocalTokenNotFoundError):
         return "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set; leave one of them out"
+        return "HF_HUB_OFFLINE is set; leave it out to push"
     reason = _one_line(getattr(error, "server_message", None) or str(error) or type(error).__name__)
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
