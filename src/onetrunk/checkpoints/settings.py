@@ -168,13 +168,6 @@ def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed
     allow_steering(path, saved, steering, is_allowed)
 
 
-def settings_digest(settings: dict[str, Any] | None) -> str | None:
-    """Return a digest of a run's settings (JSON values), or None for None."""
-    if settings is None:
-        return None
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def rows_digest(rows: Any) -> str:
     """Return the number of encoded rows and a digest: of their contents, or of the files and blocks of sharded rows.
 

@@ -78,7 +78,6 @@ from onetrunk.checkpoints.settings import (
     check_plain_settings,
     check_streaming,
     plain_settings,
-    settings_digest,
 )
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
@@ -265,10 +264,9 @@ class ResumableTrainer(Trainer):
             self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
             self.check_checkpoint(self._resume_from)
         if self._mirror is not None:
-            overwrite = self.args.overwrite_output_dir
             # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
-            is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
-            self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
+            is_resuming = bool(self._resume_from) or AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
+            self._mirror.claim(self._run_id, is_resuming, self.args.overwrite_output_dir)
 
     def _take_output_dir(self) -> None:
         """Reject an output folder that holds another run, or delete that run if the settings say so."""
